@@ -1,4 +1,6 @@
-"""What ``config.json`` and ``params.json`` of one folder say together, whichever of them the weights belong to."""
+"""What ``config.json`` and ``params.json`` of one folder say together, whichever of them the
+weights belong to.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,11 +9,17 @@ from typing import Any
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import checkpoint_errors, has_magnitude, text_config
-from tramontane.proto.mistral_params import magnitudes, stated_context_lens, stated_window, windows_of
+from tramontane.proto.mistral_params import (
+    magnitudes,
+    stated_context_lens,
+    stated_window,
+    windows_of,
+)
 from tramontane.proto.model_args import LatentArgs, ModelArgs
 from tramontane.proto.presets import context_len
 
-# Keys of config.json by those of params.json, and fields of ``ModelArgs`` where these have other names than the latter.
+# Keys of config.json by those of params.json, and fields of ``ModelArgs`` where these have other
+# names than the latter.
 SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -20,7 +28,8 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
 }
-HEADS = {"head_dim": "head_dim", "n_kv_heads": "num_key_value_heads"}  # of latent attention both are read from its widths
+# of latent attention both are read from its widths
+HEADS = {"head_dim": "head_dim", "n_kv_heads": "num_key_value_heads"}
 EXPERTS = {
     "num_experts": ("num_experts", "number of experts"),
     "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_tok"),
@@ -33,7 +42,10 @@ EXPERTS = {
 }
 YARN = {
     "factor": ("factor", "factor"),
-    "original_max_position_embeddings": ("original_max_seq_len", "original_max_position_embeddings"),
+    "original_max_position_embeddings": (
+        "original_max_seq_len",
+        "original_max_position_embeddings",
+    ),
     "beta": ("beta_fast", "beta_fast"),
     "alpha": ("beta_slow", "beta_slow"),
 }
@@ -41,41 +53,65 @@ YARN = {
 Difference = tuple[str, object, str, object]  # key and value of config.json, and of params.json
 
 
-def join_configs(args: ModelArgs, config: Mapping[str, Any], params: Mapping[str, Any], source: str) -> ModelArgs:
-    """Add to ``args``, which ``config`` describes, what only ``params`` says. Raises CheckpointError if the two contradict.
+def join_configs(
+    args: ModelArgs, config: Mapping[str, Any], params: Mapping[str, Any], source: str
+) -> ModelArgs:
+    """Add to ``args``, which ``config`` describes, what only ``params`` says. Raises
+    CheckpointError if the two contradict.
 
-    What a file does not say is not compared, nor what the tensors show: vocabulary, tied embeddings, types and formats. The
-    context is the longer one. ``params`` alone tells the windows of layers that have different ones, where config.json knows one
-    window or none (Ministral 8B), and whether YaRN's magnitude is applied, where config.json says nothing of it.
+    What a file does not say is not compared, nor what the tensors show: vocabulary, tied
+    embeddings, types and formats. The context is the longer one. ``params`` alone tells the windows
+    of layers that have different ones, where config.json knows one window or none (Ministral 8B),
+    and whether YaRN's magnitude is applied, where config.json says nothing of it.
     """
     with checkpoint_errors(source):
         text = text_config(config)
         joined = _with_magnitude(_with_windows(args, text, params), text, params)
-        differences = [each for each in _differences(joined, params) if not _is_same(each[1], each[3])]
+        differences = [
+            each for each in _differences(joined, params) if not _is_same(each[1], each[3])
+        ]
     if differences:
         said = "; ".join(
-            f"{key} is {ours} in config.json, {name} is {theirs} in params.json" for key, ours, name, theirs in differences
+            f"{key} is {ours} in config.json, {name} is {theirs} in params.json"
+            for key, ours, name, theirs in differences
         )
         raise CheckpointError(
             f"{source}: config.json and params.json describe different models: {said}; "
             "correct the file that is wrong, or remove it"
         )
-    return replace(joined, max_seq_len=context_len(joined, args.max_seq_len, *stated_context_lens(params)))
+    return replace(
+        joined, max_seq_len=context_len(joined, args.max_seq_len, *stated_context_lens(params))
+    )
 
 
 def _with_windows(args: ModelArgs, text: Mapping[str, Any], params: Mapping[str, Any]) -> ModelArgs:
     """Return ``args`` with a pattern of windows that a class of one window cannot express."""
-    if not isinstance(stated_window(params), list) or text.get("layer_types") or params.get("n_layers") != args.n_layers:
+    if (
+        not isinstance(stated_window(params), list)
+        or text.get("layer_types")
+        or params.get("n_layers") != args.n_layers
+    ):
         return args
     windows = windows_of(params)
     return replace(args, windows=windows) if {*args.windows} <= {*windows, None} else args
 
 
-def _with_magnitude(args: ModelArgs, text: Mapping[str, Any], params: Mapping[str, Any]) -> ModelArgs:
-    if not args.rope_scaling or has_magnitude(text) or (params.get("yarn") or {}).get("apply_scale") is None:
+def _with_magnitude(
+    args: ModelArgs, text: Mapping[str, Any], params: Mapping[str, Any]
+) -> ModelArgs:
+    if (
+        not args.rope_scaling
+        or has_magnitude(text)
+        or (params.get("yarn") or {}).get("apply_scale") is None
+    ):
         return args
     attention_factor, score_factor = magnitudes(params)
-    return replace(args, rope_scaling=replace(args.rope_scaling, attention_factor=attention_factor, score_factor=score_factor))
+    return replace(
+        args,
+        rope_scaling=replace(
+            args.rope_scaling, attention_factor=attention_factor, score_factor=score_factor
+        ),
+    )
 
 
 def _differences(args: ModelArgs, params: Mapping[str, Any]) -> Iterator[Difference]:
@@ -93,7 +129,12 @@ def _differences(args: ModelArgs, params: Mapping[str, Any]) -> Iterator[Differe
     if args.rope_scaling and (params.get("yarn") or {}).get("apply_scale") is not None:
         ours = args.rope_scaling.attention_factor * math.sqrt(args.rope_scaling.score_factor)
         name = f"yarn.apply_scale is {str(params['yarn']['apply_scale']).lower()} and the factor"
-        yield "YaRN's factor of queries and keys", ours, name, magnitudes(params)[0] * math.sqrt(magnitudes(params)[1])
+        yield (
+            "YaRN's factor of queries and keys",
+            ours,
+            name,
+            magnitudes(params)[0] * math.sqrt(magnitudes(params)[1]),
+        )
     if stated_window(params) is not None and params.get("n_layers") == args.n_layers:
         yield from _window_differences(args, windows_of(params))
 
@@ -108,9 +149,13 @@ def _block(
 
 
 def _window_differences(args: ModelArgs, windows: tuple[int | None, ...]) -> Iterator[Difference]:
-    """Yield the window of the first layer where the files differ; one as long as the context is none."""
+    """Yield the window of the first layer where the files differ; one as long as the context is
+    none.
+    """
     for layer, pair in enumerate(zip(args.windows, windows, strict=True)):
-        ours, theirs = (None if window is not None and window >= args.max_seq_len else window for window in pair)
+        ours, theirs = (
+            None if window is not None and window >= args.max_seq_len else window for window in pair
+        )
         if ours != theirs:
             yield f"the window of layer {layer}", ours, "sliding_window", theirs
             return

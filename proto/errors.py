@@ -38,8 +38,8 @@
             +-- PipelineSupersededError
             +-- ModelMismatchError
 
-A ``UserError`` says what was wrong and what to do about it. The command line prints it as one line and exits with
-code 2. Broken internal invariants are assertions, not members of this tree.
+A ``UserError`` says what was wrong and what to do about it. The command line prints it as one line
+and exits with code 2. Broken internal invariants are assertions, not members of this tree.
 """
 
 from collections.abc import Iterable
@@ -52,9 +52,12 @@ MIN_PREFIX = 4  # characters of a name that is the beginning of a known one
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: "; did you mean max_tokens?", or nothing if none is similar."""
+    """Return the end of a message about an unknown name: "; did you mean max_tokens?", or nothing
+    if none is similar.
+    """
     known = list(known)
-    longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]  # of versions the last is the newest
+    # of versions the last is the newest
+    longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
     similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
@@ -91,7 +94,9 @@ class CheckpointError(UserError):
 
 
 class InvalidModelConfigError(CheckpointError):
-    """The numbers of a configuration describe no model. The reader of the file adds its name to the message."""
+    """The numbers of a configuration describe no model. The reader of the file adds its name to the
+    message.
+    """
 
 
 # ---- one request
@@ -102,7 +107,9 @@ class RequestError(UserError):
 
 
 class ParameterError(RequestError):
-    """One parameter is wrong; ``parameter`` is its name, or None if the body as a whole is wrong."""
+    """One parameter is wrong; ``parameter`` is its name, or None if the body as a whole is
+    wrong.
+    """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -118,7 +125,9 @@ class UnsatisfiableSchemaError(RequestError):
 
 
 class NotFiniteError(RequestError):
-    """The model's numbers for a request are not finite, so that no token follows; a retry would fail as well."""
+    """The model's numbers for a request are not finite, so that no token follows; a retry would
+    fail as well.
+    """
 
 
 class PoisonRequestError(RequestError):
@@ -145,7 +154,9 @@ class FileTooLargeError(RequestError):
 
 
 class OverloadedError(TramontaneError):
-    """Too many requests are waiting; this one may be sent again after ``retry_after_s``, a whole number of seconds."""
+    """Too many requests are waiting; this one may be sent again after ``retry_after_s``, a whole
+    number of seconds.
+    """
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message, retry_after_s)  # all arguments, so that the error can be pickled
@@ -160,7 +171,9 @@ class QueueFullError(OverloadedError):
 
 
 class QuotaExceededError(OverloadedError):
-    """A client has stored as much as it may; it has to delete something, or wait until something expires."""
+    """A client has stored as much as it may; it has to delete something, or wait until something
+    expires.
+    """
 
 
 class DrainingError(TramontaneError):
@@ -187,15 +200,21 @@ class StaleEpochError(PipelineError):
 
 
 class LinkError(PipelineError):
-    """A stage cannot receive from its neighbor or send to it. Why the neighbor is silent is reported elsewhere."""
+    """A stage cannot receive from its neighbor or send to it. Why the neighbor is silent is
+    reported elsewhere.
+    """
 
 
 class ExpertUnavailableError(PipelineError):
-    """An expert actor died or became unreachable before it returned its rows; the call can be repeated."""
+    """An expert actor died or became unreachable before it returned its rows; the call can be
+    repeated.
+    """
 
 
 class ExpertRelocatedError(ExpertUnavailableError):
-    """An expert actor does not hold the requested experts, because a newer expert plan is in force."""
+    """An expert actor does not hold the requested experts, because a newer expert plan is in
+    force.
+    """
 
 
 class LeaseError(PipelineError):
@@ -219,12 +238,18 @@ class PipelineUnavailableError(PipelineError):
 
 
 class PipelineRecoveringError(PipelineUnavailableError):
-    """The pipeline of this router is being fenced again; the router queues the request if no other one can work on it now."""
+    """The pipeline of this router is being fenced again; the router queues the request if no other
+    one can work on it now.
+    """
 
 
 class PipelineSupersededError(PipelineUnavailableError):
-    """A newer version of the application took over the pipeline of this router, or its GPUs, and will accept requests soon."""
+    """A newer version of the application took over the pipeline of this router, or its GPUs, and
+    will accept requests soon.
+    """
 
 
 class ModelMismatchError(PipelineUnavailableError):
-    """A router has another model or version than the request was made for; only a router of that version can run it."""
+    """A router has another model or version than the request was made for; only a router of that
+    version can run it.
+    """

@@ -1,4 +1,6 @@
-"""What both ends of gRPC convert: errors to statuses, from which a client restores the same error; jobs to messages and back."""
+"""What both ends of gRPC convert: errors to statuses, from which a client restores the same error;
+jobs to messages and back.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -21,7 +23,9 @@ logger = logging.getLogger(__name__)
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "tramontane"
 RETRY_AFTER_S = 1  # while a pipeline restarts
-MAX_MESSAGE = 2000  # characters; a client's HTTP/2 accepts 8 KiB of trailers, where a byte that is not ASCII takes three
+# characters; a client's HTTP/2 accepts 8 KiB of trailers, where a byte that is not ASCII takes
+# three
+MAX_MESSAGE = 2000
 MAX_METADATA = 16  # pairs, as OpenAI has it
 MAX_METADATA_CHARS = 512
 STATES = {pb.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState}
@@ -38,8 +42,10 @@ class GrpcStatus:
     message: str
     details: bytes
 
-    def apply(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or Ray Serve's substitute
-        """Set the status on a server's context. If an exception were raised, Ray Serve would lose the details and log it."""
+    def apply(self, context: Any) -> None:  # gRPC's own, or Ray Serve's substitute
+        """Set the status on a server's context. If an exception were raised, Ray Serve would lose
+        the details and log it.
+        """
         context.set_code(self.code)
         context.set_details(self.message)
         context.set_trailing_metadata([(DETAILS, self.details)])
@@ -65,23 +71,38 @@ CODES: tuple[tuple[type[errors.TramontaneError], StatusCode, str], ...] = (
 
 
 def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
-    """Return the status for an error. One that is not a TramontaneError is a defect; its message goes only to the log."""
+    """Return the status for an error. One that is not a TramontaneError is a defect; its message
+    goes only to the log.
+    """
     if not isinstance(error, errors.TramontaneError):
         name, fields = request_id or "-", request_fields(request_id)
-        logger.error("request %s failed because of a defect of the server", name, exc_info=error, extra=fields)
+        logger.error(
+            "request %s failed because of a defect of the server",
+            name,
+            exc_info=error,
+            extra=fields,
+        )
         return _make_status(StatusCode.INTERNAL, errors.DEFECT, ErrorInfo(reason="DEFECT"), None)
     if not isinstance(error, errors.UserError | errors.OverloadedError):
-        logger.warning("request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
-    code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])
+        logger.warning(
+            "request %s failed: %s", request_id or "-", error, extra=request_fields(request_id)
+        )
+    code, reason = next(
+        ((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:]
+    )
     info = ErrorInfo(reason=reason)
     if isinstance(error, errors.ParameterError) and error.parameter is not None:
         info.metadata["parameter"] = error.parameter
     delay = error.retry_after_s if isinstance(error, errors.OverloadedError) else RETRY_AFTER_S
-    may_retry = isinstance(error, errors.OverloadedError | errors.PipelineError | errors.DrainingError)
+    may_retry = isinstance(
+        error, errors.OverloadedError | errors.PipelineError | errors.DrainingError
+    )
     return _make_status(code, str(error), info, delay if may_retry else None)
 
 
-def _make_status(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> GrpcStatus:
+def _make_status(
+    code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None
+) -> GrpcStatus:
     message = " ".join(message.encode(errors="replace").decode().split())[:MAX_MESSAGE]
     status = Status(code=code.value[0], message=message)
     info.domain = DOMAIN
@@ -91,7 +112,8 @@ def _make_status(code: StatusCode, message: str, info: ErrorInfo, retry_after_s:
     return GrpcStatus(code, message, status.SerializeToString())
 
 
-# How a client sees errors of gRPC itself or of Ray Serve's proxy: a message is too large, a method does not exist, ...
+# How a client sees errors of gRPC itself or of Ray Serve's proxy: a message is too large, a method
+# does not exist, ...
 TRANSPORT_ERRORS: Mapping[StatusCode, type[errors.TramontaneError]] = MappingProxyType(
     {
         StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
@@ -104,11 +126,12 @@ TRANSPORT_ERRORS: Mapping[StatusCode, type[errors.TramontaneError]] = MappingPro
 )
 
 
-def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.TramontaneError:  # noqa: ANN401 - gRPC's pairs, or None
+# gRPC's pairs, or None
+def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.TramontaneError:
     """Restore, in a client, the error that ``status_for`` was given.
 
-    A status that is neither ours nor in TRANSPORT_ERRORS is a lost connection: the server may be gone, or may run without
-    its application (NOT_FOUND).
+    A status that is neither ours nor in TRANSPORT_ERRORS is a lost connection: the server may be
+    gone, or may run without its application (NOT_FOUND).
     """
     info, retry = _details(trailers)
     message = message or code.name
@@ -124,7 +147,7 @@ def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.T
     return TRANSPORT_ERRORS.get(code, errors.ConnectionLostError)(message)
 
 
-def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:  # noqa: ANN401
+def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:
     """Return our details, or empty messages if there are none."""
     info, retry, status = ErrorInfo(), RetryInfo(), Status()
     for key, value in trailers or ():
@@ -141,18 +164,29 @@ def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:  # noqa: ANN401
 
 def options_message(options: JobOptions) -> pb.JobOptions:
     """Convert options to a message."""
-    return pb.JobOptions(endpoint=options.endpoint, keeps_order=options.keeps_order, metadata=options.metadata)
+    return pb.JobOptions(
+        endpoint=options.endpoint, keeps_order=options.keeps_order, metadata=options.metadata
+    )
 
 
 def parse_options(message: pb.JobOptions) -> JobOptions:
-    """Convert a message to options; a field that is not set has its default. Raises ParameterError."""
+    """Convert a message to options; a field that is not set has its default. Raises
+    ParameterError.
+    """
     endpoint = message.endpoint if message.HasField("endpoint") else DEFAULTS.endpoint
     if endpoint not in get_args(Endpoint):
-        raise errors.ParameterError(f"endpoint is {endpoint!r:.80}; there are {' and '.join(get_args(Endpoint))}", "endpoint")
-    metadata = dict(message.metadata) if len(message.metadata) <= MAX_METADATA else None
-    if metadata is None or any(len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair):
         raise errors.ParameterError(
-            f"metadata: there may be at most {MAX_METADATA} pairs of at most {MAX_METADATA_CHARS} characters each", "metadata"
+            f"endpoint is {endpoint!r:.80}; there are {' and '.join(get_args(Endpoint))}",
+            "endpoint",
+        )
+    metadata = dict(message.metadata) if len(message.metadata) <= MAX_METADATA else None
+    if metadata is None or any(
+        len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair
+    ):
+        raise errors.ParameterError(
+            f"metadata: there may be at most {MAX_METADATA} pairs of at most {MAX_METADATA_CHARS}"
+            " characters each",
+            "metadata",
         )
     keeps_order = message.keeps_order if message.HasField("keeps_order") else DEFAULTS.keeps_order
     return JobOptions(cast("Endpoint", endpoint), keeps_order, metadata)
@@ -194,9 +228,17 @@ def parse_job(message: pb.Job) -> Job:
 
 def line_message(line: ResultLine) -> pb.ResultLine:
     """Convert a result to a message."""
-    return pb.ResultLine(offset=line.offset, line=line.line, custom_id=line.custom_id, is_error=line.is_error, body=line.body)
+    return pb.ResultLine(
+        offset=line.offset,
+        line=line.line,
+        custom_id=line.custom_id,
+        is_error=line.is_error,
+        body=line.body,
+    )
 
 
 def parse_line(message: pb.ResultLine) -> ResultLine:
     """Convert a message to a result."""
-    return ResultLine(message.offset, message.line, message.custom_id, message.is_error, message.body)
+    return ResultLine(
+        message.offset, message.line, message.custom_id, message.is_error, message.body
+    )

@@ -25,7 +25,8 @@ MIXTRAL = "MixtralForCausalLM"
 MISTRAL_4 = "Mistral4ForCausalLM"
 LATENT = {MISTRAL_4: GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 LARGE_4 = "MistralLarge4TextModel"
-# What other programs read of such configurations, and transformers' classes do not, and the only values that are supported.
+# What other programs read of such configurations, and transformers' classes do not, and the only
+# values that are supported.
 GATE_VALUES = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
 # Text models with an encoder of images, which is not used: classes of the text model, by its type.
 WRAPPERS = {
@@ -37,44 +38,71 @@ WRAPPERS = {
     },
     "MistralLarge4ForConditionalGeneration": {"mistral_large4_text": LARGE_4},
 }
-SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", *LATENT, *WRAPPERS)
+SUPPORTED_ARCHITECTURES = (
+    "MistralForCausalLM",
+    MIXTRAL,
+    "MinistralForCausalLM",
+    "Ministral3ForCausalLM",
+    *LATENT,
+    *WRAPPERS,
+)
 # Of the wrapper, besides the text model's own.
 TIED, EOS = "tie_word_embeddings", "eos_token_id"
 WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", EOS)
-# End-of-sequence tokens of configurations that say nothing of them: the default of transformers' classes.
+# End-of-sequence tokens of configurations that say nothing of them: the default of transformers'
+# classes.
 DEFAULT_EOS, OTHER_EOS = 2, {"DeepseekV3ForCausalLM": 1}
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported.
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing,
+    malformed or unsupported.
 
     Of a model with an encoder of images it is the text model's.
     """
     with checkpoint_errors(source):
         is_wrapper = _architecture_of(config) in WRAPPERS
-        return _translate(text_config(config, source), f"{source}, text_config" if is_wrapper else source)
+        return _translate(
+            text_config(config, source), f"{source}, text_config" if is_wrapper else source
+        )
 
 
 @contextmanager
 def checkpoint_errors(source: str) -> Iterator[None]:
-    """Turn whatever a malformed configuration causes inside the block into a ``CheckpointError`` that names ``source``."""
+    """Turn whatever a malformed configuration causes inside the block into a ``CheckpointError``
+    that names ``source``.
+    """
     try:
         yield
     except InvalidModelConfigError as error:
         raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{source} lacks the key {error}") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ZeroDivisionError,
+        IndexError,
+        OverflowError,
+    ) as error:
         raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
 
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
-    """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
+    """Translate without defaults: those of transformers differ by class, and a wrong one would be a
+    wrong model.
+    """
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
-    heads, latent = config["num_attention_heads"], _latent(config, source) if architecture in (*LATENT, LARGE_4) else None
+    heads, latent = (
+        config["num_attention_heads"],
+        _latent(config, source) if architecture in (*LATENT, LARGE_4) else None,
+    )
     scaling = _rope_scaling(config, latent, source)
-    head_dim = config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
+    head_dim = (
+        config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
+    )
     args = ModelArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
@@ -94,7 +122,9 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         rope_scaling=scaling,
         latent=latent,
         sparse=_sparse(config, source) if architecture == LARGE_4 else None,
-        final_logit_softcapping=float(config["final_logit_softcapping"]) if architecture == LARGE_4 else None,
+        final_logit_softcapping=(
+            float(config["final_logit_softcapping"]) if architecture == LARGE_4 else None
+        ),
         quantization=parse_quantization(config.get("quantization_config"), source),
     )
     return replace(args, max_seq_len=context_len(args, args.max_seq_len))
@@ -108,104 +138,154 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
 def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the configuration of the text model, with what the wrapper says of it.
 
-    The text model's own values come first, but embeddings are tied if either says so: transformers writes both, and its
-    wrapper's default is true.
+    The text model's own values come first, but embeddings are tied if either says so: transformers
+    writes both, and its wrapper's default is true.
     """
-    # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as if they were missing.
-    text = {key: value for key, value in config["text_config"].items() if value is not None or key == "q_lora_rank"}
+    # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as
+    # if they were missing.
+    text = {
+        key: value
+        for key, value in config["text_config"].items()
+        if value is not None or key == "q_lora_rank"
+    }
     wrapper = _architecture_of(config)
     if (kind := text.get("model_type")) not in WRAPPERS[wrapper]:
         raise CheckpointError(
-            f"{source} describes a {wrapper} with a text model of type {kind!r}; supported: {', '.join(WRAPPERS[wrapper])}"
+            f"{source} describes a {wrapper} with a text model of type {kind!r}; supported:"
+            f" {', '.join(WRAPPERS[wrapper])}"
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
     own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
     if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
         own[TIED] = True
-    if EOS in config["text_config"] or EOS in outer:  # of both; null in the text model's means that it has none
+    # of both; null in the text model's means that it has none
+    if EOS in config["text_config"] or EOS in outer:
         own[EOS] = [*parse_eos_token_ids(outer.get(EOS)), *parse_eos_token_ids(text.get(EOS))]
     return {"sliding_window": None} | outer | text | own
 
 
 def text_config(config: Mapping[str, Any], source: str = "config.json") -> Mapping[str, Any]:
-    """Return the configuration of the text model: of a wrapper what it wraps, otherwise the whole."""
+    """Return the configuration of the text model: of a wrapper what it wraps, otherwise the
+    whole.
+    """
     return _unwrap(config, source) if _architecture_of(config) in WRAPPERS else config
 
 
 def _eos_token_ids(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens, the class's default if the configuration says nothing; null says that there is none."""
-    return parse_eos_token_ids(config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS))
+    """Return the end-of-sequence tokens, the class's default if the configuration says nothing;
+    null says that there is none.
+    """
+    return parse_eos_token_ids(
+        config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS)
+    )
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str, source: str) -> None:
     if architecture not in (*SUPPORTED_ARCHITECTURES, LARGE_4):
-        raise CheckpointError(f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+        raise CheckpointError(
+            f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
+        raise CheckpointError(
+            f"{source}: activation {config['hidden_act']!r} is not supported, only silu"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
+            raise CheckpointError(
+                f"{source}: {key} is set, and layers with biases are not supported"
+            )
     if architecture not in (*LATENT, LARGE_4):
         return
     values = GATE_VALUES | {"scoring_func": LATENT.get(architecture, GateScores.SOFTMAX).value}
-    used = [f"{key} = {config[key]!r}" for key, value in values.items() if config.get(key) not in (None, value)]
-    if beta := _rope_parameters(config).get("llama_4_scaling_beta") if architecture != MISTRAL_4 else None:
+    used = [
+        f"{key} = {config[key]!r}"
+        for key, value in values.items()
+        if config.get(key) not in (None, value)
+    ]
+    if beta := (
+        _rope_parameters(config).get("llama_4_scaling_beta") if architecture != MISTRAL_4 else None
+    ):
         used.append(f"llama_4_scaling_beta = {beta!r}")
     if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is not supported for {architecture}")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings: ``rope_parameters`` of transformers 5, ``rope_scaling`` of transformers 4."""
+    """Return the rotary settings: ``rope_parameters`` of transformers 5, ``rope_scaling`` of
+    transformers 4.
+    """
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:
-    """Return the base of rotary frequencies. Raises CheckpointError if what is said twice is said differently.
+    """Return the base of rotary frequencies. Raises CheckpointError if what is said twice is said
+    differently.
 
     transformers 4 and 5 have other keys, and a file can have both.
     """
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
-            raise CheckpointError(f"{source}: {key} is {old[key]!r} in rope_scaling and {new[key]!r} in rope_parameters")
+            raise CheckpointError(
+                f"{source}: {key} is {old[key]!r} in rope_scaling and {new[key]!r} in"
+                " rope_parameters"
+            )
     nested, outer = _rope_parameters(config).get("rope_theta"), config.get("rope_theta")
     if nested and outer and nested != outer:
-        raise CheckpointError(f"{source}: rope_theta is {outer!r}, and {nested!r} in the rotary settings; one of them is wrong")
+        raise CheckpointError(
+            f"{source}: rope_theta is {outer!r}, and {nested!r} in the rotary settings; one of them"
+            " is wrong"
+        )
     return float(nested or config["rope_theta"])
 
 
 def _latent(config: Mapping[str, Any], source: str) -> LatentArgs:
-    """Return the widths of latent attention. Raises CheckpointError if its rotated rows are not stored as pairs."""
+    """Return the widths of latent attention. Raises CheckpointError if its rotated rows are not
+    stored as pairs.
+    """
     if not config.get("rope_interleave", True):
-        raise CheckpointError(f"{source}: rope_interleave is false, and that is not supported, only true")
+        raise CheckpointError(
+            f"{source}: rope_interleave is false, and that is not supported, only true"
+        )
     if _architecture_of(config) == LARGE_4:
         config = {**config, "q_lora_rank": None}
     return LatentArgs(**{field.name: config[field.name] for field in fields(LatentArgs)})
 
 
 def _sparse(config: Mapping[str, Any], source: str) -> SparseArgs:
-    """Return the sparse attention of Mistral Large 4. Raises CheckpointError for layers of another kind.
+    """Return the sparse attention of Mistral Large 4. Raises CheckpointError for layers of another
+    kind.
 
-    An indexer "shared" is that of the last layer before with a "full" one: full, shared, shared, full is 0 0 0 3.
+    An indexer "shared" is that of the last layer before with a "full" one: full, shared, shared,
+    full is 0 0 0 3.
     """
     n_layers: int = config["num_hidden_layers"]
     check_num_layers(n_layers)
     if unknown := {*(config.get("layer_types") or ())} - {"indexed_attention"}:
-        raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+        raise CheckpointError(
+            f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported"
+        )
     kinds = config["indexer_types"]
     if len(kinds) != n_layers:
-        raise CheckpointError(f"{source}: indexer_types has {len(kinds)} entries for {n_layers} layers")
+        raise CheckpointError(
+            f"{source}: indexer_types has {len(kinds)} entries for {n_layers} layers"
+        )
     if unknown := {*kinds} - {"full", "shared"}:
-        raise CheckpointError(f"{source}: indexers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+        raise CheckpointError(
+            f"{source}: indexers of type {', '.join(map(repr, sorted(unknown)))} are not supported"
+        )
     if kinds[0] != "full":
-        raise CheckpointError(f"{source}: the first layer's indexer is {kinds[0]!r}, and there is none before it to share")
+        raise CheckpointError(
+            f"{source}: the first layer's indexer is {kinds[0]!r}, and there is none before it to"
+            " share"
+        )
     sources: list[int] = []
     for layer, kind in enumerate(kinds):
         sources.append(layer if kind == "full" else sources[-1])
     return SparseArgs(
-        rope_layers=tuple(bool(has_rope) for has_rope in config["no_rope_layers"][:n_layers]),  # 1 if it has, despite the name
+        # 1 if it has, despite the name
+        rope_layers=tuple(bool(has_rope) for has_rope in config["no_rope_layers"][:n_layers]),
         kv_source_layers=tuple(config["kv_source_layers"]),
         index_source_layers=tuple(sources),
         **{name: config[name] for name in ("index_n_heads", "index_head_dim", "index_topk")},
@@ -221,7 +301,10 @@ def _moe(config: Mapping[str, Any], architecture: str, source: str) -> MoeArgs |
     if (kinds := config.get("mlp_layer_types")) and is_large_4:
         first = kinds.index("sparse") if "sparse" in kinds else len(kinds)
         if kinds != ["dense"] * first + ["sparse"] * (config["num_hidden_layers"] - first):
-            raise CheckpointError(f"{source}: mlp_layer_types must be 'dense' for the first layers, and 'sparse' for all others")
+            raise CheckpointError(
+                f"{source}: mlp_layer_types must be 'dense' for the first layers, and 'sparse' for"
+                " all others"
+            )
     return MoeArgs(
         config["n_routed_experts"],
         config["num_experts_per_tok"],
@@ -231,24 +314,37 @@ def _moe(config: Mapping[str, Any], architecture: str, source: str) -> MoeArgs |
         scores=LATENT.get(architecture, GateScores.SOFTMAX),
         n_group=config["n_group"],
         topk_group=config["topk_group"],
-        norm_topk_prob=is_large_4 or parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),  # no default
+        # no default
+        norm_topk_prob=is_large_4
+        or parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),
         routed_scaling_factor=float(config["routed_scaling_factor"]),
         float32_gate=architecture != MISTRAL_4,
     )
 
 
-def _rope_scaling(config: Mapping[str, Any], latent: LatentArgs | None, source: str) -> YarnScaling | None:
+def _rope_scaling(
+    config: Mapping[str, Any], latent: LatentArgs | None, source: str
+) -> YarnScaling | None:
     rope = _rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "yarn":
-        raise CheckpointError(f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'")
+        raise CheckpointError(
+            f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'"
+        )
     # Of latent attention the rotated share of a head is known from its widths.
     rotated_shares = {1.0, latent.qk_rope_head_dim / latent.qk_head_dim} if latent else {1.0}
-    if rope.get("truncate") is False or rope.get("partial_rotary_factor", 1.0) not in rotated_shares:
-        raise CheckpointError(f"{source}: yarn with truncate = false or a partial_rotary_factor is not supported")
-    if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in rope]:
+    if (
+        rope.get("truncate") is False
+        or rope.get("partial_rotary_factor", 1.0) not in rotated_shares
+    ):
+        raise CheckpointError(
+            f"{source}: yarn with truncate = false or a partial_rotary_factor is not supported"
+        )
+    if missing := [
+        key for key in ("factor", "original_max_position_embeddings") if key not in rope
+    ]:
         raise CheckpointError(f"{source}: rotary scaling of type 'yarn' lacks {', '.join(missing)}")
     factor = float(rope["factor"])
     return YarnScaling(
@@ -263,11 +359,13 @@ def _rope_scaling(config: Mapping[str, Any], latent: LatentArgs | None, source: 
 
 
 def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> float:
-    """Return the factor of latent attention's scores: the square of YaRN's magnitude, weighted by ``mscale_all_dim``.
+    """Return the factor of latent attention's scores: the square of YaRN's magnitude, weighted by
+    ``mscale_all_dim``.
 
-    In configurations of Mistral 4 equal weights stand for ``apply_scale: false`` of Mistral's own, which is no magnitude at all.
-    So vLLM and SGLang compute these models; transformers multiplies by the square as for DeepSeek. Small 4's scores would be
-    (0.1 ln 128 + 1)^2 = 2.2058 times too large.
+    In configurations of Mistral 4 equal weights stand for ``apply_scale: false`` of Mistral's own,
+    which is no magnitude at all. So vLLM and SGLang compute these models; transformers multiplies
+    by the square as for DeepSeek. Small 4's scores would be (0.1 ln 128 + 1)^2 = 2.2058 times too
+    large.
     """
     weight = float(rope.get("mscale_all_dim") or 0.0)
     if architecture == MISTRAL_4 and weight == float(rope.get("mscale") or 0.0):
@@ -276,22 +374,33 @@ def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> 
 
 
 def has_magnitude(config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration of a text model says how YaRN's magnitude is applied, or that it is not."""
-    return any(_rope_parameters(config).get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    """Return whether the configuration of a text model says how YaRN's magnitude is applied, or
+    that it is not.
+    """
+    return any(
+        _rope_parameters(config).get(key) is not None
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    )
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Return ``attention_factor`` if it is given, else compute it, weighted by ``mscale`` and ``mscale_all_dim``."""
+    """Return ``attention_factor`` if it is given, else compute it, weighted by ``mscale`` and
+    ``mscale_all_dim``.
+    """
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return yarn_attention_factor(factor, float(mscale)) / yarn_attention_factor(factor, float(mscale_all_dim))
+        return yarn_attention_factor(factor, float(mscale)) / yarn_attention_factor(
+            factor, float(mscale_all_dim)
+        )
     return yarn_attention_factor(factor)
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """Compute 0.1 * weight * ln(factor) + 1 (YaRN, equation 22). Factor 16: 0.1 * ln 16 + 1 = 1.277."""
+    """Compute 0.1 * weight * ln(factor) + 1 (YaRN, equation 22). Factor 16: 0.1 * ln 16 + 1 =
+    1.277.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -302,15 +411,25 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
         return (None,) * n_layers
     by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
     kinds = config.get("layer_types") or ["sliding_attention"] * n_layers
-    if config.get("layer_types") and "sliding_attention" in kinds and config["sliding_window"] is None:
-        raise CheckpointError(f"{source} has layers of type 'sliding_attention' but no sliding_window")
+    if (
+        config.get("layer_types")
+        and "sliding_attention" in kinds
+        and config["sliding_window"] is None
+    ):
+        raise CheckpointError(
+            f"{source} has layers of type 'sliding_attention' but no sliding_window"
+        )
     if unknown := set(kinds) - set(by_kind):
-        raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+        raise CheckpointError(
+            f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported"
+        )
     return tuple(by_kind[kind] for kind in kinds)
 
 
 def parse_bool(config: Mapping[str, Any], key: str) -> bool:
-    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for others, such as the text "false"."""
+    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for others, such
+    as the text "false".
+    """
     value = config.get(key)
     if value not in (None, False, True):
         raise TypeError(f"{key} is {value!r}")
@@ -318,15 +437,24 @@ def parse_bool(config: Mapping[str, Any], key: str) -> bool:
 
 
 def parse_dtype(config: Mapping[str, Any], source: str) -> str:
-    """Return the dtype of the weights, bfloat16 if none is given. Raises CheckpointError if it is not supported."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    """Return the dtype of the weights, bfloat16 if none is given. Raises CheckpointError if it is
+    not supported.
+    """
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     if name not in DTYPE_BYTES:
-        raise CheckpointError(f"{source}: weights of type {name} are not supported; supported: {', '.join(DTYPE_BYTES)}")
+        raise CheckpointError(
+            f"{source}: weights of type {name} are not supported; supported:"
+            f" {', '.join(DTYPE_BYTES)}"
+        )
     return name
 
 
 def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of a configuration: one, several or none. Raises TypeError for anything else."""
+    """Return the end-of-sequence tokens of a configuration: one, several or none. Raises TypeError
+    for anything else.
+    """
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):
         raise TypeError(f"eos_token_id is {value!r}")

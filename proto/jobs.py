@@ -26,7 +26,9 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What a client decides about its job. ``keeps_order``: results come in input order; else as they are ready."""
+    """What a client decides about its job. ``keeps_order``: results come in input order; else as
+    they are ready.
+    """
 
     endpoint: Endpoint = "/v1/completions"
     keeps_order: bool = True
@@ -35,7 +37,9 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A snapshot of a job. Times are seconds since 1970; ``num_invalid`` input lines are not requests and will not run."""
+    """A snapshot of a job. Times are seconds since 1970; ``num_invalid`` input lines are not
+    requests and will not run.
+    """
 
     job_id: str
     state: JobState
@@ -62,20 +66,29 @@ class ResultLine:
 
 
 class JobService(Protocol):
-    """The jobs of one tenant: stores them, and guarantees that every accepted line ends exactly once."""
+    """The jobs of one tenant: stores them, and guarantees that every accepted line ends exactly
+    once.
+    """
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
+    async def submit(
+        self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None
+    ) -> Job:
         """Store the pieces of a JSONL text, cut anywhere; the job is accepted once this returns.
 
-        A submission that is repeated with its ``request_key`` is the same job; with other lines or other options it is
-        refused.
+        A submission that is repeated with its ``request_key`` is the same job; with other lines or
+        other options it is refused.
 
-        Raises RequestError if there are too many lines or none, OverloadedError if there are too many jobs.
+        Raises RequestError if there are too many lines or none, OverloadedError if there are too
+        many jobs.
         """
         ...
 
-    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
-        """Submit what fsspec reads at ``url``. Raises RequestError if the URL is not allowed or cannot be read."""
+    async def submit_url(
+        self, url: str, options: JobOptions, request_key: str | None = None
+    ) -> Job:
+        """Submit what fsspec reads at ``url``. Raises RequestError if the URL is not allowed or
+        cannot be read.
+        """
         ...
 
     async def get(self, job_id: str) -> Job:
@@ -83,7 +96,9 @@ class JobService(Protocol):
         ...
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
-        """Return the newest jobs first, starting behind the job ``after``. Raises UnknownJobError."""
+        """Return the newest jobs first, starting behind the job ``after``. Raises
+        UnknownJobError.
+        """
         ...
 
     async def cancel(self, job_id: str) -> Job:
@@ -95,5 +110,7 @@ class JobService(Protocol):
         ...
 
     def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
-        """Yield every result from ``offset`` on, until the job has ended. Raises UnknownJobError."""
+        """Yield every result from ``offset`` on, until the job has ended. Raises
+        UnknownJobError.
+        """
         ...

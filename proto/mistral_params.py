@@ -11,9 +11,21 @@ from tramontane.proto.hf_config import (
     parse_dtype,
     yarn_attention_factor,
 )
-from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
+from tramontane.proto.model_args import (
+    GateScores,
+    LatentArgs,
+    ModelArgs,
+    MoeArgs,
+    Quantization,
+    YarnScaling,
+    check_num_layers,
+)
 from tramontane.proto.presets import context_len
-from tramontane.proto.quantization_config import describe_quantization, parse_quantization, unsupported_quantization
+from tramontane.proto.quantization_config import (
+    describe_quantization,
+    parse_quantization,
+    unsupported_quantization,
+)
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
 # rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).
@@ -26,11 +38,18 @@ UNSUPPORTED_KEYS = (
 )
 # Of models with latent attention.
 LATENT_KEYS = tuple(field.name for field in fields(LatentArgs))
-LATENT_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
+LATENT_MOE_KEYS = (
+    "num_shared_experts",
+    "first_k_dense_replace",
+    "expert_hidden_dim",
+    "num_expert_groups",
+)
 
 
 def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported."""
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing,
+    malformed or unsupported.
+    """
     with checkpoint_errors(source):
         _check_supported(params, source)
         return _translate(params, source)
@@ -39,21 +58,30 @@ def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") 
 def _check_supported(params: Mapping[str, Any], source: str) -> None:
     kind = params.get("model_type") or "transformer"
     if kind != "transformer":
-        raise CheckpointError(f"{source} describes a model of type {kind!r}; only transformers are supported")
+        raise CheckpointError(
+            f"{source} describes a model of type {kind!r}; only transformers are supported"
+        )
     if (activation := params.get("activation") or "silu") != "silu":
         raise CheckpointError(f"{source}: activation {activation!r} is not supported, only silu")
     moe = params.get("moe") or {}
     used = [key for key in UNSUPPORTED_KEYS if params.get(key)]
     if not _has_latent_attention(params):
-        used += [key for key in LATENT_KEYS if params.get(key)] + [f"moe.{key}" for key in LATENT_MOE_KEYS if moe.get(key)]
+        used += [key for key in LATENT_KEYS if params.get(key)] + [
+            f"moe.{key}" for key in LATENT_MOE_KEYS if moe.get(key)
+        ]
     if (every := moe.get("route_every_n", 1)) != 1:
         used.append(f"moe.route_every_n = {every}")
-    used += ["multimodal.whisper_model_args"] * bool((params.get("multimodal") or {}).get("whisper_model_args"))  # of sound
+    # of sound
+    used += ["multimodal.whisper_model_args"] * bool(
+        (params.get("multimodal") or {}).get("whisper_model_args")
+    )
     if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is set, and that is not supported")
     key, yarn = "original_max_position_embeddings", params.get("yarn") or {}
     if (llama4 := params.get("llama_4_scaling")) and llama4[key] != yarn.get(key):
-        raise CheckpointError(f"{source}: llama_4_scaling is not that of the yarn block, and that is not supported")
+        raise CheckpointError(
+            f"{source}: llama_4_scaling is not that of the yarn block, and that is not supported"
+        )
 
 
 def _has_latent_attention(params: Mapping[str, Any]) -> bool:
@@ -73,7 +101,10 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
         n_kv_heads=1 if latent else params["n_kv_heads"],
         norm_eps=float(params["norm_eps"]),
         vocab_size=params["vocab_size"],
-        rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)),
+        rope_theta=float(
+            params.get("rope_theta")
+            or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)
+        ),
         max_seq_len=1,  # follows from the rest
         windows=windows,
         moe=_moe(params["moe"], latent is not None) if params.get("moe") else None,
@@ -109,19 +140,26 @@ def _moe(moe: Mapping[str, Any], has_latent_attention: bool) -> MoeArgs:
 
 
 def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None:
-    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported.
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed,
+    for those not supported.
 
-    ``qscheme_act``, the scales of activations, has no effect: each token gets its own. Formats other than Mistral's FP8 are
-    described as in Hugging Face's layout.
+    ``qscheme_act``, the scales of activations, has no effect: each token gets its own. Formats
+    other than Mistral's FP8 are described as in Hugging Face's layout.
     """
     given = params.get("quantization")
     if not given:
         return parse_quantization(params.get("quantization_config"), source)
-    if given.get("qformat_weight") == "fp8_e4m3" and given.get("qscheme_act") in (None, "TENSOR", "NO_SCALES"):
+    if given.get("qformat_weight") == "fp8_e4m3" and given.get("qscheme_act") in (
+        None,
+        "TENSOR",
+        "NO_SCALES",
+    ):
         return Quantization.FP8
     if given.get("quant_method"):
         raise unsupported_quantization(describe_quantization(given), source)
-    raise unsupported_quantization(", ".join(f"{key} {value}" for key, value in given.items())[:200], source)
+    raise unsupported_quantization(
+        ", ".join(f"{key} {value}" for key, value in given.items())[:200], source
+    )
 
 
 def stated_window(params: Mapping[str, Any]) -> object:
@@ -131,10 +169,11 @@ def stated_window(params: Mapping[str, Any]) -> object:
 
 
 def windows_of(params: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the window of each layer from one number for all of them, or from a pattern that repeats.
+    """Return the window of each layer from one number for all of them, or from a pattern that
+    repeats.
 
-    [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... have no window. The file of Ministral 8B
-    spells the key with a leading underscore.
+    [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... have no window. The file of
+    Ministral 8B spells the key with a leading underscore.
     """
     n_layers: int = params["n_layers"]
     check_num_layers(n_layers)
@@ -148,7 +187,8 @@ def windows_of(params: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
-    """Return YaRN's scaling. Of latent attention its magnitude, if it is applied, is that of all scores: squared, not of keys.
+    """Return YaRN's scaling. Of latent attention its magnitude, if it is applied, is that of all
+    scores: squared, not of keys.
 
     So vLLM reads it (deepseek_v2.py, with an ``mscale_all_dim`` of 1).
     """
@@ -168,7 +208,11 @@ def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def magnitudes(params: Mapping[str, Any]) -> tuple[float, float]:
-    """Return ``attention_factor`` and ``score_factor`` of the file's YaRN block; of latent attention the magnitude is squared."""
+    """Return ``attention_factor`` and ``score_factor`` of the file's YaRN block; of latent
+    attention the magnitude is squared.
+    """
     yarn = params["yarn"]
-    magnitude = yarn_attention_factor(float(yarn["factor"])) if yarn.get("apply_scale", True) else 1.0
+    magnitude = (
+        yarn_attention_factor(float(yarn["factor"])) if yarn.get("apply_scale", True) else 1.0
+    )
     return (1.0, magnitude**2) if _has_latent_attention(params) else (magnitude, 1.0)

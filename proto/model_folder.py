@@ -1,4 +1,6 @@
-"""Folder of a downloaded checkpoint: its layout and its configuration; and the alternatives to a folder."""
+"""Folder of a downloaded checkpoint: its layout and its configuration; and the alternatives to a
+folder.
+"""
 
 import json
 import re
@@ -11,7 +13,12 @@ from typing import Any
 from tramontane.proto.config_pair import join_configs
 from tramontane.proto.end_tokens import tokenizer_eos_ids
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
-from tramontane.proto.foreign_folders import read_tensor_names, refuse_draft_head, refuse_draft_tensors, refuse_other_weights
+from tramontane.proto.foreign_folders import (
+    read_tensor_names,
+    refuse_draft_head,
+    refuse_draft_tensors,
+    refuse_other_weights,
+)
 from tramontane.proto.hf_config import checkpoint_errors, from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
@@ -27,17 +34,21 @@ from tramontane.proto.quantization_config import (
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights of full size, which every stage makes for itself instead of reading a checkpoint."""
+    """Random weights of full size, which every stage makes for itself instead of reading a
+    checkpoint.
+    """
 
 
 WeightSource = Path | RandomWeights
 
 LFS_POINTER = b"version https://git-lfs"
-GENERATION_CONFIG = "generation_config.json"  # fine-tuned models may name further end-of-sequence tokens here
+# fine-tuned models may name further end-of-sequence tokens here
+GENERATION_CONFIG = "generation_config.json"
 
 _FOLDER_NEEDED = "give the folder that it was made of, with safetensors weights"
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a model's name on Hugging Face: mistralai/Mistral-7B-v0.1
+# a model's name on Hugging Face: mistralai/Mistral-7B-v0.1
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class Layout(Enum):
@@ -48,14 +59,18 @@ class Layout(Enum):
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for what a clone without Git LFS has in the place of a large file, and for one that is unreadable."""
+    """Raise CheckpointError for what a clone without Git LFS has in the place of a large file, and
+    for one that is unreadable.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if start == LFS_POINTER:
-        raise CheckpointError(f"{path} is a pointer of Git LFS; fetch what it stands for with: git lfs pull")
+        raise CheckpointError(
+            f"{path} is a pointer of Git LFS; fetch what it stands for with: git lfs pull"
+        )
 
 
 def detect_layout(folder: Path) -> Layout:
@@ -63,21 +78,32 @@ def detect_layout(folder: Path) -> Layout:
     try:
         if folder.is_file():
             if folder.suffix == ".gguf":
-                raise CheckpointError(f"{folder} is a file in GGUF, llama.cpp's format, which is not supported; {_FOLDER_NEEDED}")
-            raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
+                raise CheckpointError(
+                    f"{folder} is a file in GGUF, llama.cpp's format, which is not supported;"
+                    f" {_FOLDER_NEEDED}"
+                )
+            raise CheckpointError(
+                f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder"
+            )
         if not folder.is_dir():
-            raise CheckpointError(f"model folder {folder} does not exist; {_how_to_get(str(folder))}")
+            raise CheckpointError(
+                f"model folder {folder} does not exist; {_how_to_get(str(folder))}"
+            )
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
         if has_hf and not (has_mistral and _has_only_mistrals_weights(folder)):
             return Layout.HUGGING_FACE
         if has_mistral:
             return Layout.MISTRAL
         if (folder / "adapter_config.json").is_file():
-            raise CheckpointError(f"{folder} holds an adapter, not a model; merge it into its base model first")
+            raise CheckpointError(
+                f"{folder} holds an adapter, not a model; merge it into its base model first"
+            )
         if not any(folder.glob("*.safetensors")):
             refuse_other_weights(folder, Layout.HUGGING_FACE.value)
     except OSError as error:
-        raise CheckpointError(f"model folder {str(folder)[:200]} cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"model folder {str(folder)[:200]} cannot be read: {error.strerror}"
+        ) from error
     raise CheckpointError(
         f"{folder} has neither config.json (Hugging Face's layout) nor params.json (Mistral's); "
         "--model takes a downloaded checkpoint's folder"
@@ -94,11 +120,13 @@ def _how_to_get(name: str) -> str:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing, malformed or not supported.
+    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing,
+    malformed or not supported.
 
-    Both files are read where there are two, and the same follows from them in either layout; see ``join_configs``. This decides
-    for every command, for plans and servers alike, whether a folder's layout, architecture and format of weights are supported.
-    Of weights it looks at the names of files and tensors, where there are any.
+    Both files are read where there are two, and the same follows from them in either layout; see
+    ``join_configs``. This decides for every command, for plans and servers alike, whether a
+    folder's layout, architecture and format of weights are supported. Of weights it looks at the
+    names of files and tensors, where there are any.
     """
     layout = detect_layout(folder)
     files = {each: folder / each.value for each in Layout if (folder / each.value).is_file()}
@@ -115,8 +143,12 @@ def read_model_args(folder: Path) -> ModelArgs:
     return _with_end_tokens(args, folder)
 
 
-def _check_formats(folder: Path, layout: Layout, config: Mapping[str, Any], args: ModelArgs) -> None:
-    """Raise CheckpointError for quantization that stands outside of the configuration, and for weights of other programs."""
+def _check_formats(
+    folder: Path, layout: Layout, config: Mapping[str, Any], args: ModelArgs
+) -> None:
+    """Raise CheckpointError for quantization that stands outside of the configuration, and for
+    weights of other programs.
+    """
     if layout is Layout.HUGGING_FACE and (given := config.get("quantization")):
         name = describe_quantization(given, "MLX") if isinstance(given, dict) else f"{given!r:.100}"
         raise unsupported_quantization(name, str(folder / layout.value))
@@ -132,12 +164,17 @@ def _check_formats(folder: Path, layout: Layout, config: Mapping[str, Any], args
         check_tensor_names(names, args.quantization is not None, source)
 
 
-def _join(folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layout, Mapping[str, Any]]) -> ModelArgs:
-    """Return what both files say. Of weights in Mistral's layout a config.json that is not supported is not compared."""
+def _join(
+    folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layout, Mapping[str, Any]]
+) -> ModelArgs:
+    """Return what both files say. Of weights in Mistral's layout a config.json that is not
+    supported is not compared.
+    """
     config, params = contents[Layout.HUGGING_FACE], contents[Layout.MISTRAL]
     if layout is Layout.HUGGING_FACE:
         return join_configs(args, config, params, str(folder))
-    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of the other layout's weights
+    # of the other layout's weights
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         described = from_hf_config(config)
     except CheckpointError:
@@ -145,11 +182,15 @@ def _join(folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layou
     joined = join_configs(described, config, params, str(folder))
     eos_token_ids = tuple(dict.fromkeys((*args.eos_token_ids, *joined.eos_token_ids)))
     names = ("rope_theta", "windows", "rope_scaling", "max_seq_len")  # which params.json may lack
-    return replace(args, eos_token_ids=eos_token_ids, **{name: getattr(joined, name) for name in names})
+    return replace(
+        args, eos_token_ids=eos_token_ids, **{name: getattr(joined, name) for name in names}
+    )
 
 
 def _with_end_tokens(args: ModelArgs, folder: Path) -> ModelArgs:
-    """Add the end-of-sequence tokens of ``generation_config.json`` and of the tokenizer to those of the configuration."""
+    """Add the end-of-sequence tokens of ``generation_config.json`` and of the tokenizer to those of
+    the configuration.
+    """
     path = folder / GENERATION_CONFIG
     generation: tuple[int, ...] = ()
     try:
@@ -162,26 +203,32 @@ def _with_end_tokens(args: ModelArgs, folder: Path) -> ModelArgs:
 
 
 def is_preset(model: Path) -> bool:
-    """Return whether ``model`` names a published geometry; a folder of that name takes precedence."""
+    """Return whether ``model`` names a published geometry; a folder of that name takes
+    precedence.
+    """
     return str(model) in PRESETS and not model.is_dir()
 
 
 def resolve_model_args(model: Path) -> ModelArgs:
-    """Return the geometry of a folder, as ``read_model_args`` does, or of a preset. Raises CheckpointError."""
+    """Return the geometry of a folder, as ``read_model_args`` does, or of a preset. Raises
+    CheckpointError.
+    """
     if is_preset(model):
         return PRESETS[str(model)]
     if not model.exists() and len(model.parts) == 1:
         raise CheckpointError(
-            f"model folder {model} does not exist, and no published geometry has this name"
-            f"{did_you_mean(str(model).lower(), PRESETS)}; --model takes a downloaded checkpoint's folder, "
-            "or a name that tramontane plan --help lists"
+            f"model folder {model} does not exist, and no published geometry has this"
+            f" name{did_you_mean(str(model).lower(), PRESETS)}; --model takes a downloaded"
+            " checkpoint's folder, or a name that tramontane plan --help lists"
         )
     return read_model_args(model)
 
 
 def _has_only_mistrals_weights(folder: Path) -> bool:
     names = [path.name for path in folder.glob("*.safetensors*")]
-    return any(name.startswith("consolidated") for name in names) and not any(name.startswith("model") for name in names)
+    return any(name.startswith("consolidated") for name in names) and not any(
+        name.startswith("model") for name in names
+    )
 
 
 def _json_object(path: Path) -> dict[str, Any]:

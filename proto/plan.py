@@ -1,7 +1,8 @@
 """Plan of a pipeline: everything that is fixed for its life.
 
-A ``PipelinePlan`` says which stage has which layers (one ``StagePlan`` each), how caches are cut into pages
-(``CachePlan``), and which actor has which experts if they are outside the stages (``ExpertPlan``).
+A ``PipelinePlan`` says which stage has which layers (one ``StagePlan`` each), how caches are cut
+into pages (``CachePlan``), and which actor has which experts if they are outside the stages
+(``ExpertPlan``).
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +14,8 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
-# Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with a scale for each vector.
+# Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with
+# a scale for each vector.
 KvCacheDtype = Literal["auto", "fp8"]
 
 SCALE_BYTES = 4  # of a key's or value's scale, in float32
@@ -24,7 +26,9 @@ SCALE_BYTES = 4  # of a key's or value's scale, in float32
 
 @dataclass(frozen=True, slots=True)
 class WindowClass:
-    """Layers that have the same attention window. They share page ids: an id means the same rows in each of these layers."""
+    """Layers that have the same attention window. They share page ids: an id means the same rows in
+    each of these layers.
+    """
 
     window: int | None  # how many positions a token sees, itself included, or None for all of them
     ring_pages: int  # entries of a sequence's page ring (see ``ring_pages``)
@@ -35,26 +39,30 @@ class WindowClass:
         return min(-(-num_positions // page_size), self.ring_pages)
 
     def new_pages(self, start: int, end: int, page_size: int) -> range:
-        """Return the indices of the pages that a sequence gains with the positions from ``start`` up to ``end``.
+        """Return the indices of the pages that a sequence gains with the positions from ``start``
+        up to ``end``.
 
-        Page n of a sequence has its positions nP to nP + P - 1, and takes the entry n mod R from page n - R. P = 16, R = 5:
-        positions 10 to 69 begin pages 1 to 4, position 80 page 5, and 83 none. Positions 0 to 699 are on the pages 0 to 43, of
-        which the last five remain.
+        Page n of a sequence has its positions nP to nP + P - 1, and takes the entry n mod R from
+        page n - R. P = 16, R = 5: positions 10 to 69 begin pages 1 to 4, position 80 page 5, and 83
+        none. Positions 0 to 699 are on the pages 0 to 43, of which the last five remain.
         """
         total = -(-end // page_size)
         return range(max(-(-start // page_size), total - self.ring_pages), total)
 
     def first_written(self, start: int, end: int, page_size: int) -> int:
-        """Return the first position that a chunk from ``start`` up to ``end`` leaves in the cache: all that fit into the ring.
+        """Return the first position that a chunk from ``start`` up to ``end`` leaves in the cache:
+        all that fit into the ring.
 
-        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 those from 624 on, which are pages 39 to 43.
+        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 those from 624 on,
+        which are pages 39 to 43.
         """
         return max(start, (-(-end // page_size) - self.ring_pages) * page_size)
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Layout of the key/value cache: one class per distinct window, in the order of ``ModelArgs.window_classes``.
+    """Layout of the key/value cache: one class per distinct window, in the order of
+    ``ModelArgs.window_classes``.
 
     ``num_drafts``: after a sequence's last known token, at most, for which page rings have room.
     """
@@ -69,13 +77,16 @@ class CachePlan:
 
 
 def ring_pages(window: int | None, page_size: int, max_model_len: int, num_drafts: int = 0) -> int:
-    """Compute the entries of a page ring: R = ceil((W-1+D)/P) + 1, or enough pages to never wrap around.
+    """Compute the entries of a page ring: R = ceil((W-1+D)/P) + 1, or enough pages to never wrap
+    around.
 
-    W = 64, P = 16: ceil(63/16) + 1 = 5 pages, 80 rows. While position 79 is written over position -1 (entry 4, row 15),
-    positions 16..79 are the window; 0..15 are stale. W = 3, P = 1: 3 pages, the plain ring of the Mistral paper.
+    W = 64, P = 16: ceil(63/16) + 1 = 5 pages, 80 rows. While position 79 is written over position
+    -1 (entry 4, row 15), positions 16..79 are the window; 0..15 are stale. W = 3, P = 1: 3 pages,
+    the plain ring of the Mistral paper.
 
-    D drafts after a token are written before that token reads its window. D = 2: ceil(65/16) + 1 = 6 pages. Position 94 sees
-    31..94 on the pages 1 to 5, while its drafts 95 and 96 are written, which begins page 6: of 5 entries it would take page 1's.
+    D drafts after a token are written before that token reads its window. D = 2: ceil(65/16) + 1 =
+    6 pages. Position 94 sees 31..94 on the pages 1 to 5, while its drafts 95 and 96 are written,
+    which begins page 6: of 5 entries it would take page 1's.
     """
     all_pages = -(-max_model_len // page_size)
     if window is None:
@@ -83,10 +94,14 @@ def ring_pages(window: int | None, page_size: int, max_model_len: int, num_draft
     return min(-(-(window - 1 + num_drafts) // page_size) + 1, all_pages)
 
 
-def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0, kv_cache_dtype: KvCacheDtype = "auto") -> int:
-    """Return the bytes that one position takes in a layer's cache. All layers are alike, unless attention is sparse.
+def kv_bytes_per_position(
+    args: ModelArgs, dtype: str, layer: int = 0, kv_cache_dtype: KvCacheDtype = "auto"
+) -> int:
+    """Return the bytes that one position takes in a layer's cache. All layers are alike, unless
+    attention is sparse.
 
-    Mistral 7B, keys and values of 8 heads of 128: 4096 in bfloat16, and with fp8 2048 for numbers and 16 * 4 for scales: 2112.
+    Mistral 7B, keys and values of 8 heads of 128: 4096 in bfloat16, and with fp8 2048 for numbers
+    and 16 * 4 for scales: 2112.
     """
     numbers = args.cached_numbers(layer)
     if kv_cache_dtype == "auto":
@@ -101,10 +116,14 @@ def check_kv_cache_dtype(args: ModelArgs, dtype: str, kv_cache_dtype: KvCacheDty
         return
     refused = f"--kv-cache-dtype {kv_cache_dtype} is not for"
     if args.latent is not None:
-        raise ConfigError(f"{refused} models with latent attention, which cache one small vector per token; leave it out")
+        raise ConfigError(
+            f"{refused} models with latent attention, which cache one small vector per token; leave"
+            " it out"
+        )
     if dtype == "float16":
         raise ConfigError(
-            f"{refused} activations in float16, which has too few exponents for a value's scale; give --dtype bfloat16 too"
+            f"{refused} activations in float16, which has too few exponents for a value's scale;"
+            " give --dtype bfloat16 too"
         )
 
 
@@ -117,11 +136,13 @@ NGRAM_BYTES = 340  # of one that stood in four places, without its tokens; measu
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names: by n-grams of the text so far, or by a draft model.
+    """How tokens are drafted, with vLLM's names: by n-grams of the text so far, or by a draft
+    model.
 
-    ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most. ``prompt_lookup_min``, ``prompt_lookup_max``: how
-    many of the last tokens must be found earlier in the text, and up to how many are compared to choose between several places.
-    ``model``: the draft model's folder.
+    ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most.
+    ``prompt_lookup_min``, ``prompt_lookup_max``: how many of the last tokens must be found earlier
+    in the text, and up to how many are compared to choose between several places. ``model``: the
+    draft model's folder.
     """
 
     num_speculative_tokens: int
@@ -131,23 +152,31 @@ class SpeculativeConfig:
     model: str = ""
 
     def max_drafts(self, num_stages: int = MAX_DRAFTED_STEPS) -> int:
-        """Return the most drafts of a sequence in flight: 5 after the last known token, 6 in each of 7 more micro-batches: 47."""
+        """Return the most drafts of a sequence in flight: 5 after the last known token, 6 in each
+        of 7 more micro-batches: 47.
+        """
         return min(MAX_DRAFTED_STEPS, num_stages) * (self.num_speculative_tokens + 1) - 1
 
     def index_bytes(self, num_seqs: int, max_model_len: int) -> int:
-        """Return what the router's indexes of n-grams take at most; a text that seldom repeats itself takes half of that.
+        """Return what the router's indexes of n-grams take at most; a text that seldom repeats
+        itself takes half of that.
 
-        N-grams of 2 tokens, 64 sequences of 16,384 tokens or more: 64 * 16,384 * (340 + 8 * 2) bytes, or 356 MiB.
+        N-grams of 2 tokens, 64 sequences of 16,384 tokens or more: 64 * 16,384 * (340 + 8 * 2)
+        bytes, or 356 MiB.
         """
         num_ngrams = num_seqs * min(max_model_len, MAX_INDEXED_TOKENS)
-        return num_ngrams * (NGRAM_BYTES + 8 * self.prompt_lookup_min) if self.method == "ngram" else 0
+        return (
+            num_ngrams * (NGRAM_BYTES + 8 * self.prompt_lookup_min) if self.method == "ngram" else 0
+        )
 
 
 # ---- experts outside the stages
 
 
 class ExpertId(NamedTuple):
-    """One expert of one layer. ``layer`` is a global number, so the id does not depend on how layers are split into stages."""
+    """One expert of one layer. ``layer`` is a global number, so the id does not depend on how
+    layers are split into stages.
+    """
 
     layer: int
     expert: int
@@ -171,12 +200,15 @@ class ExpertActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Placement of every expert on one or several actors. An expert on several has *replicas*, of which a call needs one."""
+    """Placement of every expert on one or several actors. An expert on several has *replicas*, of
+    which a call needs one.
+    """
 
     args: ModelArgs
     dtype: str
     quantize: Quantization | None  # as the user asked; see weight_format
-    replicas: int | None  # of every expert, as the user asked; None: only the busiest experts are replicated
+    # of every expert, as the user asked; None: only the busiest experts are replicated
+    replicas: int | None
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
     batch_invariant: bool | None = None  # see StagePlan
@@ -189,7 +221,10 @@ class ExpertPlan:
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """Return a plan with the same actors and these experts on them."""
         pairs = zip(self.actors, experts_by_actor, strict=True)
-        actors = (replace(a, experts=tuple(sorted(e)), weight_bytes=len(e) * self.expert_bytes) for a, e in pairs)
+        actors = (
+            replace(a, experts=tuple(sorted(e)), weight_bytes=len(e) * self.expert_bytes)
+            for a, e in pairs
+        )
         return replace(self, actors=tuple(actors))
 
     @property
@@ -202,9 +237,14 @@ class ExpertPlan:
         return placement
 
     def tokens_per_actor(self, tokens: dict[ExpertId, float]) -> list[float]:
-        """Return the tokens of each actor, if those of an expert are shared evenly by its replicas."""
+        """Return the tokens of each actor, if those of an expert are shared evenly by its
+        replicas.
+        """
         placement = self.placement
-        return [sum(tokens[expert] / len(placement[expert]) for expert in actor.experts) for actor in self.actors]
+        return [
+            sum(tokens[expert] / len(placement[expert]) for expert in actor.experts)
+            for actor in self.actors
+        ]
 
 
 # ---- stages
@@ -219,15 +259,18 @@ class StagePlan:
     num_stages: int
     first_layer: int  # global number
     last_layer: int  # global number after its last layer
-    dtype: str  # of activations, cache (see kv_cache_dtype) and norms; of matrices see weight_format
+    # of activations, cache (see kv_cache_dtype) and norms; of matrices see weight_format
+    dtype: str
     quantize: Quantization | None  # as the user asked
     cache: CachePlan
     max_num_seqs: int
     max_num_batched_tokens: int  # of a micro-batch, at most
     weight_bytes: int
-    experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
+    # whether the stage holds the experts of its layers; else expert actors hold them
+    experts_inside: bool = True
     padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
-    # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on GPUs, and on CPUs where possible.
+    # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on
+    # GPUs, and on CPUs where possible.
     batch_invariant: bool | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
 
@@ -254,7 +297,10 @@ class StagePlan:
     @property
     def label(self) -> str:
         """Name for people, counted from one: ``Stage 1/4 layers 0-7``."""
-        return f"Stage {self.stage_id + 1}/{self.num_stages} layers {self.first_layer}-{self.last_layer - 1}"
+        return (
+            f"Stage {self.stage_id + 1}/{self.num_stages} layers"
+            f" {self.first_layer}-{self.last_layer - 1}"
+        )
 
     @property
     def packed_bytes(self) -> int:
@@ -272,7 +318,9 @@ class StagePlan:
 
 
 class LimitChoice(NamedTuple):
-    """A limit that the planner has chosen, as the user left it open: the key of the configuration, its value, and why."""
+    """A limit that the planner has chosen, as the user left it open: the key of the configuration,
+    its value, and why.
+    """
 
     key: str
     value: int
@@ -320,7 +368,9 @@ class PipelinePlan:
         return self.stages[0].max_num_batched_tokens
 
     def describe_memory(self, num_pipelines: int = 1) -> str:
-        """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
+        """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage
+        (--kv-cache-memory)``, for messages.
+        """
         experts = sum(actor.weight_bytes for actor in self.experts.actors) if self.experts else 0
         weights = num_pipelines * (sum(stage.packed_bytes for stage in self.stages) + experts)
         return f"{format_bytes(weights)} of weights, {self.describe_cache()}"

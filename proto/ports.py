@@ -13,17 +13,19 @@ class TokenSource(Protocol):
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Yield the tokens of all sequences of one request until every one has finished.
 
-        Each item holds everything that became ready since the previous one. Closing the generator aborts the
-        unfinished sequences. Raises RequestError if the request cannot be accepted or OverloadedError if the queue is
-        full, both before the first token, and PipelineError at any time.
+        Each item holds everything that became ready since the previous one. Closing the generator
+        aborts the unfinished sequences. Raises RequestError if the request cannot be accepted or
+        OverloadedError if the queue is full, both before the first token, and PipelineError at any
+        time.
         """
         ...
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Raise if a request of so many sequences would certainly be refused now, by what is known without a remote call.
+        """Raise if a request of so many sequences would certainly be refused now, by what is known
+        without a remote call.
 
-        An ingress calls this before it tokenizes. Raises OverloadedError if the queue is full, DrainingError if the server
-        is about to stop.
+        An ingress calls this before it tokenizes. Raises OverloadedError if the queue is full,
+        DrainingError if the server is about to stop.
         """
         ...
 
@@ -39,15 +41,17 @@ class StageChain(Protocol):
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         """Start one micro-batch down the chain and return its pending result.
 
-        Micro-batches enter every stage in the order of these calls. The awaitable raises PipelineError if any part of
-        the chain fails.
+        Micro-batches enter every stage in the order of these calls. The awaitable raises
+        PipelineError if any part of the chain fails.
         """
         ...
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        """Replace actors that do not respond, or have computed for longer than ``limit_s``, after a micro-batch timed out.
+        """Replace actors that do not respond, or have computed for longer than ``limit_s``, after a
+        micro-batch timed out.
 
-        Returns the reason to fence the stages, or an empty string if the micro-batch may still come back.
+        Returns the reason to fence the stages, or an empty string if the micro-batch may still come
+        back.
         """
         ...
 
@@ -57,7 +61,8 @@ class StageChain(Protocol):
         ...
 
     async def fence(self) -> int:
-        """Make every stage forget its sequences; return the new epoch, the only one that stages accept from now on.
+        """Make every stage forget its sequences; return the new epoch, the only one that stages
+        accept from now on.
 
         Raises PipelineError if a stage cannot be reached or another router holds the lease.
         """
@@ -67,8 +72,11 @@ class StageChain(Protocol):
 class DraftPort(Protocol):
     """A draft model, usually in another process."""
 
-    async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """Return drafts of each request, or None where the model does not have the sequence. Raises PipelineError.
+    async def draft(
+        self, requests: Sequence[DraftRequest], ended: Sequence[int]
+    ) -> list[tuple[int, ...] | None]:
+        """Return drafts of each request, or None where the model does not have the sequence. Raises
+        PipelineError.
 
         Sequences in ``ended`` are forgotten first.
         """

@@ -1,7 +1,9 @@
-"""How a configuration says that a checkpoint's weights are quantized: what is read of that, and the words for what is not.
+"""How a configuration says that a checkpoint's weights are quantized: what is read of that, and the
+words for what is not.
 
-Formats differ in the files and keys that their programs write: transformers' ``quantization_config``, AutoAWQ's
-``quant_config.json``, AutoGPTQ's ``quantize_config.json``, modelopt's ``hf_quant_config.json`` and MLX's ``quantization``.
+Formats differ in the files and keys that their programs write: transformers'
+``quantization_config``, AutoAWQ's ``quant_config.json``, AutoGPTQ's ``quantize_config.json``,
+modelopt's ``hf_quant_config.json`` and MLX's ``quantization``.
 """
 
 import re
@@ -17,8 +19,10 @@ QUANTIZATION_FILES = MappingProxyType(
     {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ", "hf_quant_config.json": "modelopt"}
 )
 NAMES = MappingProxyType({"awq": "AWQ", "gptq": "GPTQ"})
-LOADED_IN = MappingProxyType({"load_in_4bit": 4, "load_in_8bit": 8})  # keys of bitsandbytes, whose old files name no method
-# What a list of layers that stay as they are names in every FP8 checkpoint: nothing that is quantized here.
+# keys of bitsandbytes, whose old files name no method
+LOADED_IN = MappingProxyType({"load_in_4bit": 4, "load_in_8bit": 8})
+# What a list of layers that stay as they are names in every FP8 checkpoint: nothing that is
+# quantized here.
 OUTSIDE = re.compile(r"vision|multi_modal|patch_merger|(gate|norm)(\.weight)?\$?$")
 OF_LAYERS = re.compile(r"layers|_proj|self_attn|attention|mlp|experts|feed_forward")
 # Ends of the names of tensors that only one format has, the most particular first.
@@ -37,7 +41,9 @@ SCALE_ENDS = (".weight_scale", ".weight_scale_inv", ".qscale_weight")
 
 
 def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
-    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported."""
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed,
+    for those not supported.
+    """
     if not given:
         return None
     block = given.get("weight_block_size") or ()
@@ -46,10 +52,13 @@ def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantiza
     if block:
         raise unsupported_quantization(f"FP8 {_in_blocks(block)}", source)
     for key in ("ignored_layers", "modules_to_not_convert"):
-        if kept := next((str(name) for name in given.get(key) or () if _is_matrix(str(name))), None):
+        if kept := next(
+            (str(name) for name in given.get(key) or () if _is_matrix(str(name))), None
+        ):
             raise CheckpointError(
-                f"{source}: {key} names {kept:.100}; layers of which only some are quantized are not supported; "
-                "use a folder with all of them in FP8, or the model's folder without quantization"
+                f"{source}: {key} names {kept:.100}; layers of which only some are quantized are"
+                " not supported; use a folder with all of them in FP8, or the model's folder"
+                " without quantization"
             )
     return Quantization.FP8
 
@@ -57,22 +66,39 @@ def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantiza
 def describe_quantization(given: Mapping[str, Any], program: str = "") -> str:
     """Return what a configuration says about its format: ``AWQ (4 bits)``, ``modelopt (NVFP4)``.
 
-    ``program`` is the one that writes no ``quant_method`` there; if it is not given, MLX is known by its ``group_size``.
+    ``program`` is the one that writes no ``quant_method`` there; if it is not given, MLX is known
+    by its ``group_size``.
     """
     program = program or ("MLX" if given.get("group_size") else "an unknown format")
-    method = str(given.get("quant_method") or ("bitsandbytes" if any(map(given.get, LOADED_IN)) else program))
+    method = str(
+        given.get("quant_method") or ("bitsandbytes" if any(map(given.get, LOADED_IN)) else program)
+    )
     details = [str(given["quant_algo"])] if given.get("quant_algo") else []
     groups = [group for group in (given.get("config_groups") or {}).values() if group]
-    details += sorted({str(each) for each in (given.get("format"), *(group.get("format") for group in groups)) if each})
-    blocks = [weights.get("block_structure") for group in groups if (weights := group.get("weights"))]
+    details += sorted(
+        {
+            str(each)
+            for each in (given.get("format"), *(group.get("format") for group in groups))
+            if each
+        }
+    )
+    blocks = [
+        weights.get("block_structure") for group in groups if (weights := group.get("weights"))
+    ]
     details += sorted({_in_blocks(block) for block in blocks if block})
-    bits = given.get("bits") or given.get("w_bit") or next((n for key, n in LOADED_IN.items() if given.get(key)), None)
+    bits = (
+        given.get("bits")
+        or given.get("w_bit")
+        or next((n for key, n in LOADED_IN.items() if given.get(key)), None)
+    )
     details += [f"{bits} bits"] if bits else []
     return NAMES.get(method, method) + f" ({', '.join(details)})" * bool(details)
 
 
 def check_quantization_file(given: Mapping[str, Any], name: str, source: str) -> None:
-    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it says that no weights are quantized, or FP8."""
+    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it says that no weights are
+    quantized, or FP8.
+    """
     inner = given.get("quantization", given)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{source}: quantization is {inner!r:.100}; it must be an object")
@@ -85,24 +111,30 @@ def check_quantization_file(given: Mapping[str, Any], name: str, source: str) ->
 
 
 def check_tensor_names(names: Iterable[str], is_quantized: bool, source: str) -> None:
-    """Raise CheckpointError if there are tensors that only a format has that is not supported, whatever configurations say."""
+    """Raise CheckpointError if there are tensors that only a format has that is not supported,
+    whatever configurations say.
+    """
     found = sorted(names)
     for end, name in TENSOR_ENDS.items():
         if tensor := next((each for each in found if each.endswith(end)), None):
             raise unsupported_quantization(f"{name}, as the tensor {tensor[:100]!r} shows,", source)
-    if not is_quantized and (scale := next((each for each in found if each.endswith(SCALE_ENDS)), None)):
+    if not is_quantized and (
+        scale := next((each for each in found if each.endswith(SCALE_ENDS)), None)
+    ):
         raise CheckpointError(
-            f"{source} has the tensor {scale[:100]!r}, a scale of quantized weights, and no configuration says how "
-            "they are quantized; fetch the folder again, with all its .json files"
+            f"{source} has the tensor {scale[:100]!r}, a scale of quantized weights, and no"
+            " configuration says how they are quantized; fetch the folder again, with all its"
+            " .json files"
         )
 
 
 def unsupported_quantization(name: str, source: str) -> CheckpointError:
     """Return the error for a checkpoint that is quantized in an unknown format."""
     return CheckpointError(
-        f"{source}: weights quantized as {name} are not supported: they need kernels of their own; supported are "
-        "FP8 with one scale for each matrix, as Mistral publishes it, and weights in bfloat16, float16 or float32; "
-        "use the model's folder without quantization: --quantize makes its weights smaller while they are loaded"
+        f"{source}: weights quantized as {name} are not supported: they need kernels of their own;"
+        " supported are FP8 with one scale for each matrix, as Mistral publishes it, and weights"
+        " in bfloat16, float16 or float32; use the model's folder without quantization: --quantize"
+        " makes its weights smaller while they are loaded"
     )
 
 
@@ -111,5 +143,7 @@ def _in_blocks(block: Iterable[int]) -> str:
 
 
 def _is_matrix(name: str) -> bool:
-    """Return whether an entry of a list of layers that are not quantized names a matrix that has to be."""
+    """Return whether an entry of a list of layers that are not quantized names a matrix that has to
+    be.
+    """
     return OF_LAYERS.search(name) is not None and OUTSIDE.search(name) is None

@@ -1,4 +1,6 @@
-"""Requests and their output: the sequences that a client asks for, and the tokens that come back; requests in logs."""
+"""Requests and their output: the sequences that a client asks for, and the tokens that come back;
+requests in logs.
+"""
 
 import math
 import re
@@ -24,7 +26,8 @@ _RANGES = {  # of sampling parameters with no other condition
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NUM_PRIORITIES = 10
-NOT_FINITE_TOKEN = -2  # instead of a token: the logits that it would have been chosen from are not finite
+# instead of a token: the logits that it would have been chosen from are not finite
+NOT_FINITE_TOKEN = -2
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
@@ -35,13 +38,15 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, or the sequence's grammar is complete
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client left
-    ERROR = "error"  # of this sequence alone: its grammar cannot be followed, or its logits are not finite
+    # of this sequence alone: its grammar cannot be followed, or its logits are not finite
+    ERROR = "error"
 
 
 class Identity(NamedTuple):
     """Who sends a request, by its API key."""
 
-    owner: int = 0  # a number for sharing slots, which changes with the set of keys; 0 if there are not several
+    # a number for sharing slots, which changes with the set of keys; 0 if there are not several
+    owner: int = 0
     tenant: str = ""  # the key's digest, to which batch jobs and files belong; empty without keys
 
 
@@ -52,31 +57,36 @@ class Identity(NamedTuple):
 class SamplingParams:
     """How the tokens of a sequence are chosen. Raises RequestError if a value is out of range.
 
-    The steps, in order: ``logit_bias``, penalties, ``min_tokens``, grammar, ``temperature``, ``min_p``, ``top_k``,
-    ``top_p``. Randomness depends on (seed, choice, position) alone, so a sequence that is computed again, or packed with
-    others, continues with the same tokens.
+    The steps, in order: ``logit_bias``, penalties, ``min_tokens``, grammar, ``temperature``,
+    ``min_p``, ``top_k``, ``top_p``. Randomness depends on (seed, choice, position) alone, so a
+    sequence that is computed again, or packed with others, continues with the same tokens.
 
     Attributes:
         max_tokens: length of the output at most.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the likeliest tokens whose probabilities sum up to this; 1 keeps all.
         top_k: keep so many of the likeliest tokens; 0 keeps all, and so does -1, which becomes 0.
-        seed: seed of the random numbers, shared by all choices of a request; None: none was given, and it counts as 0.
-        choice: number of the sequence among the choices of its prompt, or of the request where the client gave no seed.
+        seed: seed of the random numbers, shared by all choices of a request; None: none was given,
+            and it counts as 0.
+        choice: number of the sequence among the choices of its prompt, or of the request where the
+            client gave no seed.
         ignore_eos: treat the end-of-sequence tokens like any other.
         return_experts: layers (global numbers) whose chosen experts are returned with the tokens.
         min_p: drop tokens of less than this share of the best token's probability.
         presence_penalty: subtracted once from the logit of a token that the output has.
         frequency_penalty: subtracted from a token's logit once per occurrence in the output.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the prompt or the output
-            has (Keskar et al., arXiv 1909.05858).
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
+            the prompt or the output has (Keskar et al., arXiv 1909.05858).
         logit_bias: (token id, number added to its logit).
-        min_tokens: neither an end-of-sequence token nor one of ``stop_token_ids`` is chosen before the output has this length.
-        logprobs: return the log-probability of each new token, and so many of the likeliest ones; None: return nothing.
-            These are of the model's own distribution, before any of the steps above.
+        min_tokens: neither an end-of-sequence token nor one of ``stop_token_ids`` is chosen before
+            the output has this length.
+        logprobs: return the log-probability of each new token, and so many of the likeliest ones;
+            None: return nothing. These are of the model's own distribution, before any of the steps
+            above.
         prompt_logprobs: the same for the tokens of the prompt after the first.
         grammar: grammar of the output in llguidance's format, or empty.
-        stop_token_ids: tokens that end the output, as end-of-sequence tokens do; ``ignore_eos`` has no effect on them.
+        stop_token_ids: tokens that end the output, as end-of-sequence tokens do; ``ignore_eos`` has
+            no effect on them.
     """
 
     max_tokens: int = 128
@@ -100,18 +110,28 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1 and fit in 31 bits")
+            raise RequestError(
+                f"max_tokens is {self.max_tokens}; it must be at least 1 and fit in 31 bits"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+            raise RequestError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number"
+            )
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not -1 <= self.top_k < 2**31:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 or -1 (all tokens) or a positive whole number of 31 bits")
+            raise RequestError(
+                f"top_k is {self.top_k}; it must be 0 or -1 (all tokens) or a positive whole number"
+                " of 31 bits"
+            )
         object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients write -1
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is"
+                f" {self.max_tokens}"
+            )
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -120,12 +140,20 @@ class SamplingParams:
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name} is {value}; it must be from {low} to {high}")
         if len(self.logit_bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} tokens; there may be at most {MAX_BIASES}")
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} tokens; there may be at most {MAX_BIASES}"
+            )
         for token_id, bias in self.logit_bias:
             if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise RequestError(f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to {MAX_BIAS}")
+                raise RequestError(
+                    f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to"
+                    f" {MAX_BIAS}"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} tokens; there may be at most {MAX_STOP_TOKENS}")
+            raise RequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} tokens; there may be at most"
+                f" {MAX_STOP_TOKENS}"
+            )
 
     @property
     def needs_token_counts(self) -> bool:
@@ -145,24 +173,34 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for an unknown priority."""
+    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for
+    an unknown priority.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
-    output_ids: tuple[int, ...] = ()  # returned by a router that was lost since; the sequence continues after them
+    # returned by a router that was lost since; the sequence continues after them
+    output_ids: tuple[int, ...] = ()
     owner: int = 0  # stands for the client's API key, for fair queueing between keys
-    already_admitted: bool = False  # by a router or ingress that was lost since: not to be refused for lack of capacity
+    # by a router or ingress that was lost since: not to be refused for lack of capacity
+    already_admitted: bool = False
     request_id: str = ""  # name of the request in logs, also in those of the stages
     cache_salt: str = ""  # only sequences with the same one share cached pages
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:
-            raise RequestError(f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}")
+            raise RequestError(
+                f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}"
+            )
 
 
-def validate_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt") -> None:
-    """Raise RequestError if nothing could be generated after these ids; ``name`` is how it names the prompt."""
+def validate_prompt(
+    prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt"
+) -> None:
+    """Raise RequestError if nothing could be generated after these ids; ``name`` is how it names
+    the prompt.
+    """
     if not prompt_ids:
         raise RequestError(f"{name} is empty; give it at least one token")
     if len(prompt_ids) >= max_model_len:
@@ -172,7 +210,10 @@ def validate_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: i
         )
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{name} has token id {token_id}; the model's vocabulary has the ids 0 to {vocab_size - 1}")
+            raise RequestError(
+                f"{name} has token id {token_id}; the model's vocabulary has the ids 0 to"
+                f" {vocab_size - 1}"
+            )
 
 
 # ---- to the client
@@ -181,10 +222,12 @@ def validate_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: i
 class TokenEvent(NamedTuple):
     """One token of one sequence, and the finish reason if it is the last.
 
-    With ``FinishReason.ERROR`` the token is none of the answer: it is one that the grammar does not allow, or NOT_FINITE_TOKEN.
+    With ``FinishReason.ERROR`` the token is none of the answer: it is one that the grammar does not
+    allow, or NOT_FINITE_TOKEN.
     """
 
-    seq_id: int  # the router's own number inside the router, the index within the request in a ``RequestOutput``
+    # the router's own number inside the router, the index within the request in a ``RequestOutput``
+    seq_id: int
     token_id: int
     finish: FinishReason | None = None
 
@@ -194,19 +237,22 @@ def sequence_error(event: TokenEvent) -> RequestError:
     assert event.finish is FinishReason.ERROR
     if event.token_id == NOT_FINITE_TOKEN:
         return NotFiniteError(
-            "the answer cannot be continued: the logits of its next token are not finite, because the model's numbers have "
-            "overflowed; another dtype of the server may hold them"
+            "the answer cannot be continued: the logits of its next token are not finite, because"
+            " the model's numbers have overflowed; another dtype of the server may hold them"
         )
     return UnsatisfiableSchemaError(
-        "the answer could not be continued as its schema requires; the schema may be too complicated for this model"
+        "the answer could not be continued as its schema requires; the schema may be too"
+        " complicated for this model"
     )
 
 
-SequenceDrafts = tuple[int, int, int]  # a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones
+# a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones
+SequenceDrafts = tuple[int, int, int]
 
 
 class ExpertChoices(NamedTuple):
-    """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of highest weight first.
+    """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of
+    highest weight first.
 
     The last token of a sequence never enters the model, so it has no experts.
     """
@@ -227,18 +273,23 @@ class ExpertChoices(NamedTuple):
         return len(self.expert_ids[0]) if self.expert_ids else 0
 
     def between(self, first: int, end: int) -> "ExpertChoices":
-        """Return those at positions first..end-1: of positions 2..4, between 3 and 9, those of 3 and 4."""
+        """Return those at positions first..end-1: of positions 2..4, between 3 and 9, those of 3
+        and 4.
+        """
         expert_ids = self.expert_ids[max(first - self.start, 0) : max(end - self.start, 0)]
         return ExpertChoices(self.seq_id, self.layer, max(first, self.start), expert_ids)
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by the model's distribution."""
+    """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by
+    the model's distribution.
+    """
 
     seq_id: int  # as in ``TokenEvent``
     start: int  # position of the first of these tokens, never 0
     logprobs: tuple[float, ...]
-    # For each token, the requested number of likeliest ones at its position, the likeliest first: (token id, log-probability).
+    # For each token, the requested number of likeliest ones at its position, the likeliest first:
+    # (token id, log-probability).
     top: tuple[tuple[tuple[int, float], ...], ...]
 
     @property
@@ -254,7 +305,9 @@ class Logprobs(NamedTuple):
     def between(self, first: int, end: int) -> "Logprobs":
         """Return those at positions first..end-1, as ``ExpertChoices.between`` does."""
         chosen = slice(max(first - self.start, 0), max(end - self.start, 0))
-        return Logprobs(self.seq_id, max(first, self.start), self.logprobs[chosen], self.top[chosen])
+        return Logprobs(
+            self.seq_id, max(first, self.start), self.logprobs[chosen], self.top[chosen]
+        )
 
 
 class RequestTimings(NamedTuple):
@@ -266,17 +319,23 @@ class RequestTimings(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """Tokens of one request that were ready together, and its times so far. A tuple, since one is made for every token."""
+    """Tokens of one request that were ready together, and its times so far. A tuple, since one is
+    made for every token.
+    """
 
     events: tuple[TokenEvent, ...]
     times: RequestTimings
-    # For sequences that ask for them, the choices not yet returned of all tokens before the last one in ``events``; in the
-    # order of positions, and never without an event of the same sequence.
+    # For sequences that ask for them, the choices not yet returned of all tokens before the last
+    # one in ``events``; in the order of positions, and never without an event of the same sequence.
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
-    fingerprint: str = ""  # of the pipeline that makes these tokens and those that follow; "" if no other than before
-    num_cached: int = 0  # tokens of prompts that were cached, of sequences whose first is in ``events``; each prompt counts once
-    drafts: tuple[SequenceDrafts, ...] = ()  # of sequences in ``events``, with their first even if there were none
+    # of the pipeline that makes these tokens and those that follow; "" if no other than before
+    fingerprint: str = ""
+    # tokens of prompts that were cached, of sequences whose first is in ``events``; each prompt
+    # counts once
+    num_cached: int = 0
+    # of sequences in ``events``, with their first even if there were none
+    drafts: tuple[SequenceDrafts, ...] = ()
 
     @property
     def num_values(self) -> int:
@@ -288,15 +347,20 @@ class RequestOutput(NamedTuple):
 
 
 def announcement(fingerprint: str) -> RequestOutput:
-    """Return an output without tokens: those that follow are made by a pipeline with this fingerprint, "" if it is not known."""
+    """Return an output without tokens: those that follow are made by a pipeline with this
+    fingerprint, "" if it is not known.
+    """
     return RequestOutput((), RequestTimings(0.0, 0.0, 0.0), fingerprint=fingerprint)
 
 
-# ---- in logs: fields of a record besides its message, for ``extra=``; the JSON format writes them as fields of their own
+# ---- in logs: fields of a record besides its message, for ``extra=``; the JSON format writes them
+# as fields of their own
 
 
 def request_fields(request_id: str, **more: object) -> dict[str, object]:
-    """Return the fields of a record about one request. An empty id means that no client made the request."""
+    """Return the fields of a record about one request. An empty id means that no client made the
+    request.
+    """
     return {"request_id": request_id, **more} if request_id else more
 
 

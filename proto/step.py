@@ -1,35 +1,52 @@
-"""One pipeline step: the micro-batch that the router sends through all stages, and the result that comes back.
+"""One pipeline step: the micro-batch that the router sends through all stages, and the result that
+comes back.
 
-Stages are stateful: a chunk carries only the pages that its sequence gained since its last chunk, and the sampling
-parameters only the first time. Objects that a busy router creates in large numbers are named tuples, which take half
-the time of a frozen dataclass to create.
+Stages are stateful: a chunk carries only the pages that its sequence gained since its last chunk,
+and the sampling parameters only the first time. Objects that a busy router creates in large numbers
+are named tuples, which take half the time of a frozen dataclass to create.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tramontane.proto.request import NOT_FINITE_TOKEN, ExpertChoices, FinishReason, Logprobs, SamplingParams
+from tramontane.proto.request import (
+    NOT_FINITE_TOKEN,
+    ExpertChoices,
+    FinishReason,
+    Logprobs,
+    SamplingParams,
+)
 
 NO_TOKEN = -1  # the answer for a draft after one that was rejected
-PLACEHOLDER_TOKEN = -1  # in a decode column: the last token sampled for the sequence, which the router does not know yet
-STEP_TIMEOUT_S = 30.0  # a micro-batch that has not returned after this time is given up, unless configured otherwise
+# in a decode column: the last token sampled for the sequence, which the router does not know yet
+PLACEHOLDER_TOKEN = -1
+# a micro-batch that has not returned after this time is given up, unless configured otherwise
+STEP_TIMEOUT_S = 30.0
 
 # ---- to the stages
 
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be computed again."""
+    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be
+    computed again.
+    """
 
     seq_id: int
-    start: int  # absolute position of the first token; in a sequence's first chunk the length of its cached prefix
+    # absolute position of the first token; in a sequence's first chunk the length of its cached
+    # prefix
+    start: int
     token_ids: tuple[int, ...]
-    new_pages: tuple[tuple[int, ...], ...]  # per window class, the sequence's last pages up to the chunk's end that are new to it
+    # per window class, the sequence's last pages up to the chunk's end that are new to it
+    new_pages: tuple[tuple[int, ...], ...]
     sampling: SamplingParams | None  # in the first chunk only
     needs_sample: bool  # whether a token is sampled from the logits of the last token
-    num_prompt: int = 0  # in the first chunk only; known tokens after them are output, which a preempted sequence computes again
+    # in the first chunk only; known tokens after them are output, which a preempted sequence
+    # computes again
+    num_prompt: int = 0
     request_id: str = ""  # for logs, in the first chunk only
-    skipped_ids: tuple[int, ...] = ()  # in the first chunk only: the cached prefix, where sampling depends on it
+    # in the first chunk only: the cached prefix, where sampling depends on it
+    skipped_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -40,22 +57,27 @@ class Chunk(NamedTuple):
 class DecodeColumns(NamedTuple):
     """Single tokens of several sequences, all of which need a sample: columns of equal length.
 
-    A sequence has its last known token, and with speculation drafts after it: rows of the same sequence at the next positions.
-    The token sampled from a row is right if all drafts up to this row are; a draft is right if it is the token sampled from the
-    row before it. Sequence 7 knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts
-    (9, 10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of the sequence.
+    A sequence has its last known token, and with speculation drafts after it: rows of the same
+    sequence at the next positions. The token sampled from a row is right if all drafts up to this
+    row are; a draft is right if it is the token sampled from the row before it. Sequence 7 knows
+    the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts (9, 10, 11),
+    token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of
+    the sequence.
 
-    With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in flight samples it. The only stage
-    takes it from there; the first of several gets the result of the step before this one together with it.
+    With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in
+    flight samples it. The only stage takes it from there; the first of several gets the result of
+    the step before this one together with it.
 
-    ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 has the drafts 43 and 44 next:
-    starts (12, 13). The first one is right if the last token that has been sampled for the sequence is 43, for position 12.
+    ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 has
+    the drafts 43 and 44 next: starts (12, 13). The first one is right if the last token that has
+    been sampled for the sequence is 43, for position 12.
     """
 
     seq_ids: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    # Only for the few sequences that gained pages: (index of the sequence's last row, pages per window class).
+    # Only for the few sequences that gained pages: (index of the sequence's last row, pages per
+    # window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     is_ahead: bool = False
 
@@ -78,7 +100,8 @@ class MicroBatch:
     epoch: int  # number of the fence after which the step was made; stages refuse others
     step_id: int  # counts from 0 within an epoch
     chunks: tuple[Chunk, ...]
-    freed_seq_ids: tuple[int, ...] = ()  # ended since the previous step; stages forget them before they run the others
+    # ended since the previous step; stages forget them before they run the others
+    freed_seq_ids: tuple[int, ...] = ()
     decodes: DecodeColumns = NO_DECODES
 
     @property
@@ -103,9 +126,10 @@ class MicroBatch:
 class DraftRequest(NamedTuple):
     """Text of a sequence that is new to the draft model, and how many drafts are to follow it.
 
-    The text is the first ``num_kept`` tokens of the old text, and then ``token_ids``. The old text is that of the last call, with
-    the drafts that it returned. The draft model has 5 6 7 and has drafted 8 9: tokens 8 and 4 are right. That is ``num_kept`` 4,
-    ``token_ids`` (4,), the text 5 6 7 8 4.
+    The text is the first ``num_kept`` tokens of the old text, and then ``token_ids``. The old text
+    is that of the last call, with the drafts that it returned. The draft model has 5 6 7 and has
+    drafted 8 9: tokens 8 and 4 are right. That is ``num_kept`` 4, ``token_ids`` (4,), the text 5 6
+    7 8 4.
     """
 
     seq_id: int  # of the router; unique for the life of the caller
@@ -119,7 +143,9 @@ class DraftRequest(NamedTuple):
 
 
 class ExpertTiming(NamedTuple):
-    """Work of one expert actor for one micro-batch in one stage. ``num_rows`` counts a token once per chosen expert."""
+    """Work of one expert actor for one micro-batch in one stage. ``num_rows`` counts a token once
+    per chosen expert.
+    """
 
     actor_id: int
     busy_s: float
@@ -127,7 +153,9 @@ class ExpertTiming(NamedTuple):
 
 
 class ExpertUsage(NamedTuple):
-    """Work of all experts of one layer for one micro-batch. ``wait_s`` is the time from the dispatch to the last result."""
+    """Work of all experts of one layer for one micro-batch. ``wait_s`` is the time from the
+    dispatch to the last result.
+    """
 
     wait_s: float = 0.0
     actors: tuple[ExpertTiming, ...] = ()
@@ -140,9 +168,12 @@ class StageTiming(NamedTuple):
     started_at: float  # seconds since 1970 by ``steady_clock``: a stage's times never go back
     busy_s: float  # in which the stage computed
     num_tokens: int
-    elapsed_s: float = 0.0  # from start to end, longer than ``busy_s`` if expert actors run the experts
-    expert_wait_s: float = 0.0  # in which expert actors had rows of this micro-batch that they had not returned
-    experts_busy_s: float = 0.0  # computing time of the busiest expert actor of each layer, summed over the layers
+    # from start to end, longer than ``busy_s`` if expert actors run the experts
+    elapsed_s: float = 0.0
+    # in which expert actors had rows of this micro-batch that they had not returned
+    expert_wait_s: float = 0.0
+    # computing time of the busiest expert actor of each layer, summed over the layers
+    experts_busy_s: float = 0.0
     experts: tuple[ExpertTiming, ...] = ()  # of each expert actor
 
     @property
@@ -155,23 +186,36 @@ class StageTiming(NamedTuple):
 class StepResult:
     """Result of one micro-batch. Sequences are named by their ids inside the router.
 
-    On the direct link every stage returns its own result: its own timing and expert choices, and the rest only from the
-    last stage. On the object store the last stage returns one result for all.
+    On the direct link every stage returns its own result: its own timing and expert choices, and
+    the rest only from the last stage. On the object store the last stage returns one result for
+    all.
     """
 
     epoch: int
     step_id: int
-    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN or NOT_FINITE_TOKEN
+    # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN or NOT_FINITE_TOKEN
+    token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
-    expert_choices: tuple[ExpertChoices, ...] = ()  # of the layers and sequences that asked for them
-    logprobs: tuple[Logprobs, ...] = ()  # of prompts and of ``token_ids``, for the sequences that asked for them
-    finished: tuple[tuple[int, FinishReason], ...] = ()  # (sequence, why it ends), where its token does not show it
+    # of the layers and sequences that asked for them
+    expert_choices: tuple[ExpertChoices, ...] = ()
+    # of prompts and of ``token_ids``, for the sequences that asked for them
+    logprobs: tuple[Logprobs, ...] = ()
+    # (sequence, why it ends), where its token does not show it
+    finished: tuple[tuple[int, FinishReason], ...] = ()
 
     @property
     def num_sampled(self) -> int:
         """New tokens of all sequences."""
-        return len(self.token_ids) - self.token_ids.count(NO_TOKEN) - self.token_ids.count(NOT_FINITE_TOKEN)
+        return (
+            len(self.token_ids)
+            - self.token_ids.count(NO_TOKEN)
+            - self.token_ids.count(NOT_FINITE_TOKEN)
+        )
 
     def with_tokens(self, accepted: Sequence[int]) -> "StepResult":
-        """Return the result with the tokens that sequences have accepted: those of rows in vain are no tokens per second."""
-        return self if len(accepted) == self.num_sampled else replace(self, token_ids=tuple(accepted))
+        """Return the result with the tokens that sequences have accepted: those of rows in vain are
+        no tokens per second.
+        """
+        return (
+            self if len(accepted) == self.num_sampled else replace(self, token_ids=tuple(accepted))
+        )

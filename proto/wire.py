@@ -21,11 +21,27 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import (
+    Chunk,
+    DecodeColumns,
+    ExpertTiming,
+    MicroBatch,
+    StageTiming,
+    StepResult,
+)
 
-# Ingress replicas and routers of two versions meet during an upgrade. The hash changes with every field of these classes.
+# Ingress replicas and routers of two versions meet during an upgrade. The hash changes with every
+# field of these classes.
 _OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which changes without a field
-_INGRESS_ROUTER_TYPES = (SequenceRequest, SamplingParams, RequestOutput, RequestTimings, TokenEvent, Logprobs, ExpertChoices)
+_INGRESS_ROUTER_TYPES = (
+    SequenceRequest,
+    SamplingParams,
+    RequestOutput,
+    RequestTimings,
+    TokenEvent,
+    Logprobs,
+    ExpertChoices,
+)
 PROTOCOL_HASH = f"{zlib.crc32(repr([_OUTPUT_LAYOUT, *(str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES)]).encode()):08x}"
 ONE_TOKEN_FIELDS = 6  # of the short form of an output
 _new: Any = tuple.__new__
@@ -61,7 +77,9 @@ def decode_batch(data: bytes) -> MicroBatch:
         epoch,
         step_id,
         tuple(
-            Chunk(seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), *others)
+            Chunk(
+                seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), *others
+            )
             for seq_id, start, token_ids, new_pages, sampling, *others in chunks
         ),
         freed_seq_ids,
@@ -72,7 +90,15 @@ def decode_batch(data: bytes) -> MicroBatch:
 def encode_result(result: StepResult) -> bytes:
     """Encode the result of a step."""
     return _pack(
-        (result.epoch, result.step_id, result.token_ids, result.timings, result.expert_choices, result.logprobs, result.finished)
+        (
+            result.epoch,
+            result.step_id,
+            result.token_ids,
+            result.timings,
+            result.expert_choices,
+            result.logprobs,
+            result.finished,
+        )
     )
 
 
@@ -80,17 +106,30 @@ def decode_result(data: bytes) -> StepResult:
     """Decode the result of a step."""
     epoch, step_id, token_ids, timings, choices, logprobs, finished = _unpack(data)
     finished = tuple((seq_id, FinishReason(reason)) for seq_id, reason in finished)
-    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices), _logprobs(logprobs), finished)
+    return StepResult(
+        epoch,
+        step_id,
+        token_ids,
+        tuple(map(_timing, timings)),
+        _choices(choices),
+        _logprobs(logprobs),
+        finished,
+    )
 
 
 def encode_header(
-    dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...], choices: tuple[ExpertChoices, ...]
+    dtype: str,
+    shape: tuple[int, ...],
+    timings: tuple[StageTiming, ...],
+    choices: tuple[ExpertChoices, ...],
 ) -> bytes:
     """Encode what accompanies the raw bytes of hidden states."""
     return _pack((dtype, shape, timings, choices))
 
 
-def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...], tuple[ExpertChoices, ...]]:
+def decode_header(
+    data: bytes,
+) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...], tuple[ExpertChoices, ...]]:
     """Decode what accompanies hidden states: dtype, shape, timings and expert choices."""
     dtype, shape, timings, choices = _unpack(data)
     return dtype, shape, tuple(map(_timing, timings)), _choices(choices)
@@ -98,45 +137,69 @@ def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming,
 
 def encode_expert_actors(actors: Sequence[ExpertActorPlan]) -> bytes:
     """Encode the plans of expert actors."""
-    return _pack([tuple(getattr(actor, field.name) for field in fields(ExpertActorPlan)) for actor in actors])
+    return _pack(
+        [tuple(getattr(actor, field.name) for field in fields(ExpertActorPlan)) for actor in actors]
+    )
 
 
 def decode_expert_actors(data: bytes) -> tuple[ExpertActorPlan, ...]:
     """Decode the plans of expert actors."""
     plans = (ExpertActorPlan(*each) for each in _unpack(data))
-    return tuple(replace(plan, experts=tuple(ExpertId(*each) for each in plan.experts)) for plan in plans)
+    return tuple(
+        replace(plan, experts=tuple(ExpertId(*each) for each in plan.experts)) for plan in plans
+    )
 
 
 # ---- requests
 
 
 def encode_specs(specs: Sequence[SequenceRequest]) -> bytes:
-    """Encode the sequences of a request. The prompt of several choices is sent once, and decoded to one object."""
+    """Encode the sequences of a request. The prompt of several choices is sent once, and decoded to
+    one object.
+    """
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter("priority", "output_ids", "owner", "already_admitted", "request_id", "cache_salt")
-    sequences = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
+    others = attrgetter(
+        "priority", "output_ids", "owner", "already_admitted", "request_id", "cache_salt"
+    )
+    sequences = [
+        (number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec))
+        for spec in specs
+    ]
     return _pack((prompts, sequences))
 
 
 def decode_specs(data: bytes) -> tuple[SequenceRequest, ...]:
     """Decode the sequences of a request."""
     prompts, sequences = _unpack(data)
-    return tuple(SequenceRequest(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
+    return tuple(
+        SequenceRequest(prompts[number], SamplingParams(*sampling), *others)
+        for number, sampling, *others in sequences
+    )
 
 
 def encode_outputs(outputs: Sequence[tuple[int, RequestOutput | errors.TramontaneError]]) -> bytes:
-    """Encode the outputs, or errors, of several requests by their numbers: one message for all that was ready.
+    """Encode the outputs, or errors, of several requests by their numbers: one message for all that
+    was ready.
 
-    Nearly all outputs are one token of one sequence, which has a short form: number, sequence, token and three times.
+    Nearly all outputs are one token of one sequence, which has a short form: number, sequence,
+    token and three times.
     """
-    return _pack([_one_token(number, output) or (number, _output_fields(output)) for number, output in outputs])
+    return _pack(
+        [
+            _one_token(number, output) or (number, _output_fields(output))
+            for number, output in outputs
+        ]
+    )
 
 
 def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.TramontaneError]]:
     """Decode the outputs, or errors, of several requests."""
     return [
-        (fields[0], _output_of_one(*fields[1:]) if len(fields) == ONE_TOKEN_FIELDS else _output(*fields[1]))
+        (
+            fields[0],
+            _output_of_one(*fields[1:]) if len(fields) == ONE_TOKEN_FIELDS else _output(*fields[1]),
+        )
         for fields in _unpack(data)
     ]
 
@@ -151,7 +214,9 @@ def decode_error(data: bytes) -> tuple[errors.TramontaneError, str]:
     """Decode an error and the name of the router replica."""
     kind, message, retry_after_s, replica = _unpack(data)
     cls = ERROR_KINDS[kind]
-    return cls(message, retry_after_s) if issubclass(cls, errors.OverloadedError) else cls(message), replica
+    return (
+        cls(message, retry_after_s) if issubclass(cls, errors.OverloadedError) else cls(message)
+    ), replica
 
 
 # ---- fields
@@ -161,38 +226,65 @@ def _error_kind(error: errors.TramontaneError) -> str:
     return next(name for name, cls in ERROR_KINDS.items() if isinstance(error, cls))
 
 
-def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> tuple[Any, ...] | None:
-    """Return the short form of an output, or None if it has more than one token, the end of a sequence or an error."""
+def _one_token(
+    number: int, output: RequestOutput | errors.TramontaneError
+) -> tuple[Any, ...] | None:
+    """Return the short form of an output, or None if it has more than one token, the end of a
+    sequence or an error.
+    """
     if isinstance(output, errors.TramontaneError):
         return None
     events, times, experts, logprobs, fingerprint, num_cached, drafts = output
-    if len(events) != 1 or events[0][2] is not None or experts or logprobs or fingerprint or num_cached or drafts:
+    if (
+        len(events) != 1
+        or events[0][2] is not None
+        or experts
+        or logprobs
+        or fingerprint
+        or num_cached
+        or drafts
+    ):
         return None
     return (number, *events[0][:2], *times)
 
 
 def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
-    """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes takes."""
+    """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes
+    takes.
+    """
     event = _new(TokenEvent, (seq_id, token_id, None))
-    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), (), "", 0, ()))
+    output: RequestOutput = _new(
+        RequestOutput, ((event,), _new(RequestTimings, times), (), (), "", 0, ())
+    )
     return output
 
 
-def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:  # noqa: ANN401
+def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:
     if isinstance(output, errors.TramontaneError):
         return _error_kind(output), str(output)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in output.events]
     times = (output.times.queue_s, output.times.prefill_s, output.times.decode_s)
-    return events, times, output.experts, output.logprobs, output.fingerprint, output.num_cached, output.drafts
+    return (
+        events,
+        times,
+        output.experts,
+        output.logprobs,
+        output.fingerprint,
+        output.num_cached,
+        output.drafts,
+    )
 
 
-def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: ANN401
+def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:
     if isinstance(fields[0], str):
         kind, message = fields
         return ERROR_KINDS[kind](message)
     events, times, experts, logprobs, fingerprint, num_cached, drafts = fields
     return RequestOutput(
-        tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
+        tuple(
+            TokenEvent(index, token_id, finish and FinishReason(finish))
+            for index, token_id, finish in events
+        ),
         RequestTimings(*times),
         _choices(experts),
         _logprobs(logprobs),
@@ -202,22 +294,22 @@ def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: AN
     )
 
 
-def _timing(fields: Any) -> StageTiming:  # noqa: ANN401
+def _timing(fields: Any) -> StageTiming:
     return StageTiming._make((*fields[:-1], tuple(map(ExpertTiming._make, fields[-1]))))
 
 
-def _choices(fields: Any) -> tuple[ExpertChoices, ...]:  # noqa: ANN401
+def _choices(fields: Any) -> tuple[ExpertChoices, ...]:
     return tuple(map(ExpertChoices._make, fields))
 
 
-def _logprobs(fields: Any) -> tuple[Logprobs, ...]:  # noqa: ANN401
+def _logprobs(fields: Any) -> tuple[Logprobs, ...]:
     return tuple(map(Logprobs._make, fields))
 
 
-def _pack(value: Any) -> bytes:  # noqa: ANN401 - msgpack takes any nesting of plain values
+def _pack(value: Any) -> bytes:  # msgpack takes any nesting of plain values
     data: bytes = msgpack.packb(value)
     return data
 
 
-def _unpack(data: bytes) -> Any:  # noqa: ANN401
+def _unpack(data: bytes) -> Any:
     return msgpack.unpackb(data, use_list=False)

@@ -1,14 +1,16 @@
 """Mutation run: small faults in the code, one at a time, and whether the tests meant for it notice.
 
-    python tests/mutation.py [--areas scheduling batch] [--sample 40] [--seed 0] [--workers 2] [--target 90] [--json]
-    python tests/mutation.py --at router/scheduling/scheduler.py:274
+    python tests/mutation.py [--areas scheduling batch] [--sample 40] [--seed 0] [--workers 2]
+    [--target 90] [--json] python tests/mutation.py --at router/scheduling/scheduler.py:274
 
-The faults are those of ``mutants``: changed comparisons, conditions, arithmetic and constants, and deleted statements. A sample
-of each area is drawn by seed; ``--at`` takes all faults of a file or line instead. Each fault is put into a temporary copy of the
-tree, and the tests meant for its module run there, without those that start Ray: the files of the folder that mirrors its
-package, and those of the same room that import it, or a module of its package that does. Without a fault they must pass. A fault
-is caught if a test fails or if the tests take much longer than without it. Those that survive are shown with the changed lines;
-some of them cannot be noticed by any test. The exit status is 1 if less than ``--target`` percent of an area are caught.
+The faults are those of ``mutants``: changed comparisons, conditions, arithmetic and constants, and
+deleted statements. A sample of each area is drawn by seed; ``--at`` takes all faults of a file or
+line instead. Each fault is put into a temporary copy of the tree, and the tests meant for its
+module run there, without those that start Ray: the files of the folder that mirrors its package,
+and those of the same room that import it, or a module of its package that does. Without a fault
+they must pass. A fault is caught if a test fails or if the tests take much longer than without it.
+Those that survive are shown with the changed lines; some of them cannot be noticed by any test. The
+exit status is 1 if less than ``--target`` percent of an area are caught.
 """
 
 import argparse
@@ -41,10 +43,14 @@ from targets import Target, at_least, conclude
 ROOT = Path(__file__).parents[1]
 ROOMS = ("proto", "workers", "router", "cluster")
 ALIASES = {"client": "router/client", "llm": "cluster/llm"}  # under the names that users import
-NOT_COPIED = shutil.ignore_patterns(".*_cache", ".bench", ".git", ".hypothesis", ".typing", ".venv", "__pycache__", "*.egg-info")
+NOT_COPIED = shutil.ignore_patterns(
+    ".*_cache", ".bench", ".git", ".hypothesis", ".typing", ".venv", "__pycache__", "*.egg-info"
+)
 AREAS = {
     "scheduling": ("router/scheduling/*.py",),
-    "remote routers": tuple(f"cluster/serving/{name}.py" for name in ("remote_routers", "retry_policy", "token_channel")),
+    "remote routers": tuple(
+        f"cluster/serving/{name}.py" for name in ("remote_routers", "retry_policy", "token_channel")
+    ),
     "batch": ("router/batch/*.py",),
     "experts": ("workers/experts/*.py", "cluster/actors/expert_*.py"),
 }
@@ -65,7 +71,11 @@ class Outcome:
 
 
 def mutants_of(paths: Iterable[Path], root: Path) -> list[Mutant]:
-    return [mutant for path in sorted(paths) for mutant in find_mutants(str(path.relative_to(root)), path.read_text())]
+    return [
+        mutant
+        for path in sorted(paths)
+        for mutant in find_mutants(str(path.relative_to(root)), path.read_text())
+    ]
 
 
 def sample_of(mutants: Sequence[Mutant], count: int, seed: str) -> list[Mutant]:
@@ -75,7 +85,9 @@ def sample_of(mutants: Sequence[Mutant], count: int, seed: str) -> list[Mutant]:
 
 
 def tests_of(module: str, root: Path) -> list[str]:
-    """Return the test files meant for a module, those with its name first, then the others of the mirroring folder."""
+    """Return the test files meant for a module, those with its name first, then the others of the
+    mirroring folder.
+    """
     users, name = _users(module, root), Path(module).stem
     mirror = set((root / "tests" / module).parent.glob("test_*.py"))
     of_room = (root / "tests" / Path(module).parts[0]).rglob("test_*.py")
@@ -88,8 +100,13 @@ def tests_of(module: str, root: Path) -> list[str]:
 
 
 def _users(module: str, root: Path) -> set[str]:
-    """Return the names of a module and of those modules of its package that import it, also by way of each other."""
-    siblings = {_dotted(path.relative_to(root)): _imports(path) for path in (root / module).parent.glob("*.py")}
+    """Return the names of a module and of those modules of its package that import it, also by way
+    of each other.
+    """
+    siblings = {
+        _dotted(path.relative_to(root)): _imports(path)
+        for path in (root / module).parent.glob("*.py")
+    }
     users = {_dotted(Path(module))}
     while more := {name for name, imports in siblings.items() if imports & users} - users:
         users |= more
@@ -125,13 +142,18 @@ class Copy:
                 (names / name).symlink_to(self.root / target)
 
     def run(self, tests: Sequence[str], timeout_s: float | None = None) -> int | None:
-        """Run tests until the first failure and return pytest's status, or None if they take too long."""
+        """Run tests until the first failure and return pytest's status, or None if they take too
+        long.
+        """
         flags = ["-q", "-x", "-m", "not ray", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *flags, *tests]
         environment = os.environ | {"PYTHONPATH": str(self.root / ".typing")}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # compiled code of a file with another fault, of the same second and length
+        # compiled code of a file with another fault, of the same second and length
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, cwd=self.root, env=environment, start_new_session=True, **quiet) as process:
+        with subprocess.Popen(
+            command, cwd=self.root, env=environment, start_new_session=True, **quiet
+        ) as process:
             try:
                 return process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -152,7 +174,9 @@ class Copy:
         return Outcome(mutant, verdict, mutant.diff(source))
 
     def write(self, path: Path, source: str) -> None:
-        """Write a module; compiled code of the same size and second would be taken for that of the new source."""
+        """Write a module; compiled code of the same size and second would be taken for that of the
+        new source.
+        """
         path.write_text(source)
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
@@ -165,13 +189,19 @@ def baseline_s(copy: Copy, tests: Sequence[str]) -> float:
     return time.monotonic() - began
 
 
-def run(mutants: Sequence[Mutant], root: Path, num_workers: int, report: Callable[[Outcome], None]) -> list[Outcome]:
+def run(
+    mutants: Sequence[Mutant], root: Path, num_workers: int, report: Callable[[Outcome], None]
+) -> list[Outcome]:
     """Try all mutants, several at a time, and return the outcomes in their order."""
     tests = {module: tests_of(module, root) for module in {mutant.path for mutant in mutants}}
     copies: SimpleQueue[Copy] = SimpleQueue()
     with ExitStack() as stack:
         for _ in range(num_workers):
-            copies.put(Copy(root, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))))
+            copies.put(
+                Copy(
+                    root, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
+                )
+            )
 
         def with_copy(work: Callable[[Copy], float | Outcome]) -> float | Outcome:
             copy = copies.get()
@@ -181,13 +211,20 @@ def run(mutants: Sequence[Mutant], root: Path, num_workers: int, report: Callabl
                 copies.put(copy)
 
         threads = stack.enter_context(ThreadPoolExecutor(num_workers))
-        sets = {frozenset(files): files for files in tests.values()}  # in another order the same files take as long
-        seconds = threads.map(lambda files: with_copy(lambda copy: baseline_s(copy, files)), sets.values())
+        # in another order the same files take as long
+        sets = {frozenset(files): files for files in tests.values()}
+        seconds = threads.map(
+            lambda files: with_copy(lambda copy: baseline_s(copy, files)), sets.values()
+        )
         times = dict(zip(sets, seconds, strict=True))
 
         def try_one(mutant: Mutant) -> Outcome:
             files = tests[mutant.path]
-            outcome = with_copy(lambda copy: copy.try_mutant(mutant, files, SLOWER * times[frozenset(files)] + MORE_S))
+            outcome = with_copy(
+                lambda copy: copy.try_mutant(
+                    mutant, files, SLOWER * times[frozenset(files)] + MORE_S
+                )
+            )
             report(outcome)
             return outcome
 
@@ -196,20 +233,31 @@ def run(mutants: Sequence[Mutant], root: Path, num_workers: int, report: Callabl
 
 def show(outcome: Outcome) -> None:
     mutant = outcome.mutant
-    console.print(f"{outcome.verdict}: {mutant.path}:{mutant.line} {mutant.kind}", markup=False, soft_wrap=True)
+    console.print(
+        f"{outcome.verdict}: {mutant.path}:{mutant.line} {mutant.kind}",
+        markup=False,
+        soft_wrap=True,
+    )
     if not outcome.is_caught:
         console.print(outcome.diff, markup=False, soft_wrap=True)
 
 
 def targets(outcomes: Mapping[str, Sequence[Outcome]], share: float) -> list[Target]:
-    caught = {area: sum(each.is_caught for each in found) / len(found) for area, found in outcomes.items()}
-    return [at_least(f"faults that are caught, {area}", each, share, "%") for area, each in caught.items()]
+    caught = {
+        area: sum(each.is_caught for each in found) / len(found) for area, found in outcomes.items()
+    }
+    return [
+        at_least(f"faults that are caught, {area}", each, share, "%")
+        for area, each in caught.items()
+    ]
 
 
 def table_of(outcomes: Mapping[str, Sequence[Outcome]]) -> Table:
     table = Table("area", "faults", CAUGHT, "of these endless", SURVIVED)
     for area, found in outcomes.items():
-        numbers = [sum(each.verdict == verdict for each in found) for verdict in (ENDLESS, SURVIVED)]
+        numbers = [
+            sum(each.verdict == verdict for each in found) for verdict in (ENDLESS, SURVIVED)
+        ]
         table.add_row(area, str(len(found)), str(len(found) - numbers[1]), *map(str, numbers))
     return table
 
@@ -217,7 +265,11 @@ def table_of(outcomes: Mapping[str, Sequence[Outcome]]) -> Table:
 def as_data(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, object]:
     keys = ("path", "line", "kind")
     return {
-        area: [{key: asdict(each.mutant)[key] for key in keys} | {"verdict": each.verdict, "diff": each.diff} for each in found]
+        area: [
+            {key: asdict(each.mutant)[key] for key in keys}
+            | {"verdict": each.verdict, "diff": each.diff}
+            for each in found
+        ]
         for area, found in outcomes.items()
     }
 
@@ -236,24 +288,35 @@ def chosen(options: argparse.Namespace, root: Path) -> dict[str, list[Mutant]]:
 
 
 def main(root: Path = ROOT) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--sample", type=int, default=40, help="faults of each area")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", metavar="PATH[:LINE]", help="all faults of this file or line, instead of a sample")
+    parser.add_argument(
+        "--at", metavar="PATH[:LINE]", help="all faults of this file or line, instead of a sample"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--target", type=float, default=90.0, help="percent of each area that are to be caught")
+    parser.add_argument(
+        "--target", type=float, default=90.0, help="percent of each area that are to be caught"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     by_area = chosen(options, root)
     if not all(by_area.values()):
-        sys.exit(f"there is no fault to try in {', '.join(area for area, found in by_area.items() if not found)}")
+        sys.exit(
+            "there is no fault to try in"
+            f" {', '.join(area for area, found in by_area.items() if not found)}"
+        )
     area_of = {mutant: area for area, found in by_area.items() for mutant in found}
     outcomes: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in run(list(area_of), root, options.workers, show):
         outcomes[area_of[outcome.mutant]].append(outcome)
     data = {"seed": options.seed, "areas": as_data(outcomes)}
-    conclude(targets(outcomes, options.target / 100), table_of(outcomes), data=data, as_json=options.json)
+    conclude(
+        targets(outcomes, options.target / 100), table_of(outcomes), data=data, as_json=options.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """``ray up`` over SSH: a cluster is started, serves, loses a host and gets it back, and is stopped.
 
-Three hosts and a client host are network, process and mount namespaces of this machine, each with its own home and /tmp; the
-three have sshd. The wheel is built from this checkout and installed there by the file that ``tramontane cluster-yaml`` writes;
-its dependencies are links to this machine's packages.
+Three hosts and a client host are network, process and mount namespaces of this machine, each with
+its own home and /tmp; the three have sshd. The wheel is built from this checkout and installed
+there by the file that ``tramontane cluster-yaml`` writes; its dependencies are links to this
+machine's packages.
 """
 
 import shutil
@@ -26,7 +27,14 @@ if reason := ssh_unavailable_reason():
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("proto", "workers", "router", "cluster", "pyproject.toml", "README.md", "LICENSE")
-BODY = {"prompt": "ROMEO:", "max_tokens": 24, "temperature": 0.8, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+BODY = {
+    "prompt": "ROMEO:",
+    "max_tokens": 24,
+    "temperature": 0.8,
+    "seed": 1,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 POLL_S = 1.0
 
 
@@ -36,7 +44,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in BUILT_FROM:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, source / name)
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built)]
+    options = [
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(built),
+    ]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     (path,) = built.iterdir()
     return path
@@ -48,13 +63,21 @@ def machines(tmp_path: Path) -> Iterator[list[SshHost]]:
         yield hosts
 
 
-def test_a_cluster_starts_serves_survives_the_loss_of_a_host_and_stops(machines: list[SshHost], wheel: Path) -> None:
+def test_a_cluster_starts_serves_survives_the_loss_of_a_host_and_stops(
+    machines: list[SshHost], wheel: Path
+) -> None:
     *hosts, client = machines
-    for each in hosts:  # ``ray up`` stops all Ray processes of a host: it must not see those of this machine
+    # ``ray up`` stops all Ray processes of a host: it must not see those of this machine
+    for each in hosts:
         assert each.running() == []
     _prepare(client, hosts, wheel)
     _timed("ray up", lambda: _on(client, "ray up -y --no-config-cache cluster.yaml"))
-    _timed("three nodes", lambda: _wait(lambda: "3 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")))
+    _timed(
+        "three nodes",
+        lambda: _wait(
+            lambda: "3 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")
+        ),
+    )
     serving = _serving(client)
     assert [_stages(each) for each in hosts] == [1, 1, 1]
     url = f"http://{hosts[0].host.address}:8000"
@@ -63,7 +86,9 @@ def test_a_cluster_starts_serves_survives_the_loss_of_a_host_and_stops(machines:
         _timed("a host lost", hosts[1].lose)
         _timed(
             "Ray's autoscaler knows",
-            lambda: _wait(lambda: "2 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")),
+            lambda: _wait(
+                lambda: "2 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")
+            ),
         )
         hosts[1].bring_back()
         _timed("its stage is back", lambda: _wait(lambda: _stages(hosts[1]) == 1))
@@ -75,7 +100,9 @@ def test_a_cluster_starts_serves_survives_the_loss_of_a_host_and_stops(machines:
             process.terminate()
     assert serving.wait(120) == 0
     _timed("ray down", lambda: _on(client, "ray down -y cluster.yaml"))
-    _timed("nothing left", lambda: _wait(lambda: [each.running() for each in hosts] == [[], [], []]))
+    _timed(
+        "nothing left", lambda: _wait(lambda: [each.running() for each in hosts] == [[], [], []])
+    )
 
 
 def _answer(url: str) -> httpx.Response:
@@ -94,8 +121,27 @@ def _prepare(client: SshHost, hosts: list[SshHost], wheel: Path) -> None:
     """Prepare the client's host: the wheel, a token for Ray, and the cluster file."""
     shutil.copy(wheel, client.home)
     addresses = ",".join(each.host.address for each in hosts)
-    machines = ["--provider", "local", "--hosts", addresses, "--ssh-user", "root", "--ssh-key", f"{HOME}/.ssh/key"]
-    size = ["--stages", "3", "--cpu", "--gpu-memory", "1GiB", "--dtype", "float32", "--max-num-seqs", "8"]
+    machines = [
+        "--provider",
+        "local",
+        "--hosts",
+        addresses,
+        "--ssh-user",
+        "root",
+        "--ssh-key",
+        f"{HOME}/.ssh/key",
+    ]
+    size = [
+        "--stages",
+        "3",
+        "--cpu",
+        "--gpu-memory",
+        "1GiB",
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "8",
+    ]
     written = ["--wheel", wheel.name, "--out", str(client.home / "cluster.yaml")]
     app(["cluster-yaml", *machines, *size, *written], standalone_mode=False)
     _on(client, "ray get-auth-token --generate")
@@ -124,7 +170,9 @@ def _serving(client: SshHost) -> "subprocess.Popen[bytes]":
     command = "cd; ray exec cluster.yaml 'tramontane serve --config tramontane.yaml --host 0.0.0.0'"
     log = client.folder / "serve.log"
     with log.open("wb") as file:
-        serving = client.host.start("bash", "-c", command, env=dict(client.environment), stdout=file, stderr=file)
+        serving = client.host.start(
+            "bash", "-c", command, env=dict(client.environment), stdout=file, stderr=file
+        )
 
     def ready() -> bool:
         assert serving.poll() is None, log.read_text(errors="replace")

@@ -15,18 +15,28 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+)
 
 Models = dict[str, tuple[Path, list[Answer]]]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Folders of models, and the answers of stages that do not fail, without any of what is tried below."""
+    """Folders of models, and the answers of stages that do not fail, without any of what is tried
+    below.
+    """
     found = {}
     for kind, args in ATTENTION_KINDS.items():
-        folder, plan = write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args)), tiny_plan(args)
-        found[kind] = folder, answers_of(folder, plan, _scheduler(plan, 512, 1, reuses_prefixes=False))
+        folder, plan = (
+            write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args)),
+            tiny_plan(args),
+        )
+        found[kind] = (
+            folder,
+            answers_of(folder, plan, _scheduler(plan, 512, 1, reuses_prefixes=False)),
+        )
     return found
 
 
@@ -73,11 +83,22 @@ def test_the_same_answers_however_often_stages_fail(
     max_num_seqs: int,
     is_scarce: bool,
 ) -> None:
-    """Greedy, seeded, penalized, with grammars, log-probabilities and experts, packed together; some are preempted."""
+    """Greedy, seeded, penalized, with grammars, log-probabilities and experts, packed together;
+    some are preempted.
+    """
     folder, expected = models[kind]
     config = SpeculativeConfig(3, 1, 2) if mode == "speculative" else None
     is_async, num_drafts = mode == "ahead", config.max_drafts() if config else 0
-    plan = tiny_plan(ATTENTION_KINDS[kind], 1 if is_async else stages, page_size, max_num_seqs, num_drafts=num_drafts)
+    plan = tiny_plan(
+        ATTENTION_KINDS[kind],
+        1 if is_async else stages,
+        page_size,
+        max_num_seqs,
+        num_drafts=num_drafts,
+    )
     plan = with_scarce_pages(plan) if is_scarce else plan
     scheduler = _scheduler(plan, budget, 3, speculative=config, async_scheduling=is_async)
-    assert answers_of(folder, plan, scheduler, make_chain=partial(FailingChain, fails_at=fails_at)) == expected
+    assert (
+        answers_of(folder, plan, scheduler, make_chain=partial(FailingChain, fails_at=fails_at))
+        == expected
+    )

@@ -1,4 +1,6 @@
-"""Asynchronous scheduling on a real stage: the answers that sequences get without it, bit for bit."""
+"""Asynchronous scheduling on a real stage: the answers that sequences get without it, bit for
+bit.
+"""
 
 import asyncio
 import logging
@@ -26,7 +28,9 @@ from tramontane.workers.stage.activation import Activation, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _scheduler(plan: PipelinePlan, budget: int, policy: Policy, *, async_scheduling: bool) -> Scheduler:
-    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True)
+def _scheduler(
+    plan: PipelinePlan, budget: int, policy: Policy, *, async_scheduling: bool
+) -> Scheduler:
+    limits = SchedulerLimits(
+        plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True
+    )
     return Scheduler(plan.cache, replace(limits, async_scheduling=async_scheduling), policy)
 
 
@@ -61,7 +69,9 @@ class Now:
 
 
 class OverlappedChain(LocalStageChain):
-    """A stage as on a GPU: the next step is launched while the last one is not read. ``launched`` counts both."""
+    """A stage as on a GPU: the next step is launched while the last one is not read. ``launched``
+    counts both.
+    """
 
     def __init__(self, stages: Sequence[StageWorker]) -> None:
         super().__init__(stages)
@@ -71,7 +81,9 @@ class OverlappedChain(LocalStageChain):
         self._steps = ThreadPoolExecutor(max_workers=3)
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        outcome = asyncio.get_running_loop().run_in_executor(self._steps, self._executor.step, batch, lambda: None)
+        outcome = asyncio.get_running_loop().run_in_executor(
+            self._steps, self._executor.step, batch, lambda: None
+        )
         return outcome  # type: ignore[return-value]  # the last stage's are results
 
     async def fence(self) -> int:
@@ -86,7 +98,9 @@ class OverlappedChain(LocalStageChain):
 
 
 class RelayingChain(LocalStageChain):
-    """Stages that take turns: the first one gets the result of the step before, and the others the same columns as without."""
+    """Stages that take turns: the first one gets the result of the step before, and the others the
+    same columns as without.
+    """
 
     _last: StepResult | None = None
 
@@ -96,7 +110,9 @@ class RelayingChain(LocalStageChain):
 
     def _run(self, batch: MicroBatch) -> StepResult:
         first, *others = self.stages
-        carried = first.step(batch if self._last is None else first.fill_in(batch, self._last), None)
+        carried = first.step(
+            batch if self._last is None else first.fill_in(batch, self._last), None
+        )
         for stage in others:
             assert isinstance(carried, Activation)
             carried = stage.step(batch, carried)
@@ -106,10 +122,20 @@ class RelayingChain(LocalStageChain):
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(budget=st.integers(5, 300), max_num_seqs=st.integers(2, 9), is_scarce=st.booleans(), num_stages=st.integers(2, 3))
+@given(
+    budget=st.integers(5, 300),
+    max_num_seqs=st.integers(2, 9),
+    is_scarce=st.booleans(),
+    num_stages=st.integers(2, 3),
+)
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_the_same_answers_of_stages_that_take_turns(
-    folders: dict[str, Path], kind: str, budget: int, max_num_seqs: int, is_scarce: bool, num_stages: int
+    folders: dict[str, Path],
+    kind: str,
+    budget: int,
+    max_num_seqs: int,
+    is_scarce: bool,
+    num_stages: int,
 ) -> None:
     """The last stage has sampled what the first one begins with."""
     plan = tiny_plan(ATTENTION_KINDS[kind], num_stages, 4, max_num_seqs)
@@ -123,7 +149,10 @@ def test_the_same_answers_of_stages_that_take_turns(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StageWorker, "fill_in", counted)
-        assert answers_of(folders[kind], plan, _asynchronous(plan, budget), make_chain=RelayingChain) == expected
+        assert (
+            answers_of(folders[kind], plan, _asynchronous(plan, budget), make_chain=RelayingChain)
+            == expected
+        )
     assert any(found)
 
 
@@ -137,26 +166,43 @@ def test_the_same_answers_of_stages_that_take_turns(
 )
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_the_same_answers_with_and_without(
-    folders: dict[str, Path], kind: str, page_size: int, budget: int, max_num_seqs: int, is_scarce: bool, is_overlapped: bool
+    folders: dict[str, Path],
+    kind: str,
+    page_size: int,
+    budget: int,
+    max_num_seqs: int,
+    is_scarce: bool,
+    is_overlapped: bool,
 ) -> None:
-    """Greedy, seeded, penalized, with grammars, log-probabilities and experts, packed together; some are preempted."""
+    """Greedy, seeded, penalized, with grammars, log-probabilities and experts, packed together;
+    some are preempted.
+    """
     plan = tiny_plan(ATTENTION_KINDS[kind], 1, page_size, max_num_seqs)
     plan = with_scarce_pages(plan) if is_scarce else plan
     expected = answers_of(folders[kind], plan, _synchronous(plan, budget))
     chain = OverlappedChain if is_overlapped else LocalStageChain
-    assert answers_of(folders[kind], plan, _asynchronous(plan, budget), make_chain=chain) == expected
+    assert (
+        answers_of(folders[kind], plan, _asynchronous(plan, budget), make_chain=chain) == expected
+    )
 
 
 @pytest.mark.parametrize("number", range(len(WISHES)))
 def test_the_same_answer_of_a_single_stream(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
 ) -> None:
-    """Steps begin with tokens that the router does not know. At most one is in vain, and that breaks no grammar."""
+    """Steps begin with tokens that the router does not know. At most one is in vain, and that
+    breaks no grammar.
+    """
     plan, found = tiny_plan(ATTENTION_KINDS["window"], 1, 4, 4), list[bool]()
     expected = answers_of(folders["window"], plan, _synchronous(plan, 64), [number])
     launch = StageWorker.launch
 
-    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
+    def counted(
+        worker: StageWorker, batch: MicroBatch, incoming: Activation | None
+    ) -> PendingOutcome:
         found.append(batch.decodes.has_placeholders)
         return launch(worker, batch, incoming)
 
@@ -167,19 +213,31 @@ def test_the_same_answer_of_a_single_stream(
         assert expected[0][1] is FinishReason.STOP
     num_chunks, num_tokens = -(-len(PROMPTS[number]) // 64), len(expected[0][0][0])
     assert len(found) <= num_chunks + num_tokens - 1 + 1
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
 
 
 def test_the_first_of_several_stages_takes_tokens_from_the_result_of_the_step_before() -> None:
-    """Chunks' tokens come first in a result; a sequence without a token has ended, and gets any token of the vocabulary."""
+    """Chunks' tokens come first in a result; a sequence without a token has ended, and gets any
+    token of the vocabulary.
+    """
     plan = tiny_plan(ATTENTION_KINDS["window"], 2, 4, 4)
     first, _ = split_model(random_model(ATTENTION_KINDS["window"]), plan)
     first.fence(0)
     wish = SamplingParams()
     pages = [tuple((number,) for _ in plan.cache.classes) for number in range(3)]
-    chunks = tuple(Chunk(number, 0, (5,), pages[number], wish, needs_sample=number != 1) for number in range(3))
+    chunks = tuple(
+        Chunk(number, 0, (5,), pages[number], wish, needs_sample=number != 1) for number in range(3)
+    )
     first.step(MicroBatch(0, 0, chunks), None)
-    batch = MicroBatch(0, 1, (), (), DecodeColumns((2, 1, 0), (1, 1, 1), (PLACEHOLDER_TOKEN, 40, PLACEHOLDER_TOKEN)))
+    batch = MicroBatch(
+        0,
+        1,
+        (),
+        (),
+        DecodeColumns((2, 1, 0), (1, 1, 1), (PLACEHOLDER_TOKEN, 40, PLACEHOLDER_TOKEN)),
+    )
     filled = first.fill_in(batch, StepResult(0, 0, (50, 60), ()))
     assert filled.decodes.token_ids == (60, 40, 50)
     assert replace(filled, decodes=batch.decodes) == batch

@@ -18,7 +18,9 @@ child.wait()
 
 @pytest.fixture
 def parent() -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen([sys.executable, "-c", SPAWNS], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SPAWNS], stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         process.kill()
 

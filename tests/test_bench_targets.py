@@ -1,4 +1,6 @@
-"""Every benchmark ends in one way: its targets in a table or in the JSON, and status 1 if one is missed."""
+"""Every benchmark ends in one way: its targets in a table or in the JSON, and status 1 if one is
+missed.
+"""
 
 import ast
 import json
@@ -21,9 +23,12 @@ SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
 # Programs that other ones run in an environment, to read what they print or write.
 PEERS = ("transformers", "vllm", "llamacpp", "prefixes", "engine", "smollm2")
 ANSWERING = {f"peer_{name}.py" for name in PEERS}
-PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
+PROGRAMS = [
+    name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING
+]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
-# A key of rows, a state and the heading of a table for the documents; an option of pip; an option of guidellm.
+# A key of rows, a state and the heading of a table for the documents; an option of pip; an option
+# of guidellm.
 KEPT = {
     "gpu_rows.py": ["wanted"],
     "gpu_stages.py": ["wanted"],
@@ -60,14 +65,22 @@ def test_a_target_is_met_up_to_its_limit_and_never_by_nan(target: Target, is_met
 
 
 def test_figures_have_their_units() -> None:
-    assert (at_most("x", 0.1234, 0.2, "ms").shown, at_most("x", 0.1234, 0.2, "ms").wanted) == ("0.123 ms", "at most 0.2 ms")
-    assert (at_least("x", 0.7512, 0.75, "%").shown, at_least("x", 0.7512, 0.75, "%").wanted) == ("75.1 %", "at least 75 %")
+    assert (at_most("x", 0.1234, 0.2, "ms").shown, at_most("x", 0.1234, 0.2, "ms").wanted) == (
+        "0.123 ms",
+        "at most 0.2 ms",
+    )
+    assert (at_least("x", 0.7512, 0.75, "%").shown, at_least("x", 0.7512, 0.75, "%").wanted) == (
+        "75.1 %",
+        "at least 75 %",
+    )
     assert (none_of("x", range(12345)).shown, none_of("x", []).wanted) == ("12,345", "at most 0")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("limit", [1.0, 2.0])
-def test_the_program_ends_with_the_status_of_its_targets(as_json: bool, limit: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_ends_with_the_status_of_its_targets(
+    as_json: bool, limit: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = Table("a column")
     table.add_row("a cell")
     with pytest.raises(SystemExit) as ended:
@@ -77,10 +90,21 @@ def test_the_program_ends_with_the_status_of_its_targets(as_json: bool, limit: f
     shown = err if as_json else out
     assert "a cell" in shown
     assert f"processor: {describe_processor()}" in shown
-    assert re.search(rf"a pause\W+1\.5 s\W+at most {limit:g} s\W+{'yes' if limit > 1.5 else 'NO'}\b", shown)
+    assert re.search(
+        rf"a pause\W+1\.5 s\W+at most {limit:g} s\W+{'yes' if limit > 1.5 else 'NO'}\b", shown
+    )
     if as_json:
-        verdict = {"name": "a pause", "figure": 1.5, "target": f"at most {limit:g} s", "met": limit > 1.5}
-        assert json.loads(out) == {"rows": [3], "processor": describe_processor(), "targets": [verdict]}
+        verdict = {
+            "name": "a pause",
+            "figure": 1.5,
+            "target": f"at most {limit:g} s",
+            "met": limit > 1.5,
+        }
+        assert json.loads(out) == {
+            "rows": [3],
+            "processor": describe_processor(),
+            "targets": [verdict],
+        }
     else:
         assert err == ""
 
@@ -88,7 +112,10 @@ def test_the_program_ends_with_the_status_of_its_targets(as_json: bool, limit: f
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("model name : AMD EPYC\nflags : fpu avx2 sse avx512f avx512_bf16 fma\n", "AMD EPYC (avx2, fma, avx512f, avx512_bf16)"),
+        (
+            "model name : AMD EPYC\nflags : fpu avx2 sse avx512f avx512_bf16 fma\n",
+            "AMD EPYC (avx2, fma, avx512f, avx512_bf16)",
+        ),
         (
             "CPU part : 0xd40\nFeatures : fp asimd bf16 i8mm\n",
             f"{platform.processor() or platform.machine()} (asimd, bf16, i8mm)",
@@ -96,37 +123,58 @@ def test_the_program_ends_with_the_status_of_its_targets(as_json: bool, limit: f
         ("", f"{platform.processor() or platform.machine()} (instructions not known)"),
     ],
 )
-def test_the_processor_is_named_with_its_instructions(lines: str, expected: str, tmp_path: Path) -> None:
+def test_the_processor_is_named_with_its_instructions(
+    lines: str, expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "cpuinfo").write_text(lines)
     assert describe_processor(tmp_path / "cpuinfo") == f"{os.cpu_count()} cores of {expected}"
     assert describe_processor(tmp_path / "none").endswith("(instructions not known)")
 
 
 def test_a_figure_that_is_no_number_is_null() -> None:
-    assert [each["figure"] for each in as_data([at_most("x", math.nan, 1), at_most("y", math.inf, 1)])] == [None, None]
+    assert [
+        each["figure"] for each in as_data([at_most("x", math.nan, 1), at_most("y", math.inf, 1)])
+    ] == [None, None]
 
 
 def faults(source: str, kept: Sequence[str] = ()) -> list[str]:
     """Return what keeps a program from ending as all others do."""
     tree = ast.parse(source)
-    mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    mains = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    ]
     if not mains:
         return ["no function main"]
-    return [*own_verdicts(source, kept), *_early_ends(mains[0]), *_other_exits(tree), *_other_json(tree)]
+    return [
+        *own_verdicts(source, kept),
+        *_early_ends(mains[0]),
+        *_other_exits(tree),
+        *_other_json(tree),
+    ]
 
 
 def own_verdicts(source: str, kept: Sequence[str] = ()) -> list[str]:
     """Return the strings that speak of targets, which only ``targets`` prints."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
-    found = [node for node in strings if isinstance(node.value, str) and node.value not in kept and OWN_WORDS.search(node.value)]
+    strings = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and id(node) not in docstrings
+    ]
+    found = [
+        node
+        for node in strings
+        if isinstance(node.value, str) and node.value not in kept and OWN_WORDS.search(node.value)
+    ]
     return [f"line {node.lineno}: prints a target itself: {node.value!r}" for node in found]
 
 
 def _early_ends(main: ast.FunctionDef) -> Iterator[str]:
     last = main.body[-1]
-    if not _is_call(last.value if isinstance(last, ast.Expr | ast.Return) else None, "conclude", "exit_status"):
+    if not _is_call(
+        last.value if isinstance(last, ast.Expr | ast.Return) else None, "conclude", "exit_status"
+    ):
         yield f"line {last.lineno}: does not end with conclude, or return exit_status"
     for node in ast.walk(main):
         if isinstance(node, ast.Return) and node is not last and not _is_failure(node.value):
@@ -136,7 +184,12 @@ def _early_ends(main: ast.FunctionDef) -> Iterator[str]:
 def _other_exits(tree: ast.Module) -> Iterator[str]:
     """Find exits with a status of their own; a text, which is printed with status 1, is allowed."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit", "os._exit", "SystemExit"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "sys.exit",
+            "exit",
+            "os._exit",
+            "SystemExit",
+        ):
             of_main = any(_is_call(argument, "main") for argument in node.args)
             if not of_main and not all(map(_is_failure, [*node.args, *[None] * (not node.args)])):
                 yield f"line {node.lineno}: exits with a status of its own"
@@ -154,7 +207,9 @@ def _is_call(node: ast.AST | None, *names: str) -> bool:
 
 def _is_failure(value: ast.expr | None) -> bool:
     """Return True for a text, and for a number other than 0."""
-    return isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Constant) and bool(value.value))
+    return isinstance(value, ast.JoinedStr) or (
+        isinstance(value, ast.Constant) and bool(value.value)
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -169,7 +224,9 @@ def test_modules_of_programs_print_no_target_themselves(name: str) -> None:
     assert own_verdicts(SOURCES[name], KEPT.get(name, ())) == []
 
 
-GOOD = "def main():\n    x = 1\n    conclude([], data=x)\n\nif __name__ == '__main__':\n    main()\n"
+GOOD = (
+    "def main():\n    x = 1\n    conclude([], data=x)\n\nif __name__ == '__main__':\n    main()\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,51 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BLOCKING = {
-    *("ray.get", "ray.wait", "ray.kill", "ray.get_actor", "ray.nodes", "ray.put", "ray.init", "ray.shutdown", "ray.cancel"),
-    *("time.sleep", "subprocess.run", "subprocess.Popen", "subprocess.check_output", "socket.create_connection", "open"),
-    *("os.open", "shutil.rmtree", "sqlite3.connect", "serve.status", "serve.run", "serve.delete", "socket.getaddrinfo"),
-    *("shut_down_pipeline", "create_supervisor", "remove_pipeline", "actor_names", "_pipelines", "read_resources"),
+    *(
+        "ray.get",
+        "ray.wait",
+        "ray.kill",
+        "ray.get_actor",
+        "ray.nodes",
+        "ray.put",
+        "ray.init",
+        "ray.shutdown",
+        "ray.cancel",
+    ),
+    *(
+        "time.sleep",
+        "subprocess.run",
+        "subprocess.Popen",
+        "subprocess.check_output",
+        "socket.create_connection",
+        "open",
+    ),
+    *(
+        "os.open",
+        "shutil.rmtree",
+        "sqlite3.connect",
+        "serve.status",
+        "serve.run",
+        "serve.delete",
+        "socket.getaddrinfo",
+    ),
+    *(
+        "shut_down_pipeline",
+        "create_supervisor",
+        "remove_pipeline",
+        "actor_names",
+        "_pipelines",
+        "read_resources",
+    ),
     *("self._service.close", "self._database.close", "self._batches.close"),
 }
 ALLOWED = {("router/client/client.py", "_sleep")}  # of the client that blocks
 
 
 class Finder(ast.NodeVisitor):
-    """Finds calls within coroutines; what a function or a lambda inside one calls may run in a thread."""
+    """Finds calls within coroutines; what a function or a lambda inside one calls may run in a
+    thread.
+    """
 
     def __init__(self) -> None:
         self.functions: list[ast.AST] = []
@@ -32,7 +66,11 @@ class Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = ast.unparse(node.func)
-        if name in BLOCKING and self.functions and isinstance(inside := self.functions[-1], ast.AsyncFunctionDef):
+        if (
+            name in BLOCKING
+            and self.functions
+            and isinstance(inside := self.functions[-1], ast.AsyncFunctionDef)
+        ):
             self.found.append((inside.name, name))
         self.generic_visit(node)
 

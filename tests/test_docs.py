@@ -1,4 +1,6 @@
-"""Checks of the documentation: sizes, links, paths, commands and words, each with a planted fault that it must find."""
+"""Checks of the documentation: sizes, links, paths, commands and words, each with a planted fault
+that it must find.
+"""
 
 import ast
 import re
@@ -37,13 +39,20 @@ PLACEHOLDER = re.compile(r"NNNN|[<>$]|\.\.\.")
 OF_OTHER_PROGRAMS = {"--build-arg", "--num-cpus"}  # docker build, ray start
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
-MEASURED = re.compile(rf"{DATE.pattern}|\bcommits? [0-9a-f]{{7}}\b|(?<![*\w])recorded 20", re.IGNORECASE)
+MEASURED = re.compile(
+    rf"{DATE.pattern}|\bcommits? [0-9a-f]{{7}}\b|(?<![*\w])recorded 20", re.IGNORECASE
+)
 UNKNOWN = "instructions not recorded"  # the words for it, and no others
-INSTRUCTIONS = re.compile(rf"\b(?:AVX2|AVX-512|avx512_\w+|NEON|SVE|NVIDIA [A-Z]+\d+|modelled)\b|\b{UNKNOWN}\b", re.IGNORECASE)
+INSTRUCTIONS = re.compile(
+    rf"\b(?:AVX2|AVX-512|avx512_\w+|NEON|SVE|NVIDIA [A-Z]+\d+|modelled)\b|\b{UNKNOWN}\b",
+    re.IGNORECASE,
+)
 
 
 class Line(NamedTuple):
-    """One line of a page: ``language`` is that of the code fence around it, None outside of fences."""
+    """One line of a page: ``language`` is that of the code fence around it, None outside of
+    fences.
+    """
 
     number: int
     text: str
@@ -71,7 +80,11 @@ def prose_of(text: str) -> Iterator[Line]:
 
 
 def code_spans(text: str) -> Iterator[tuple[int, str]]:
-    return ((line.number, span[2].strip()) for line in prose_of(text) for span in CODE.finditer(line.text))
+    return (
+        (line.number, span[2].strip())
+        for line in prose_of(text)
+        for span in CODE.finditer(line.text)
+    )
 
 
 def _shown(text: str) -> str:
@@ -95,7 +108,11 @@ def _line_at(text: str, position: int) -> int:
 def size_problems(text: str, max_bytes: int | None = None) -> list[str]:
     num_lines, num_bytes = len(text.splitlines()), len(text.encode())
     problems = [f"{num_lines} lines; at most {MAX_LINES}"] if num_lines > MAX_LINES else []
-    return problems + ([f"{num_bytes} bytes; at most {max_bytes}"] if max_bytes is not None and num_bytes > max_bytes else [])
+    return problems + (
+        [f"{num_bytes} bytes; at most {max_bytes}"]
+        if max_bytes is not None and num_bytes > max_bytes
+        else []
+    )
 
 
 def wide_lines(text: str) -> list[str]:
@@ -103,7 +120,9 @@ def wide_lines(text: str) -> list[str]:
     return [
         f"line {line.number}: {len(line.text)} characters; at most {MAX_WIDTH}"
         for line in prose_of(text)
-        if len(line.text) > MAX_WIDTH and not line.text.lstrip().startswith("|") and not _is_only_links(line.text)
+        if len(line.text) > MAX_WIDTH
+        and not line.text.lstrip().startswith("|")
+        and not _is_only_links(line.text)
     ]
 
 
@@ -115,7 +134,9 @@ def _is_only_links(line: str) -> bool:
 
 
 def slugs_of(text: str) -> set[str]:
-    """The anchors that GitHub gives a page's headings: ``## What's new?`` twice is ``whats-new`` and ``whats-new-1``."""
+    """The anchors that GitHub gives a page's headings: ``## What's new?`` twice is ``whats-new``
+    and ``whats-new-1``.
+    """
     slugs: dict[str, int] = {}
     for line in prose_of(text):
         if heading := HEADING.match(line.text):
@@ -141,12 +162,17 @@ def links_of(text: str) -> Iterator[tuple[int, str]]:
         yield _line_at(shown, reference.start()), reference[1]
     for link in LINK.finditer(shown):
         yield _line_at(shown, link.start()), link[1]
-        for inner in LINK.finditer(link[0][1 : link[0].rindex("](")]):  # a picture that is itself a link
+        # a picture that is itself a link
+        for inner in LINK.finditer(link[0][1 : link[0].rindex("](")]):
             yield _line_at(shown, link.start()), inner[1]
 
 
 def broken_links(page: Path, text: str, root: Path) -> list[str]:
-    return [f"line {number}: {why}" for number, link in links_of(text) if (why := _why_broken(page, text, link, root))]
+    return [
+        f"line {number}: {why}"
+        for number, link in links_of(text)
+        if (why := _why_broken(page, text, link, root))
+    ]
 
 
 def _why_broken(page: Path, text: str, link: str, root: Path) -> str | None:
@@ -158,7 +184,11 @@ def _why_broken(page: Path, text: str, link: str, root: Path) -> str | None:
         return f"{link} leads to no file of the repository"
     if not anchor or (path and target.suffix != ".md"):
         return None
-    return None if anchor in slugs_of(_read(target) if path else text) else f"{link} leads to no heading"
+    return (
+        None
+        if anchor in slugs_of(_read(target) if path else text)
+        else f"{link} leads to no heading"
+    )
 
 
 def unlinked(pages: Collection[Path], indexes: Mapping[Path, str]) -> list[Path]:
@@ -176,13 +206,24 @@ def unlinked(pages: Collection[Path], indexes: Mapping[Path, str]) -> list[Path]
 
 
 def missing_paths(text: str, root: Path) -> list[str]:
-    """Paths in backticks that begin with a folder of the repository; ``*`` and ``{a,b}`` stand for several."""
+    """Paths in backticks that begin with a folder of the repository; ``*`` and ``{a,b}`` stand for
+    several.
+    """
     found = []
     for number, span in code_spans(text):
         path = span.split()[0].rstrip(",;:") if span.split() else ""
-        is_ours = path.partition("/")[0] in FOLDERS and "/" in path and path not in ABSENT and not PLACEHOLDER.search(path)
+        is_ours = (
+            path.partition("/")[0] in FOLDERS
+            and "/" in path
+            and path not in ABSENT
+            and not PLACEHOLDER.search(path)
+        )
         if is_ours:
-            found += [f"line {number}: {each} does not exist" for each in _alternatives(path) if not _exists(root, each)]
+            found += [
+                f"line {number}: {each} does not exist"
+                for each in _alternatives(path)
+                if not _exists(root, each)
+            ]
     return found
 
 
@@ -190,7 +231,10 @@ def _alternatives(path: str) -> list[str]:
     """``a/{b,c}.py``: ``a/b.py`` and ``a/c.py``."""
     if not (braces := re.search(r"\{([^{}]*,[^{}]*)\}", path)):
         return [path]
-    each = [path[: braces.start()] + part.strip() + path[braces.end() :] for part in braces[1].split(",")]
+    each = [
+        path[: braces.start()] + part.strip() + path[braces.end() :]
+        for part in braces[1].split(",")
+    ]
     return [alternative for one in each for alternative in _alternatives(one)]
 
 
@@ -201,13 +245,19 @@ def _exists(root: Path, path: str) -> bool:
 
 def unknown_targets(text: str, targets: Collection[str]) -> list[str]:
     """Of every ``make TARGET`` in backticks or in a code fence of a shell."""
-    commands = [*code_spans(text), *((line.number, line.text) for line in lines_of(text) if line.language in SHELLS)]
+    commands = [
+        *code_spans(text),
+        *((line.number, line.text) for line in lines_of(text) if line.language in SHELLS),
+    ]
     return [
         f"line {number}: make {word}: no such target"
         for number, command in commands
         for run in re.findall(r"(?:^|[;&|$]|sudo )\s*make((?: +[\w=./-]+)+)", command)
         for word in run.split()
-        if "=" not in word and not word.startswith("-") and not word.isupper() and word not in targets
+        if "=" not in word
+        and not word.startswith("-")
+        and not word.isupper()
+        and word not in targets
     ]
 
 
@@ -215,8 +265,11 @@ def targets_of(makefile: str) -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
 
 
-def wrong_commands(text: str, root_command: Any) -> list[str]:  # noqa: ANN401 - click's, of which typer has its own
-    """``tramontane COMMAND --flag`` in code fences of shells: commands and flags that the program does not have."""
+# click's, of which typer has its own
+def wrong_commands(text: str, root_command: Any) -> list[str]:
+    """``tramontane COMMAND --flag`` in code fences of shells: commands and flags that the program
+    does not have.
+    """
     found = []
     for line in _shell_lines(text):
         try:
@@ -225,12 +278,18 @@ def wrong_commands(text: str, root_command: Any) -> list[str]:  # noqa: ANN401 -
             if line.language:  # else it may be a drawing
                 found.append(f"line {line.number}: {error}")
         else:
-            found += [f"line {line.number}: {why}" for run in _runs(words) for why in _why_wrong(run, root_command)]
+            found += [
+                f"line {line.number}: {why}"
+                for run in _runs(words)
+                for why in _why_wrong(run, root_command)
+            ]
     return found
 
 
 def _shell_lines(text: str) -> Iterator[Line]:
-    """That name the program; a line that ends in a backslash goes with the next. Of a console what follows ``$``."""
+    """That name the program; a line that ends in a backslash goes with the next. Of a console what
+    follows ``$``.
+    """
     begun = ""
     for line in lines_of(text):
         if line.language not in SHELLS:
@@ -238,7 +297,9 @@ def _shell_lines(text: str) -> Iterator[Line]:
         whole, begun = begun + line.text, ""
         if whole.endswith("\\"):
             begun = whole[:-1]
-        elif "tramontane" in whole and (line.language != "console" or whole.lstrip().startswith("$ ")):
+        elif "tramontane" in whole and (
+            line.language != "console" or whole.lstrip().startswith("$ ")
+        ):
             yield Line(line.number, whole.lstrip().removeprefix("$ "), line.language)
 
 
@@ -249,7 +310,9 @@ def _words(line: str) -> list[str]:
 
 
 def _runs(words: Sequence[str]) -> Iterator[list[str]]:
-    """The arguments of each run of the program: a command of the line itself, one behind ``--``, or one within quotes."""
+    """The arguments of each run of the program: a command of the line itself, one behind ``--``, or
+    one within quotes.
+    """
     begins, run = True, None
     for word in words:
         if run is None and " " in word and "tramontane " in word:
@@ -268,31 +331,44 @@ def _runs(words: Sequence[str]) -> Iterator[list[str]]:
         yield run
 
 
-def _why_wrong(arguments: Sequence[str], command: Any) -> Iterator[str]:  # noqa: ANN401
+def _why_wrong(arguments: Sequence[str], command: Any) -> Iterator[str]:
     name = "tramontane"
     for argument in arguments:
         word = argument.partition("=")[0]
         if argument == "--":
             return
         if word.startswith("-") and not re.fullmatch(r"-\d*", word):
-            flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+            flags = {
+                flag
+                for parameter in command.params
+                for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
             if word not in flags | {"--help"}:
                 yield f"{name} has no {word}"
-        elif (commands := getattr(command, "commands", None)) and not argument.isupper() and argument != "...":
+        elif (
+            (commands := getattr(command, "commands", None))
+            and not argument.isupper()
+            and argument != "..."
+        ):
             if argument not in commands:
                 yield f"{name} has no command {argument}"
                 return
             name, command = f"{name} {argument}", commands[argument]
 
 
-def flags_of(command: Any) -> set[str]:  # noqa: ANN401
+def flags_of(command: Any) -> set[str]:
     """All flags of a program and its commands."""
-    own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    own = {
+        flag
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
     return own.union({"--help"}, *map(flags_of, getattr(command, "commands", {}).values()))
 
 
-def unknown_flags(text: str, root_command: Any, others: Collection[str] = ()) -> list[str]:  # noqa: ANN401
-    """Flags in backticks that neither the program nor, as ``others``, a benchmark has; with a command, that it does not have.
+def unknown_flags(text: str, root_command: Any, others: Collection[str] = ()) -> list[str]:
+    """Flags in backticks that neither the program nor, as ``others``, a benchmark has; with a
+    command, that it does not have.
 
     ``ray start --head`` and other programs with arguments are not judged.
     """
@@ -301,17 +377,31 @@ def unknown_flags(text: str, root_command: Any, others: Collection[str] = ()) ->
         words = span.split()
         if words[:1] == ["tramontane"]:
             with suppress(ValueError):  # a quote within a quote
-                found += [f"line {number}: {why}" for run in _runs(_words(span)) for why in _why_wrong(run, root_command)]
+                found += [
+                    f"line {number}: {why}"
+                    for run in _runs(_words(span))
+                    for why in _why_wrong(run, root_command)
+                ]
         elif span.startswith("--"):
-            names = re.findall(r"(?<![\w-])--[a-z][\w-]*", "" if PLACEHOLDER.search(words[0]) else span)
+            names = re.findall(
+                r"(?<![\w-])--[a-z][\w-]*", "" if PLACEHOLDER.search(words[0]) else span
+            )
             found += [f"line {number}: there is no {name}" for name in names if name not in flags]
     return found
 
 
 def flags_of_scripts(root: Path) -> set[str]:
     """The flags of our benchmarks, and those of other programs that the pages name alone."""
-    scripts = [*root.glob("tests/*.py"), *root.glob("tests/bench/*.py"), *root.glob("tests/support/*.py")]
-    declared = {flag for path in scripts for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)", _read(path))}
+    scripts = [
+        *root.glob("tests/*.py"),
+        *root.glob("tests/bench/*.py"),
+        *root.glob("tests/support/*.py"),
+    ]
+    declared = {
+        flag
+        for path in scripts
+        for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)", _read(path))
+    }
     return declared | OF_OTHER_PROGRAMS
 
 
@@ -322,7 +412,9 @@ def missing_files(docstring: str, root: Path) -> list[str]:
 
 
 def wrong_imports(text: str) -> list[str]:
-    """Names that Python code in fences, or an import in backticks, takes from the project and that are not there."""
+    """Names that Python code in fences, or an import in backticks, takes from the project and that
+    are not there.
+    """
     fences: dict[int, list[str]] = {}
     first = previous = 0
     for line in lines_of(text):
@@ -331,8 +423,16 @@ def wrong_imports(text: str) -> list[str]:
             fences.setdefault(first, []).append(line.text)
             previous = line.number
     sources = [(number, "\n".join(lines)) for number, lines in fences.items()]
-    sources += [(number, span) for number, span in code_spans(text) if span.startswith(("from tramontane", "import tramontane"))]
-    return [f"line {number}: {name} cannot be imported" for number, source in sources for name in _not_importable(source)]
+    sources += [
+        (number, span)
+        for number, span in code_spans(text)
+        if span.startswith(("from tramontane", "import tramontane"))
+    ]
+    return [
+        f"line {number}: {name} cannot be imported"
+        for number, source in sources
+        for name in _not_importable(source)
+    ]
 
 
 def _not_importable(source: str) -> Iterator[str]:
@@ -340,10 +440,16 @@ def _not_importable(source: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tramontane":
             wanted = [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            wanted = [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "tramontane"]
+            wanted = [
+                (alias.name, "") for alias in node.names if alias.name.split(".")[0] == "tramontane"
+            ]
         else:
             continue
-        yield from (f"{module}.{name}".rstrip(".") for module, name in wanted if not _can_import(module, name))
+        yield from (
+            f"{module}.{name}".rstrip(".")
+            for module, name in wanted
+            if not _can_import(module, name)
+        )
 
 
 def _can_import(module: str, name: str) -> bool:
@@ -358,9 +464,11 @@ def _can_import(module: str, name: str) -> bool:
 
 
 def figures_without_instructions(text: str) -> list[str]:
-    """Paragraphs and tables with figures that name neither a date nor what the processor can, or a GPU.
+    """Paragraphs and tables with figures that name neither a date nor what the processor can, or a
+    GPU.
 
-    A paragraph with a date or a commit names both. A table has them in a paragraph of its section, above it.
+    A paragraph with a date or a commit names both. A table has them in a paragraph of its section,
+    above it.
     """
     found, is_known = [], False
     for number, block in _blocks(text):
@@ -369,18 +477,29 @@ def figures_without_instructions(text: str) -> list[str]:
             is_known = False
         elif block.startswith("|"):
             if not is_known:
-                found.append(f"line {number}: a table without the processor's instructions above it")
+                found.append(
+                    f"line {number}: a table without the processor's instructions above it"
+                )
         elif MEASURED.search(block) and not (has_instructions and DATE.search(block)):
-            found.append(f"line {number}: figures without {'the date' if has_instructions else 'instructions'}")
+            found.append(
+                f"line {number}: figures without"
+                f" {'the date' if has_instructions else 'instructions'}"
+            )
         is_known |= has_instructions or "Nothing in this table has been measured" in block
     return found
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs, items of lists, tables and headings, each in one line, with the number of its first."""
+    """Paragraphs, items of lists, tables and headings, each in one line, with the number of its
+    first.
+    """
     block: list[str] = []
     for number, line in enumerate([*_by_number(text), None], 1):
-        begins = not line or line.startswith(("#", "* ")) or (line.startswith("|") and not (block and block[0].startswith("|")))
+        begins = (
+            not line
+            or line.startswith(("#", "* "))
+            or (line.startswith("|") and not (block and block[0].startswith("|")))
+        )
         if begins and block:
             yield number - len(block), " ".join(" ".join(block).split())
             block = []
@@ -407,12 +526,19 @@ def _names(*paths: Path) -> list[str]:
 
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = _names(*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")), *DOCS)
-PAGES = [*TEXTS, *_names(*(path for path in (ROOT / "CHANGELOG.md", ROOT / "k8s" / "README.md") if path.exists()))]
+TEXTS = _names(
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")), *DOCS
+)
+PAGES = [
+    *TEXTS,
+    *_names(
+        *(path for path in (ROOT / "CHANGELOG.md", ROOT / "k8s" / "README.md") if path.exists())
+    ),
+]
 
 
 @cache
-def _program() -> Any:  # noqa: ANN401
+def _program() -> Any:
     return get_command(app)
 
 
@@ -437,7 +563,9 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_page_is_in_an_index() -> None:
     indexes = [ROOT / "docs" / "index.md", ROOT / "docs" / "decisions" / "README.md"]
     assert DOCS
-    assert _names(*unlinked(DOCS, {index: _read(index) for index in indexes if index.exists()})) == []
+    assert (
+        _names(*unlinked(DOCS, {index: _read(index) for index in indexes if index.exists()})) == []
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
@@ -485,9 +613,14 @@ LONG = "word " * 25
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("line", [LONG, f"* {LONG}", f"    {LONG}", f"{LONG}[page](docs/index.md)", f"[page](x.md) {LONG}"])
+@pytest.mark.parametrize(
+    "line",
+    [LONG, f"* {LONG}", f"    {LONG}", f"{LONG}[page](docs/index.md)", f"[page](x.md) {LONG}"],
+)
 def test_a_planted_wide_line_is_found(line: str) -> None:
-    assert wide_lines(f"# Title\n\n{line}\n") == [f"line 3: {len(line)} characters; at most {MAX_WIDTH}"]
+    assert wide_lines(f"# Title\n\n{line}\n") == [
+        f"line 3: {len(line)} characters; at most {MAX_WIDTH}"
+    ]
 
 
 @pytest.mark.nightly
@@ -512,7 +645,10 @@ def test_what_may_be_wide_is_no_fault(text: str) -> None:
     ("heading", "slug"),
     [
         ("## Install", "install"),
-        ("### Half the memory: `--quantize int8` or `fp8`", "half-the-memory---quantize-int8-or-fp8"),
+        (
+            "### Half the memory: `--quantize int8` or `fp8`",
+            "half-the-memory---quantize-int8-or-fp8",
+        ),
         ("# What's new, in 0.1? ", "whats-new-in-01"),
         ("## Links (TCP & IPC)", "links-tcp--ipc"),
         ("## `max_num_seqs` and *more*", "max_num_seqs-and-more"),
@@ -526,7 +662,11 @@ def test_slugs_are_githubs(heading: str, slug: str) -> None:
 
 @pytest.mark.nightly
 def test_a_second_heading_of_the_same_text_has_a_number_and_a_comment_in_code_is_none() -> None:
-    assert slugs_of("# Limits\n## Limits\n```sh\n# no heading\n```\n### Limits\n") == {"limits", "limits-1", "limits-2"}
+    assert slugs_of("# Limits\n## Limits\n```sh\n# no heading\n```\n### Limits\n") == {
+        "limits",
+        "limits-1",
+        "limits-2",
+    }
 
 
 @pytest.fixture
@@ -609,23 +749,39 @@ def test_a_path_that_is_there_or_elsewhere_is_no_fault(text: str) -> None:
     assert missing_paths(text, ROOT) == []
 
 
-MAKEFILE = "VENV := .venv\n.PHONY: demo test\n$(STAMP): x\n\ttouch $@\ndemo: $(STAMP)  ## text\nbench-gpu:\n\tpython\n"
+MAKEFILE = (
+    "VENV := .venv\n.PHONY: demo test\n$(STAMP): x\n\ttouch $@\ndemo: $(STAMP)  ##"
+    " text\nbench-gpu:\n\tpython\n"
+)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
-    ["`make tset`", "```sh\nmake tset  # all\n```", "`make demo tset`", "```\n$ make -j2 tset\n```", "`cd x && make tset`"],
+    [
+        "`make tset`",
+        "```sh\nmake tset  # all\n```",
+        "`make demo tset`",
+        "```\n$ make -j2 tset\n```",
+        "`cd x && make tset`",
+    ],
 )
 def test_a_planted_target_that_is_not_there_is_found(text: str) -> None:
-    assert [problem.partition(": ")[2] for problem in unknown_targets(text, targets_of(MAKEFILE))] == [
-        "make tset: no such target"
-    ]
+    assert [
+        problem.partition(": ")[2] for problem in unknown_targets(text, targets_of(MAKEFILE))
+    ] == ["make tset: no such target"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "text", ["`make demo`", "`make bench-gpu ROOM=router`", "to make certain", "`make TARGET`", "```python\nmake = 1\n```"]
+    "text",
+    [
+        "`make demo`",
+        "`make bench-gpu ROOM=router`",
+        "to make certain",
+        "`make TARGET`",
+        "```python\nmake = 1\n```",
+    ],
 )
 def test_a_target_that_is_there_is_no_fault(text: str) -> None:
     assert unknown_targets(text, targets_of(MAKEFILE)) == []
@@ -639,12 +795,18 @@ def test_a_target_that_is_there_is_no_fault(text: str) -> None:
         ("tramontane serve --stage 2", "tramontane serve has no --stage"),
         ("tramontane serve \\\n  --modle=x", "tramontane serve has no --modle"),
         ("tramontane batch sumbit x.jsonl", "tramontane batch has no command sumbit"),
-        ("tramontane batch submit x.jsonl --endpiont y", "tramontane batch submit has no --endpiont"),
+        (
+            "tramontane batch submit x.jsonl --endpiont y",
+            "tramontane batch submit has no --endpiont",
+        ),
         ("tramontane --verson", "tramontane has no --verson"),
         ("cat x | tramontane generate --jsn > y", "tramontane generate has no --jsn"),
         ("HOME=/x .venv/bin/tramontane chat --jsn", "tramontane chat has no --jsn"),
         ("ray exec c.yaml 'tramontane serve --confg x'", "tramontane serve has no --confg"),
-        ("kubectl exec $HEAD -- tramontane drain --adress auto", "tramontane drain has no --adress"),
+        (
+            "kubectl exec $HEAD -- tramontane drain --adress auto",
+            "tramontane drain has no --adress",
+        ),
         ("$ tramontane top --onec  # a comment", "tramontane top has no --onec"),
     ],
 )
@@ -662,7 +824,13 @@ def test_a_planted_command_that_is_not_there_is_found(block: str, wrong: str) ->
         ("`--stages 2 --no-such=4`", ["there is no --no-such"]),
         ("`tramontane serve --jsn`", ["tramontane serve has no --jsn"]),
         ("`tramontane srve`", ["tramontane has no command srve"]),
-        ("`--stages`, `--planted 4`, `tramontane serve --config x`, `ray start --head`, `--no-...`", []),
+        (
+            (
+                "`--stages`, `--planted 4`, `tramontane serve --config x`, `ray start --head`,"
+                " `--no-...`"
+            ),
+            [],
+        ),
     ],
 )
 def test_a_planted_flag_in_backticks_is_found(text: str, wrong: list[str]) -> None:
@@ -680,9 +848,18 @@ def test_a_planted_file_in_a_docstring_is_found() -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("# Title\n\n```python\nfrom tramontane.llm import LLM, LMM\n```", ["line 4: tramontane.llm.LMM cannot be imported"]),
-        ("```python\nimport tramontane.clients\n```", ["line 2: tramontane.clients cannot be imported"]),
-        ("| `from tramontane.proto import eror` |", ["line 1: tramontane.proto.eror cannot be imported"]),
+        (
+            "# Title\n\n```python\nfrom tramontane.llm import LLM, LMM\n```",
+            ["line 4: tramontane.llm.LMM cannot be imported"],
+        ),
+        (
+            "```python\nimport tramontane.clients\n```",
+            ["line 2: tramontane.clients cannot be imported"],
+        ),
+        (
+            "| `from tramontane.proto import eror` |",
+            ["line 1: tramontane.proto.eror cannot be imported"],
+        ),
         ("```py\nfrom tramontane.proto import errors\nimport json, no_such\n```", []),
         ("```sh\nfrom tramontane.llm import LMM\n```", []),
     ],
@@ -693,7 +870,12 @@ def test_a_planted_import_that_does_not_work_is_found(text: str, wrong: list[str
 
 @pytest.mark.nightly
 def test_of_a_console_only_what_is_typed_is_read() -> None:
-    assert wrong_commands("```console\n$ tramontane top --once\ntramontane nothing --at-all\n```", _program()) == []
+    assert (
+        wrong_commands(
+            "```console\n$ tramontane top --once\ntramontane nothing --at-all\n```", _program()
+        )
+        == []
+    )
     assert len(wrong_commands("```console\n$ tramontane nothing\n```", _program())) == 1
 
 
@@ -714,25 +896,45 @@ def test_a_command_that_is_there_is_no_fault(block: str) -> None:
     assert wrong_commands(f"```sh\n{block}\n```", _program()) == []
 
 
-RECORDED = "# Speed\n\n`make x`. Recorded 2026-11-22, commit 1cca1e2. 2 cores{}. Demo\nmodel.\n\n| a |\n|---|\n| 5 ms |\n"
+RECORDED = (
+    "# Speed\n\n`make x`. Recorded 2026-11-22, commit 1cca1e2. 2 cores{}. Demo\nmodel.\n\n| a"
+    " |\n|---|\n| 5 ms |\n"
+)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "named", ["of an EPYC (avx2)", "with AVX-512", "of Zen 4, avx512_bf16", "an NVIDIA H100", UNKNOWN, "modelled"]
+    "named",
+    [
+        "of an EPYC (avx2)",
+        "with AVX-512",
+        "of Zen 4, avx512_bf16",
+        "an NVIDIA H100",
+        UNKNOWN,
+        "modelled",
+    ],
 )
 def test_a_figure_with_its_instructions_is_no_fault(named: str) -> None:
     assert figures_without_instructions(RECORDED.format(f", {named}")) == []
-    assert figures_without_instructions(RECORDED.format(f", {named.replace(' ', chr(10))}")) == [], "over two lines"
+    assert (
+        figures_without_instructions(RECORDED.format(f", {named.replace(' ', chr(10))}")) == []
+    ), "over two lines"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("named", ["", " of an AMD EPYC", ", CPU model not recorded", ", machine not recorded"])
+@pytest.mark.parametrize(
+    "named", ["", " of an AMD EPYC", ", CPU model not recorded", ", machine not recorded"]
+)
 def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
-    paragraph, table = "line 3: figures without instructions", "line 6: a table without the processor's instructions above it"
+    paragraph, table = (
+        "line 3: figures without instructions",
+        "line 6: a table without the processor's instructions above it",
+    )
     assert figures_without_instructions(RECORDED.format(named)) == [paragraph, table]
     before = "## Other\n\nRecorded 2026-11-21, avx2.\n\n"
-    assert len(figures_without_instructions(before + RECORDED.replace("# ", "## ").format(named))) == 2, "of another section"
+    assert (
+        len(figures_without_instructions(before + RECORDED.replace("# ", "## ").format(named))) == 2
+    ), "of another section"
 
 
 @pytest.mark.nightly
@@ -742,7 +944,13 @@ def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
         ("* one (avx2, 2026-11-21)\n* two (2026-11-22)", ["line 2: figures without instructions"]),
         ("Before (commit 1cca1e2) it took 5 ms.", ["line 1: figures without instructions"]),
         ("Before (commit 1cca1e2, AVX2) it took 5 ms.", ["line 1: figures without the date"]),
-        ("Without commits or figures.\n\n**Nothing in this table has been measured.**\n\n| a |\n|---|\n", []),
+        (
+            (
+                "Without commits or figures.\n\n**Nothing in this table has been measured.**\n\n| a"
+                " |\n|---|\n"
+            ),
+            [],
+        ),
     ],
 )
 def test_every_paragraph_with_figures_is_checked(text: str, wrong: list[str]) -> None:
@@ -757,4 +965,7 @@ def test_a_planted_word_is_found(word: str) -> None:
 
 @pytest.mark.nightly
 def test_other_words_and_code_are_no_fault() -> None:
-    assert banned_words("indoor, outdoors, untold, lesson; the `door` of a log\n\n```\nnobody\n```\n") == []
+    assert (
+        banned_words("indoor, outdoors, untold, lesson; the `door` of a log\n\n```\nnobody\n```\n")
+        == []
+    )

@@ -11,7 +11,12 @@ import psutil
 import pytest
 
 COMMAND = [str(Path(sys.executable).parent / "tramontane"), "generate"]
-PROMPTS = ["ROMEO:", "What news from Rome, and what of the tribunes?", "O", "KING RICHARD III:\n" * 12]
+PROMPTS = [
+    "ROMEO:",
+    "What news from Rome, and what of the tribunes?",
+    "O",
+    "KING RICHARD III:\n" * 12,
+]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -20,7 +25,9 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _run(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *args], env=_environment(home), capture_output=True, text=True, check=True)
+    return subprocess.run(
+        [*COMMAND, *args], env=_environment(home), capture_output=True, text=True, check=True
+    )
 
 
 def _restore_signals() -> None:
@@ -44,7 +51,9 @@ def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
     options = ["--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", "40", *PROMPTS]
     over_ray = json.loads(_run(tmp_path, "--stages", "2", *options).stdout)
     locally = json.loads(_run(tmp_path, "--local", "--stages", "4", *options).stdout)
-    assert [c["token_ids"] for c in over_ray["completions"]] == [c["token_ids"] for c in locally["completions"]]
+    assert [c["token_ids"] for c in over_ray["completions"]] == [
+        c["token_ids"] for c in locally["completions"]
+    ]
     assert [c["prompt"] for c in over_ray["completions"]] == PROMPTS
     assert {len(c["token_ids"]) for c in over_ray["completions"]} == {40}
     assert [s["layers"] for s in over_ray["stages"]] == [[0, 3], [4, 7]]
@@ -56,16 +65,23 @@ def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
 
 
 def _start(home: Path, *args: str) -> "subprocess.Popen[str]":
-    """Start the command. Where native code or the interpreter would crash, standard error has the stack of every thread."""
+    """Start the command. Where native code or the interpreter would crash, standard error has the
+    stack of every thread.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = _environment(home) | {"PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen([*COMMAND, *args], env=environment, text=True, preexec_fn=_restore_signals, **pipes)
+    return subprocess.Popen(
+        [*COMMAND, *args], env=environment, text=True, preexec_fn=_restore_signals, **pipes
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "where"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--local",)), (signal.SIGHUP, ("--local",))]
+    ("number", "where"),
+    [(signal.SIGTERM, ()), (signal.SIGINT, ("--local",)), (signal.SIGHUP, ("--local",))],
 )
-def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: signal.Signals, where: tuple[str, ...]) -> None:
+def test_a_signal_ends_it_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, where: tuple[str, ...]
+) -> None:
     """Over Ray one of them: all three are handled in one function."""
     with _start(tmp_path, *where, "--max-tokens", "2000", "ROMEO:") as process:
         assert process.stdout is not None
@@ -75,7 +91,9 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: signal.Sign
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "error: interrupted", errors
     assert "Traceback" not in errors
-    assert "***" not in errors, "Ray's library has handled the signal, and would abort the process in three seconds"
+    assert "***" not in errors, (
+        "Ray's library has handled the signal, and would abort the process in three seconds"
+    )
     assert _ray_processes_of(tmp_path) == []
 
 

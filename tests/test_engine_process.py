@@ -1,4 +1,6 @@
-"""Engines of benchmarks in processes of their own: answers by lines, pauses, and what is said of one that ends."""
+"""Engines of benchmarks in processes of their own: answers by lines, pauses, and what is said of
+one that ends.
+"""
 
 import sys
 from pathlib import Path
@@ -22,7 +24,9 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_it_answers_work_and_is_paused_in_between(tmp_path: Path, pauses: bool) -> None:
-    engine = EngineProcess([sys.executable, "-c", ECHO], {"WHAT": "an echo"}, tmp_path / "log", pauses)
+    engine = EngineProcess(
+        [sys.executable, "-c", ECHO], {"WHAT": "an echo"}, tmp_path / "log", pauses
+    )
     try:
         process = psutil.Process(engine.pid)
         for number in range(2):
@@ -39,5 +43,11 @@ def test_it_answers_work_and_is_paused_in_between(tmp_path: Path, pauses: bool) 
 def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"status 3.*out of memory"):
         EngineProcess(
-            [sys.executable, "-c", "import sys; print('out of memory', file=sys.stderr); sys.exit(3)"], {}, tmp_path / "log"
+            [
+                sys.executable,
+                "-c",
+                "import sys; print('out of memory', file=sys.stderr); sys.exit(3)",
+            ],
+            {},
+            tmp_path / "log",
         )

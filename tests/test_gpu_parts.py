@@ -1,4 +1,6 @@
-"""The parts of a GPU's benchmark: processes with limits, their states and their rows; and each of them with a CPU."""
+"""The parts of a GPU's benchmark: processes with limits, their states and their rows; and each of
+them with a CPU.
+"""
 
 import json
 import os
@@ -44,21 +46,37 @@ def _python(program: str) -> tuple[str, ...]:
     return (sys.executable, "-c", program)
 
 
-def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are groups of one program only ``replay``: all groups are in test_every_row_of_a_shrunk_model."""
+def test_every_part_runs_on_a_cpu(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are groups of one program only ``replay``: all groups are in
+    test_every_row_of_a_shrunk_model.
+    """
     parts = {
         name: replace(part, limit_s=3600)
         for name, part in gpu.PARTS.items()
         if name == "replay" or not any(OF_ROWS in word for word in part.command)
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
-    command = ["gpu.py", "--small", "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "36000", "--commit", "abc1234"]
+    command = [
+        "gpu.py",
+        "--small",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+        "--budget",
+        "36000",
+        "--commit",
+        "abc1234",
+    ]
     monkeypatch.setattr(sys, "argv", command)
     status = gpu.main()
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report.keys() == parts.keys()
     states = {part["state"] for part in report.values()}
-    assert states <= {"ok", "missed"}, report  # whether a target of speed is met depends on the machine
+    # whether a target of speed is met depends on the machine
+    assert states <= {"ok", "missed"}, report
     assert status == int("missed" in states)
     assert "skipped" in report["tests"]["tail"]
     for_gpus = {"prefill", "split-k", "gemv"}  # which end at once on a CPU
@@ -77,7 +95,9 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
 
 
 def test_a_copy_that_is_not_installed_has_its_packages_and_its_version(tmp_path: Path) -> None:
-    """``gpu_bare.sh`` with a program in Python's place, which says what it is given: all that a server asks for."""
+    """``gpu_bare.sh`` with a program in Python's place, which says what it is given: all that a
+    server asks for.
+    """
     asked = """
 import importlib.metadata, json, sys
 from importlib.util import find_spec
@@ -87,25 +107,40 @@ inside = [next(iter(find_spec(name).submodule_search_locations)).startswith(fold
 print(json.dumps([importlib.metadata.version("tramontane"), folder, inside, sys.argv[1:], sys.path]))
 """
     (tmp_path / "asked.py").write_text(asked)
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/asked.py" "$@"\n')
+    (tmp_path / "python3").write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/asked.py" "$@"\n'
+    )
     (tmp_path / "python3").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": "/packages"}
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": "/packages",
+    }
     command = ["sh", str(BENCH / "gpu_bare.sh"), "--parts", "serve-one"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     version, folder, inside, arguments, path = json.loads(done.stdout)
-    assert version == tomllib.loads((BENCH.parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    assert (
+        version
+        == tomllib.loads((BENCH.parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    )
     assert folder.startswith(str(tmp_path))
     assert inside == [True] * 6
     assert arguments == [str(BENCH / "gpu.py"), "--parts", "serve-one"]
     assert "/packages" in path
 
 
-def test_the_commit_of_a_checkout(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed files are marked. A copy has no commit, inside of another checkout too, and none is known without git."""
+def test_the_commit_of_a_checkout(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed files are marked. A copy has no commit, inside of another checkout too, and none is
+    known without git.
+    """
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(("git", *arguments), cwd=tmp_path, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ("git", *arguments), cwd=tmp_path, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     (copy := tmp_path / "copy").mkdir()
@@ -114,7 +149,16 @@ def test_the_commit_of_a_checkout(gpu: ModuleType, tmp_path: Path, monkeypatch: 
     git("init")
     git("add", "file")
     git("-c", "user.name=name", "-c", "user.email=name@host", "commit", "-m", "One")
-    git("-c", "user.name=name", "-c", "user.email=name@host", "tag", "-m", "no name of a commit", "v1")
+    git(
+        "-c",
+        "user.name=name",
+        "-c",
+        "user.email=name@host",
+        "tag",
+        "-m",
+        "no name of a commit",
+        "v1",
+    )
     commit = git("rev-parse", "--short", "HEAD")
     assert gpu.commit_of(tmp_path) == commit
     file.write_text("two")
@@ -128,8 +172,14 @@ def test_the_groups_of_parts_are_those_of_the_rows(gpu: ModuleType) -> None:
     """All but those that need Ray, or a package that a GPU's machine does not have."""
     import gpu_rows
 
-    groups = [part.command[-1] for part in gpu.PARTS.values() if any(OF_ROWS in word for word in part.command)]
-    assert sorted(groups) == sorted((gpu_rows.CHECKS | gpu_rows.FIGURES).keys() - {"stages", "mistral-inference"})
+    groups = [
+        part.command[-1]
+        for part in gpu.PARTS.values()
+        if any(OF_ROWS in word for word in part.command)
+    ]
+    assert sorted(groups) == sorted(
+        (gpu_rows.CHECKS | gpu_rows.FIGURES).keys() - {"stages", "mistral-inference"}
+    )
     for name in gpu.GPU_TESTS:
         assert (BENCH.parent / "workers" / name).exists()
 
@@ -149,13 +199,18 @@ def test_the_groups_of_parts_are_those_of_the_rows(gpu: ModuleType) -> None:
         (None, [FIGURE | {"holds": False}], "timed out"),
     ],
 )
-def test_a_missed_figure_is_no_failure(gpu: ModuleType, code: int | None, rows: list[dict[str, Any]], state: str) -> None:
+def test_a_missed_figure_is_no_failure(
+    gpu: ModuleType, code: int | None, rows: list[dict[str, Any]], state: str
+) -> None:
     assert gpu.state_of(code, rows) == state
 
 
 @pytest.mark.parametrize("session", ["", "setsid"])
-def test_a_part_that_hangs_is_killed_with_its_processes(gpu: ModuleType, session: str, tmp_path: Path, log: TextIO) -> None:
-    """A process of its own has a pipe open for writing, as does this test while the part runs; then nothing has.
+def test_a_part_that_hangs_is_killed_with_its_processes(
+    gpu: ModuleType, session: str, tmp_path: Path, log: TextIO
+) -> None:
+    """A process of its own has a pipe open for writing, as does this test while the part runs; then
+    nothing has.
 
     Also one of another session, as Ray's daemons are.
     """
@@ -176,9 +231,16 @@ def test_the_time_left_is_a_limit_too(gpu: ModuleType, tmp_path: Path, log: Text
     assert log.tell() == 0, "neither was started"
 
 
-@pytest.mark.parametrize(("end", "state"), [("os.abort()", "exit -6"), (f"time.sleep({LONG_S})", "timed out")])
+@pytest.mark.parametrize(
+    ("end", "state"), [("os.abort()", "exit -6"), (f"time.sleep({LONG_S})", "timed out")]
+)
 def test_rows_of_a_part_that_dies_are_kept(
-    gpu: ModuleType, end: str, state: str, tmp_path: Path, log: TextIO, monkeypatch: pytest.MonkeyPatch
+    gpu: ModuleType,
+    end: str,
+    state: str,
+    tmp_path: Path,
+    log: TextIO,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit is over when the rows are there, whatever the clock says."""
 
@@ -192,18 +254,28 @@ def test_rows_of_a_part_that_dies_are_kept(
 
     monkeypatch.setattr(subprocess, "Popen", Waiting)
     program = (
-        "import json, os, sys, time; print('said'); file = sys.argv[-1];"
-        f"open(file + '2', 'w').write(json.dumps([dict(name='one')])); os.rename(file + '2', file); {end}"
+        "import json, os, sys, time; print('said'); file = sys.argv[-1];open(file + '2',"
+        f" 'w').write(json.dumps([dict(name='one')])); os.rename(file + '2', file); {end}"
     )
     report = gpu.run_part(gpu.Part(3600, _python(program)), ["--small"], LONG_S, tmp_path, log)
     assert (report.state, report.rows, report.tail) == (state, [{"name": "one"}], "said\n")
     monkeypatch.undo()
     following = gpu.run_part(gpu.Part(3600, _python("print('else')")), [], LONG_S, tmp_path, log)
-    assert (following.state, following.rows, following.tail) == ("ok", None, "else\n"), "each part has rows and output of its own"
+    assert (following.state, following.rows, following.tail) == (
+        "ok",
+        None,
+        "else\n",
+    ), "each part has rows and output of its own"
 
 
 def test_half_written_rows_do_not_end_the_run(gpu: ModuleType, tmp_path: Path, log: TextIO) -> None:
-    report = gpu.run_part(gpu.Part(3600, _python("import sys; open(sys.argv[-1], 'w').write('[{')")), [], LONG_S, tmp_path, log)
+    report = gpu.run_part(
+        gpu.Part(3600, _python("import sys; open(sys.argv[-1], 'w').write('[{')")),
+        [],
+        LONG_S,
+        tmp_path,
+        log,
+    )
     assert (report.state, report.rows) == ("ok", None)
 
 

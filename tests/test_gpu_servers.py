@@ -1,4 +1,6 @@
-"""Servers in the benchmark of GPUs: each part with a small model on a CPU, its flags, and the tables of its reports."""
+"""Servers in the benchmark of GPUs: each part with a small model on a CPU, its flags, and the
+tables of its reports.
+"""
 
 import json
 import subprocess
@@ -17,7 +19,10 @@ from tramontane.cluster.cli.main import app
 
 TESTS = Path(__file__).parent
 BENCH = TESTS / "bench"
-REPORTS = [TESTS.parent / "docs" / "reports" / f"h100-2026-11-28-servers-{number}.json" for number in (1, 2)]
+REPORTS = [
+    TESTS.parent / "docs" / "reports" / f"h100-2026-11-28-servers-{number}.json"
+    for number in (1, 2)
+]
 
 
 @pytest.fixture
@@ -42,14 +47,33 @@ def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_servers_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     """Two servers, of which a stage is killed under load; then their figures are in the table."""
     parts = ("serve-where", "serve-one", "serve-exact")
-    flags = ("--small", "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "36000", "--parts", ",".join(parts))
-    done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), *flags], capture_output=True, text=True, check=False)
+    flags = (
+        "--small",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+        "--budget",
+        "36000",
+        "--parts",
+        ",".join(parts),
+    )
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py"), *flags], capture_output=True, text=True, check=False
+    )
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert {name: part["state"] for name, part in report.items()} == dict.fromkeys(parts, "ok"), log[-4000:]
+    assert {name: part["state"] for name, part in report.items()} == dict.fromkeys(parts, "ok"), (
+        log[-4000:]
+    )
     assert done.returncode == 0
     (kill,) = [row for row in report["serve-exact"]["rows"] if row["what"].startswith("kill -9")]
-    assert (kill["incomplete"], kill["equal"], kill["processes_before"], kill["that_survived"]) == (0, 4, 2, 1)
+    assert (kill["incomplete"], kill["equal"], kill["processes_before"], kill["that_survived"]) == (
+        0,
+        4,
+        2,
+        1,
+    )
     assert kill["pause_s"][1] > 0
     (*_, after) = report["serve-exact"]["rows"]
     assert (after["what"], after["equal"]) == ("tokens", 4)
@@ -58,10 +82,17 @@ def test_servers_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
         phases = first[f"phases_{name}"]
         router_ms = [sum(each) for each in zip(phases["queue"], phases["prefill"], strict=True)]
         assert len(router_ms) == 5
-        assert all(0 < part <= whole + 0.2 for part, whole in zip(router_ms, first[name], strict=True)), "of the client's time"
-        assert all(0 < stages <= prefill for stages, prefill in zip(phases["stages"], phases["prefill"], strict=True))
+        assert all(
+            0 < part <= whole + 0.2 for part, whole in zip(router_ms, first[name], strict=True)
+        ), "of the client's time"
+        assert all(
+            0 < stages <= prefill
+            for stages, prefill in zip(phases["stages"], phases["prefill"], strict=True)
+        )
     loads = [row for row in report["serve-one"]["rows"] if "out_per_s" in row]
-    assert [(row["streams"], row["failed"]) for row in loads] == [(n, 0) for n in (2, 1, 4, 4, 4, 4, 4)]
+    assert [(row["streams"], row["failed"]) for row in loads] == [
+        (n, 0) for n in (2, 1, 4, 4, 4, 4, 4)
+    ]
     shown = subprocess.run(
         [sys.executable, str(BENCH / "gpu_report.py"), str(tmp_path / "out" / "report.json")],
         capture_output=True,
@@ -82,7 +113,9 @@ def test_every_part_is_known_to_the_driver(gpu_server: ModuleType) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("small", [False, True])
-def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_takes_the_flags_of_every_part(
+    gpu_server: ModuleType, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[tuple[str, ...]] = []
 
     @contextmanager
@@ -102,7 +135,9 @@ def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool
     for flags in given:
         parsed = command.make_context("serve", list(flags)).params
         assert parsed["stages"] in (1, 2)
-        assert str(parsed["model"]).startswith("/models/") == (small or "/models/" in " ".join(flags))
+        assert str(parsed["model"]).startswith("/models/") == (
+            small or "/models/" in " ".join(flags)
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +158,9 @@ def test_without_a_gpu_only_small_models_are_served(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The real ones would be computed by the CPU for hours. What finds a GPU can be asked anywhere."""
+    """The real ones would be computed by the CPU for hours. What finds a GPU can be asked
+    anywhere.
+    """
     ran: list[bool] = []
     monkeypatch.setattr(gpu_server, "num_visible_gpus", lambda: num_gpus)
     monkeypatch.setitem(gpu_server.PARTS, flags[0], lambda report: ran.append(report.is_on_gpu))
@@ -135,11 +172,15 @@ def test_without_a_gpu_only_small_models_are_served(
     else:
         assert gpu_server.main() == 0
     assert ran == ([] if is_on_gpu is None else [is_on_gpu])
-    assert ("no GPU is available" in capsys.readouterr().err) is (num_gpus == 0 and flags[0] == "one")
+    assert ("no GPU is available" in capsys.readouterr().err) is (
+        num_gpus == 0 and flags[0] == "one"
+    )
 
 
 @pytest.mark.nightly
-def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp_path: Path) -> None:
+def test_a_row_that_does_not_hold_is_the_exit_status(
+    gpu_server: ModuleType, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.json"
     report = gpu_server.Report(file, True, False)
     report.check("fine", 0)
@@ -157,7 +198,12 @@ def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
     report.url = f"http://127.0.0.1:{gpu_server.free_port()}"
     gpu_server.load(report, "load", 3)
     (row,) = report.rows
-    assert (row["failed"], row["out_per_s"], row["token_ms"], row["holds"]) == (3, 0.0, [None, None], False)
+    assert (row["failed"], row["out_per_s"], row["token_ms"], row["holds"]) == (
+        3,
+        0.0,
+        [None, None],
+        False,
+    )
     assert "ClientConnectorError" in row["errors"][0]
 
 
@@ -173,10 +219,15 @@ def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_pa
 
 @pytest.mark.nightly
 def test_figures_of_a_load(gpu_server: ModuleType) -> None:
-    """Two streams of three tokens: 1, 1 and 4 s after their start, and 2, 2 and 6; a third one failed."""
+    """Two streams of three tokens: 1, 1 and 4 s after their start, and 2, 2 and 6; a third one
+    failed.
+    """
     import gpu_server_load as load
 
-    good = [load.Trace(0.0, [1.0, 1.0, 4.0], [5, 6, 7]), load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7])]
+    good = [
+        load.Trace(0.0, [1.0, 1.0, 4.0], [5, 6, 7]),
+        load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7]),
+    ]
     row = load.load_row(load.Load(3, 10, 3), [*good, load.Trace(0.0, [1.0], [5], "503")], 6.0)
     assert (row["failed"], row["errors"]) == (1, ["503"])
     assert (row["out_per_s"], row["all_per_s"]) == (1.0, round(26 / 6, 1))
@@ -187,7 +238,9 @@ def test_figures_of_a_load(gpu_server: ModuleType) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("since", "longest"), [(0.0, 5.0), (11.5, 5.0), (14.0, 3.0), (17.0, 0.0)])
-def test_the_longest_gap_after_a_fault(gpu_server: ModuleType, since: float, longest: float) -> None:
+def test_the_longest_gap_after_a_fault(
+    gpu_server: ModuleType, since: float, longest: float
+) -> None:
     import gpu_server_load as load
 
     assert load.Trace(10.0, [1.0, 2.0, 7.0], [1, 2, 3]).longest_gap(since) == longest
@@ -208,12 +261,26 @@ def test_the_table_of_the_committed_reports(table: ModuleType) -> None:
     assert {line.count("|") for line in lines} == {8}
     begins = (
         "| Mistral 7B | ready | 47.4 s | 47.4 s | at most 30 s | NO | --model mistral-7b-v0.1 ",
-        "| Mistral 7B | load, 64 streams | 2,280 out/s | 2,280 out/s | at least 3,200 out/s | NO | 19.4 ms a token; first ",
-        "| two stages on the GPU | of the speed of one stage, 64 streams | 0.921 | 0.921 | at least 0.85 | yes | 2,099 over ",
-        "| two stages, --batch-invariant | of the speed without --batch-invariant, 64 streams | | 0.528 | at least 0.75 | NO | ",
-        "| two stages, --batch-invariant | pause, kill -9 of stage process 0 | | 8.6 s | at most 5 s | NO | 0 of 16 "
-        "incomplete, 16 texts equal, 1 survived |",
-        "| Mixtral 8x7B, FP8 | gap between events over a token, 64 streams | | 3.95 | at most 1.2 | NO | 162.94 over 41.27 ms |",
+        (
+            "| Mistral 7B | load, 64 streams | 2,280 out/s | 2,280 out/s | at least 3,200 out/s |"
+            " NO | 19.4 ms a token; first "
+        ),
+        (
+            "| two stages on the GPU | of the speed of one stage, 64 streams | 0.921 | 0.921 | at"
+            " least 0.85 | yes | 2,099 over "
+        ),
+        (
+            "| two stages, --batch-invariant | of the speed without --batch-invariant, 64 streams |"
+            " | 0.528 | at least 0.75 | NO | "
+        ),
+        (
+            "| two stages, --batch-invariant | pause, kill -9 of stage process 0 | | 8.6 s | at"
+            " most 5 s | NO | 0 of 16 incomplete, 16 texts equal, 1 survived |"
+        ),
+        (
+            "| Mixtral 8x7B, FP8 | gap between events over a token, 64 streams | | 3.95 | at most"
+            " 1.2 | NO | 162.94 over 41.27 ms |"
+        ),
         "| two layers of Small 4 | loaded | | 99.4 s | at most 5 s | NO | |",
     )
     for begin in begins:
@@ -222,16 +289,32 @@ def test_the_table_of_the_committed_reports(table: ModuleType) -> None:
 
 @pytest.mark.nightly
 def test_sampled_and_greedy_with_the_same_prompts(table: ModuleType) -> None:
-    def row(what: str, rate: float, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    def row(what: str, rate: float, **more: Any) -> dict[str, Any]:
         times = {"first_ms": [1.0, 2.0], "token_ms": [1.0, 1.0], "event_gap_ms": [1.0, 1.2, 3.0]}
-        return {"what": what, "streams": 64, "shape": [1024, 128], "failed": 0, "out_per_s": rate} | times | more
+        return (
+            {"what": what, "streams": 64, "shape": [1024, 128], "failed": 0, "out_per_s": rate}
+            | times
+            | more
+        )
 
-    rows = [row("load, cached prompts", 4000.0), row("load, cached prompts, sampled", 3600.0), row("load", 9.0, failed=2)]
-    first: dict[str, Any] = {"what": "first token, alone, ms", "of_16": [9.0, 4.0], "of_1024": [40.0, 46.5]}
+    rows = [
+        row("load, cached prompts", 4000.0),
+        row("load, cached prompts, sampled", 3600.0),
+        row("load", 9.0, failed=2),
+    ]
+    first: dict[str, Any] = {
+        "what": "first token, alone, ms",
+        "of_16": [9.0, 4.0],
+        "of_1024": [40.0, 46.5],
+    }
     first["phases_of_1024"] = {"ingress": [9.0, 3.0], "stages": [31.0, 30.0]}
     figures = {each.name: each for each in table.part_figures([*rows, first])}
     assert figures["sampled over greedy, cached prompts"].value == 0.9
-    assert figures["first token of 1024, alone"][1:] == (46.5, "ms", "in order: [40.0, 46.5]; ingress 3.0; stages 30.0")
+    assert figures["first token of 1024, alone"][1:] == (
+        46.5,
+        "ms",
+        "in order: [40.0, 46.5]; ingress 3.0; stages 30.0",
+    )
     assert figures["gap between events over a token, 64 streams"].value == 1.2
     assert figures["load, 64 streams"].detail.startswith("2 FAILED; ")
     assert [*table.server_table([{"smoke": {"rows": None}}])] == []

@@ -1,4 +1,6 @@
-"""Hosts made of network namespaces: their links, their processes, and that nothing is left of them."""
+"""Hosts made of network namespaces: their links, their processes, and that nothing is left of
+them.
+"""
 
 import contextlib
 import os
@@ -85,9 +87,17 @@ def test_nothing_is_left_also_where_something_fails(apart: bool) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
-    makes_and_waits = "from hosts import network\nwith network() as n: n.add_host(apart=True); print('up', flush=True); input()"
+    makes_and_waits = (
+        "from hosts import network\nwith network() as n: n.add_host(apart=True); print('up',"
+        " flush=True); input()"
+    )
     command = [sys.executable, "-c", makes_and_waits]
-    maker = subprocess.Popen(command, cwd=Path(__file__).parent / "support", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    maker = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parent / "support",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert maker.stdout is not None
     assert maker.stdout.readline() == b"up\n"
     maker.kill()

@@ -1,4 +1,6 @@
-"""k8s/: every overlay renders, is what the schemas and the operator accept, and fits the application."""
+"""k8s/: every overlay renders, is what the schemas and the operator accept, and fits the
+application.
+"""
 
 import copy
 import re
@@ -11,7 +13,17 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-from k8s_documents import K8S, OVERLAYS, PIECES, ROOT, check_schema, overlay, ray_service, rendered, serve_config
+from k8s_documents import (
+    K8S,
+    OVERLAYS,
+    PIECES,
+    ROOT,
+    check_schema,
+    overlay,
+    ray_service,
+    rendered,
+    serve_config,
+)
 from k8s_rules import Document, groups_of, offered_resources, operators_complaints, ray_container
 from ray.serve.schema import ServeDeploySchema
 
@@ -21,17 +33,31 @@ from tramontane.cluster.deploy.k8s_overlay import MARK
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
-REGISTRIES = re.compile(r"pypi\.org|pythonhosted|pytorch\.org|anaconda|conda\.io|debian\.org|npmjs|index-url", re.IGNORECASE)
+REGISTRIES = re.compile(
+    r"pypi\.org|pythonhosted|pytorch\.org|anaconda|conda\.io|debian\.org|npmjs|index-url",
+    re.IGNORECASE,
+)
 
 
-@pytest.mark.parametrize("folder", [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in PIECES)], ids=str)
+@pytest.mark.parametrize(
+    "folder",
+    [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in PIECES)],
+    ids=str,
+)
 def test_everything_renders_and_is_what_kubernetes_accepts(folder: Path) -> None:
     documents = rendered(folder)
     assert documents
     for document in documents:
         check_schema(document)
-    for template in (group["template"] for d in documents if d["kind"] == "RayService" for group in groups_of(d)):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"} | template["metadata"], "spec": template["spec"]}
+    for template in (
+        group["template"] for d in documents if d["kind"] == "RayService" for group in groups_of(d)
+    ):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod"} | template["metadata"],
+            "spec": template["spec"],
+        }
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
@@ -42,7 +68,9 @@ def test_the_operator_accepts_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_shipped_overlay_is_what_the_command_writes(name: str, tmp_path: Path) -> None:
-    shipped = {path.name: path.read_text(encoding="utf-8") for path in (K8S / "overlays" / name).iterdir()}
+    shipped = {
+        path.name: path.read_text(encoding="utf-8") for path in (K8S / "overlays" / name).iterdir()
+    }
     first_lines = {text.splitlines()[0] for text in shipped.values()}
     assert len(first_lines) == 1
     command = shlex.split(first_lines.pop().removeprefix(MARK))
@@ -63,7 +91,9 @@ def test_the_application_is_one_that_ray_serve_and_we_take(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_the_pods_have_what_the_application_wants(name: str) -> None:
-    """One GPU or core set for each stage and expert actor; an ingress pod for each ingress replica; capacity for every router."""
+    """One GPU or core set for each stage and expert actor; an ingress pod for each ingress replica;
+    capacity for every router.
+    """
     service = ray_service(overlay(name))
     (application,) = serve_config(service)["applications"]
     config = validate_config(application["args"])
@@ -74,9 +104,16 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
     of_a_pipeline = (config.stages or 0) + config.expert_actors
     assert sum(group["minReplicas"] for group in actors) == least * of_a_pipeline
     assert sum(group["maxReplicas"] for group in actors) == most * of_a_pipeline
-    assert {group["rayStartParams"]["num-cpus"] for group in actors} == {str(config.threads_per_stage)}
-    assert {group["rayStartParams"]["num-cpus"] for group in (head, ingresses)} == {"0"}, "no stage belongs there"
-    offered = {kind: amount * ingresses["replicas"] for kind, amount in offered_resources(ingresses).items()}
+    assert {group["rayStartParams"]["num-cpus"] for group in actors} == {
+        str(config.threads_per_stage)
+    }
+    assert {group["rayStartParams"]["num-cpus"] for group in (head, ingresses)} == {"0"}, (
+        "no stage belongs there"
+    )
+    offered = {
+        kind: amount * ingresses["replicas"]
+        for kind, amount in offered_resources(ingresses).items()
+    }
     for deployment in application["deployments"]:
         for kind, amount in deployment["ray_actor_options"]["resources"].items():
             offered[kind] -= amount * scaling[deployment["name"]]["max_replicas"]
@@ -91,16 +128,27 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
         pod, container = group["template"]["spec"], ray_container(group)
         assert pod["securityContext"]["runAsNonRoot"]
         assert not any(
-            each["securityContext"]["allowPrivilegeEscalation"] for each in (container, *pod.get("initContainers", []))
+            each["securityContext"]["allowPrivilegeEscalation"]
+            for each in (container, *pod.get("initContainers", []))
         )
         assert container["envFrom"] == [{"configMapRef": {"name": "tramontane-settings"}}]
-        assert container["resources"]["requests"] == container["resources"]["limits"], "Ray counts limits, Kubernetes requests"
-        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == ("num-gpus" in group["rayStartParams"])
+        assert container["resources"]["requests"] == container["resources"]["limits"], (
+            "Ray counts limits, Kubernetes requests"
+        )
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (
+            "num-gpus" in group["rayStartParams"]
+        )
         assert container["image"].endswith(("-cpu", "-cuda")), "the placeholder is replaced"
-    (settings,) = (d for d in documents if d["kind"] == "ConfigMap" and d["metadata"]["name"] == "tramontane-settings")
+    (settings,) = (
+        d
+        for d in documents
+        if d["kind"] == "ConfigMap" and d["metadata"]["name"] == "tramontane-settings"
+    )
     ray_settings = {f"RAY_{key}": str(value) for key, value in RAY_SETTINGS.items()}
     monitoring = monitoring_settings(
-        "http://prometheus-k8s.monitoring.svc:9090", "http://grafana.monitoring.svc:3000", "http://127.0.0.1:3000"
+        "http://prometheus-k8s.monitoring.svc:9090",
+        "http://grafana.monitoring.svc:3000",
+        "http://127.0.0.1:3000",
     )
     assert settings["data"] == SERVE_SETTINGS | ray_settings | monitoring
     assert "OMP_NUM_THREADS" not in str(documents)
@@ -108,41 +156,73 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_what_is_named_is_there(name: str) -> None:
-    """Selectors find pods, ports have their names, claims are claimed; keys and passwords are made by those who install it."""
+    """Selectors find pods, ports have their names, claims are claimed; keys and passwords are made
+    by those who install it.
+    """
     documents = (*overlay(name), *rendered(K8S / "monitoring"), *rendered(K8S / "ingress"))
-    pods = [(g["template"]["metadata"]["labels"], _ports(g)) for g in groups_of(ray_service(documents))]
-    pods += [(d["spec"]["template"]["metadata"]["labels"], {6379, "redis"}) for d in documents if d["kind"] == "StatefulSet"]
-    services = {d["metadata"]["name"]: {p["name"] for p in d["spec"]["ports"]} for d in documents if d["kind"] == "Service"}
+    pods = [
+        (g["template"]["metadata"]["labels"], _ports(g)) for g in groups_of(ray_service(documents))
+    ]
+    pods += [
+        (d["spec"]["template"]["metadata"]["labels"], {6379, "redis"})
+        for d in documents
+        if d["kind"] == "StatefulSet"
+    ]
+    services = {
+        d["metadata"]["name"]: {p["name"] for p in d["spec"]["ports"]}
+        for d in documents
+        if d["kind"] == "Service"
+    }
     for document in documents:
         for selector, ports in _selectors(document):
             found = [has for labels, has in pods if selector.items() <= labels.items()]
             assert found, (document["kind"], document["metadata"]["name"])
-            assert all(ports <= has | {8000, 8080, 8265, "metrics"} for has in found), (document["metadata"]["name"], ports)
+            assert all(ports <= has | {8000, 8080, 8265, "metrics"} for has in found), (
+                document["metadata"]["name"],
+                ports,
+            )
         for backend in _found(document, "backend"):
             assert backend["service"]["port"]["name"] in services[backend["service"]["name"]]
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
     assert {claim for d in documents for claim in _found(d, "claimName")} == claims
-    assert {secret for d in documents for secret in _found(d, "secretName")} <= {"tramontane-api-keys", "tramontane-tls"}
+    assert {secret for d in documents for secret in _found(d, "secretName")} <= {
+        "tramontane-api-keys",
+        "tramontane-tls",
+    }
 
 
 def test_a_model_can_be_fetched_before_anything_else_changes() -> None:
-    parts = [d for d in overlay("stages") if d["metadata"].get("labels", {}).get("tramontane-part") == "model"]
+    parts = [
+        d
+        for d in overlay("stages")
+        if d["metadata"].get("labels", {}).get("tramontane-part") == "model"
+    ]
     names, job = sorted(parts, key=lambda document: str(document["kind"]))
     assert (names["kind"], job["kind"]) == ("ConfigMap", "Job")
     assert names["data"]["name"] == "mixtral-8x7b"
-    assert {reference["name"] for reference in _found(job, "configMapKeyRef")} == {names["metadata"]["name"]}
+    assert {reference["name"] for reference in _found(job, "configMapKeyRef")} == {
+        names["metadata"]["name"]
+    }
 
 
 def test_keys_come_from_a_file_that_is_not_shipped(tmp_path: Path) -> None:
-    folder = shutil.copytree(K8S / "secrets", tmp_path / "secrets", ignore=shutil.ignore_patterns("*.txt"))
+    folder = shutil.copytree(
+        K8S / "secrets", tmp_path / "secrets", ignore=shutil.ignore_patterns("*.txt")
+    )
     assert [path.name for path in folder.iterdir()] == ["kustomization.yaml"]
     (folder / "keys.txt").write_text("a-key\n")
     (secret,) = rendered(folder)
     check_schema(secret)
-    (volume,) = (v for v in groups_of(ray_service(overlay("demo")))[1]["template"]["spec"]["volumes"] if "secret" in v)
+    (volume,) = (
+        v
+        for v in groups_of(ray_service(overlay("demo")))[1]["template"]["spec"]["volumes"]
+        if "secret" in v
+    )
     assert secret["metadata"]["name"] == volume["secret"]["secretName"]
     assert set(secret["data"]) == {
-        Path(serve_config(ray_service(overlay("demo")))["applications"][0]["args"]["api_key_file"]).name
+        Path(
+            serve_config(ray_service(overlay("demo")))["applications"][0]["args"]["api_key_file"]
+        ).name
     }
 
 
@@ -158,8 +238,13 @@ def test_the_image_is_one_for_the_pods() -> None:
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for source in line.replace("--chown=1000:1000 ", "").split():
             assert (ROOT / source).exists(), source
-    assert {"bash", "gcc", "libc6-dev"} <= set(text.split()), "Triton compiles with them, without recommended packages"
-    assert re.search(r"ray\[[^]]*\]>=" + re.escape(RAY_VERSION.rpartition(".")[0]), (ROOT / "pyproject.toml").read_text())
+    assert {"bash", "gcc", "libc6-dev"} <= set(text.split()), (
+        "Triton compiles with them, without recommended packages"
+    )
+    assert re.search(
+        r"ray\[[^]]*\]>=" + re.escape(RAY_VERSION.rpartition(".")[0]),
+        (ROOT / "pyproject.toml").read_text(),
+    )
 
 
 def test_no_manifest_names_a_package_registry() -> None:
@@ -174,17 +259,29 @@ BREAKERS: dict[str, tuple[str, Any]] = {
     "incremental upgrades": ("spec.upgradeStrategy.type", "NewClusterWithIncrementalUpgrade"),
     "have no effect": ("spec.serviceUnhealthySecondThreshold", 900),
     "below 0": ("spec.rayClusterDeletionDelaySeconds", -1),
-    "has a name": ("spec.rayClusterConfig.headGroupSpec.headService", {"metadata": {"name": "head"}}),
+    "has a name": (
+        "spec.rayClusterConfig.headGroupSpec.headService",
+        {"metadata": {"name": "head"}},
+    ),
     "belong to the group": ("spec.rayClusterConfig.headGroupSpec.rayStartParams.labels", "a=b"),
     "and in the group": ("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "0"}),
     "is no label": ("spec.rayClusterConfig.workerGroupSpecs.0.labels", {"a b": "c"}),
     "must be texts": ("spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.num-cpus", 0),
-    "quoted for a shell": ("spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.resources", '{"pod": 1}'),
+    "quoted for a shell": (
+        "spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.resources",
+        '{"pod": 1}',
+    ),
     "between their bounds": ("spec.rayClusterConfig.workerGroupSpecs.1.maxReplicas", 1),
     "is suspended": ("spec.rayClusterConfig.workerGroupSpecs.1.suspend", True),
-    "belong to gcsFault": ("spec.rayClusterConfig.headGroupSpec.rayStartParams.redis-password", "secret"),
+    "belong to gcsFault": (
+        "spec.rayClusterConfig.headGroupSpec.rayStartParams.redis-password",
+        "secret",
+    ),
     "already": ("metadata.annotations", {"ray.io/ft-enabled": "true"}),
-    "without enableInTreeAutoscaling": ("spec.rayClusterConfig.autoscalerOptions", {"version": "v2"}),
+    "without enableInTreeAutoscaling": (
+        "spec.rayClusterConfig.autoscalerOptions",
+        {"version": "v2"},
+    ),
     "from 2.52 on": ("spec.rayClusterConfig.rayVersion", "2.51.0"),
 }
 
@@ -203,7 +300,9 @@ def test_each_rule_of_the_operator_is_checked(complaint: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", ["spec.upgrades", "spec.rayClusterConfig.headGroupSpec.template.spec.volume"])
+@pytest.mark.parametrize(
+    "path", ["spec.upgrades", "spec.rayClusterConfig.headGroupSpec.template.spec.volume"]
+)
 def test_a_field_that_no_schema_names_is_found(path: str) -> None:
     service = copy.deepcopy(ray_service(overlay("demo")))
     *parents, last = path.split(".")
@@ -229,12 +328,18 @@ def _selectors(document: Document) -> Iterator[tuple[dict[str, str], set[int | s
         case "PodDisruptionBudget":
             yield spec["selector"]["matchLabels"], set()
         case "PodMonitor":
-            yield spec["selector"]["matchLabels"], {end["port"] for end in spec["podMetricsEndpoints"]}
+            yield (
+                spec["selector"]["matchLabels"],
+                {end["port"] for end in spec["podMetricsEndpoints"]},
+            )
         case "NetworkPolicy":
-            yield spec["podSelector"]["matchLabels"], {p["port"] for rule in spec["ingress"] for p in rule.get("ports", [])}
+            yield (
+                spec["podSelector"]["matchLabels"],
+                {p["port"] for rule in spec["ingress"] for p in rule.get("ports", [])},
+            )
 
 
-def _found(value: Any, key: str) -> Iterator[Any]:  # noqa: ANN401
+def _found(value: Any, key: str) -> Iterator[Any]:
     """What this key has, anywhere."""
     if isinstance(value, dict):
         if key in value:

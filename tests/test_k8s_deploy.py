@@ -1,4 +1,6 @@
-"""The demo overlay's Serve config, as kubectl renders it, deployed by REST on a Ray that was started as its pods are."""
+"""The demo overlay's Serve config, as kubectl renders it, deployed by REST on a Ray that was
+started as its pods are.
+"""
 
 import json
 import os
@@ -40,16 +42,35 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
-    """All pods of the demo on one node, which offers what they offer together; the URL of its dashboard."""
-    folder = Path(tempfile.mkdtemp(prefix="k8s-"))  # pytest's own names are too long for Ray's sockets
+    """All pods of the demo on one node, which offers what they offer together; the URL of its
+    dashboard.
+    """
+    # pytest's own names are too long for Ray's sockets
+    folder = Path(tempfile.mkdtemp(prefix="k8s-"))
     groups = groups_of(ray_service(overlay("demo")))
-    cpus = sum(int(group["rayStartParams"]["num-cpus"]) * group.get("replicas", 1) for group in groups)
-    offered = {kind: n * group["replicas"] for group in groups[1:] for kind, n in offered_resources(group).items()}
+    cpus = sum(
+        int(group["rayStartParams"]["num-cpus"]) * group.get("replicas", 1) for group in groups
+    )
+    offered = {
+        kind: n * group["replicas"]
+        for group in groups[1:]
+        for kind, n in offered_resources(group).items()
+    }
     ports = {"port": GCS_PORT, "dashboard-port": DASHBOARD}
-    options = {"num-cpus": cpus, "resources": json.dumps(offered), "object-store-memory": 2**28, "temp-dir": folder}
+    options = {
+        "num-cpus": cpus,
+        "resources": json.dumps(offered),
+        "object-store-memory": 2**28,
+        "temp-dir": folder,
+    }
     words = [f"--{name}={value}" for name, value in (ports | options).items()]
     with (tmp_path / "ray.log").open("w") as log:
-        ray = subprocess.Popen([BIN / "ray", "start", "--head", "--block", *words], env=environment, stdout=log, stderr=log)
+        ray = subprocess.Popen(
+            [BIN / "ray", "start", "--head", "--block", *words],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
         try:
             url = f"http://127.0.0.1:{DASHBOARD}"
             while not _answers(url, environment["RAY_AUTH_TOKEN"]):
@@ -57,7 +78,8 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
                 time.sleep(0.2)
             yield url
         finally:
-            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):  # by SIGTERM, Ray takes half a minute to end
+            # by SIGTERM, Ray takes half a minute to end
+            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             ray.wait(60)
@@ -66,7 +88,9 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.ray
 @pytest.mark.serve
-def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_demos_config_deploys_and_answers(
+    cluster: str, environment: dict[str, str], tmp_path: Path
+) -> None:
     """Ports and the file of keys are the test's; everything else is as rendered."""
     config = serve_config(ray_service(overlay("demo")))
     config["http_options"]["port"], config["grpc_options"]["port"] = PORT, GRPC_PORT
@@ -77,7 +101,9 @@ def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[st
         "the cluster obeys those with its token"
     )
     deploy = [BIN / "serve", "deploy", "--address", cluster, str(tmp_path / "serve.yaml")]
-    done = subprocess.run(deploy, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        deploy, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     while (status := _application(cluster, environment["RAY_AUTH_TOKEN"]))["status"] != "RUNNING":
         assert status["status"] in ("DEPLOYING", "NOT_STARTED"), status["message"]
@@ -89,27 +115,42 @@ def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[st
     wait_until_ready()
     body = {"prompt": "ROMEO:", "max_tokens": 8, "temperature": 0}
     assert httpx.post(f"{URL}/v1/completions", json=body, timeout=120).status_code == 401
-    answer = httpx.post(f"{URL}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    answer = httpx.post(
+        f"{URL}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=120
+    )
     assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
     with Client(GRPC, api_key=KEY) as client:
-        pieces = "".join(piece.text for piece in client.generate("ROMEO:", max_tokens=8, temperature=0))
+        pieces = "".join(
+            piece.text for piece in client.generate("ROMEO:", max_tokens=8, temperature=0)
+        )
     assert pieces == answer.json()["choices"][0]["text"]
     drain = [BIN / "tramontane", "drain", "--address", f"{get_node_ip_address()}:{GCS_PORT}"]
-    done = subprocess.run(drain, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        drain, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
-    refused = httpx.post(f"{URL}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    refused = httpx.post(
+        f"{URL}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=120
+    )
     assert refused.status_code == 503, refused.text
 
 
 def _answers(url: str, token: str) -> bool:
     try:
-        return httpx.get(f"{url}/api/serve/applications/", headers=_bearer(token), timeout=10).status_code == 200
+        return (
+            httpx.get(
+                f"{url}/api/serve/applications/", headers=_bearer(token), timeout=10
+            ).status_code
+            == 200
+        )
     except httpx.HTTPError:
         return False
 
 
 def _application(url: str, token: str) -> dict[str, Any]:
-    described = httpx.get(f"{url}/api/serve/applications/", headers=_bearer(token), timeout=30).json()["applications"]
+    described = httpx.get(
+        f"{url}/api/serve/applications/", headers=_bearer(token), timeout=30
+    ).json()["applications"]
     found: dict[str, Any] = described.get("tramontane", {"status": "NOT_STARTED", "message": ""})
     return found
 

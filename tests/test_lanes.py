@@ -1,4 +1,5 @@
-"""The lanes of ``make test`` and ``make nightly`` run every test exactly once: by folder, and by marks.
+"""The lanes of ``make test`` and ``make nightly`` run every test exactly once: by folder, and by
+marks.
 
 Those marked ``pairwise`` run in both, with some combinations of their parameters and with all.
 """
@@ -24,7 +25,9 @@ NAMES = {"ray", "serve", "nightly", "pairwise"}
 
 @dataclass(frozen=True)
 class Lane:
-    """One run of pytest: ``expression`` is that of ``-m``, ``ignored`` and ``folders`` are relative to the repository."""
+    """One run of pytest: ``expression`` is that of ``-m``, ``ignored`` and ``folders`` are relative
+    to the repository.
+    """
 
     target: str
     expression: str
@@ -57,7 +60,9 @@ def _holds(node: ast.expr, marks: frozenset[str]) -> bool:
 
 
 def lanes_of(makefile: str) -> list[Lane]:
-    """Return the lanes that the targets ``test`` and ``nightly`` run. An argument that is not understood is an error."""
+    """Return the lanes that the targets ``test`` and ``nightly`` run. An argument that is not
+    understood is an error.
+    """
     others = re.search(r"^OTHERS = (.*)$", makefile, re.MULTILINE)
     recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     nightly = re.search(r"^nightly:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
@@ -65,28 +70,48 @@ def lanes_of(makefile: str) -> list[Lane]:
     assert recipe is not None
     assert nightly is not None
     assert "$(OTHERS)" in recipe[1]
-    run = {*others[1].split(), *re.findall(r"\btest-[a-z-]+", recipe[1]), *re.findall(r"\bnightly-[a-z]+", nightly[1])}
-    commands = re.findall(r"^((?:test|nightly)-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
-    return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
+    run = {
+        *others[1].split(),
+        *re.findall(r"\btest-[a-z-]+", recipe[1]),
+        *re.findall(r"\bnightly-[a-z]+", nightly[1]),
+    }
+    commands = re.findall(
+        r"^((?:test|nightly)-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE
+    )
+    return [
+        _lane(target, shlex.split(arguments)) for target, arguments in commands if target in run
+    ]
 
 
 def _lane(target: str, arguments: list[str]) -> Lane:
     assert arguments[0] == "-m", arguments
     others = [each for each in arguments[2:] if each not in ("$(PARALLEL)", "--full-products")]
-    ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in others if each.startswith("--ignore="))
+    ignored = tuple(
+        each.removeprefix("--ignore=").rstrip("/")
+        for each in others
+        if each.startswith("--ignore=")
+    )
     folders = tuple(each.rstrip("/") for each in others if each[0] not in "-$")
     assert len(ignored) + len(folders) == len(others), arguments
-    return Lane(target, arguments[1], folders or ("tests",), ignored, "--full-products" in arguments)
+    return Lane(
+        target, arguments[1], folders or ("tests",), ignored, "--full-products" in arguments
+    )
 
 
 def wrong_counts(lanes: Iterable[Lane], files: Iterable[str]) -> list[str]:
-    """Files and marks whose tests no lane, or more than one lane, runs; of pairwise ones, with full products or without."""
+    """Files and marks whose tests no lane, or more than one lane, runs; of pairwise ones, with full
+    products or without.
+    """
     lanes, found = list(lanes), []
     for file in files:
         for marks in MARKS:
             targets = [lane.target for lane in lanes if lane.runs(file, marks)]
-            twice = [lane.has_full_products for lane in lanes if lane.runs(file, marks | {"pairwise"})]
-            if len(targets) != 1 or sorted(twice) != ([True] if "nightly" in marks else [False, True]):
+            twice = [
+                lane.has_full_products for lane in lanes if lane.runs(file, marks | {"pairwise"})
+            ]
+            if len(targets) != 1 or sorted(twice) != (
+                [True] if "nightly" in marks else [False, True]
+            ):
                 found.append(f"{file}, marks {sorted(marks)}: {targets}")
     return found
 
@@ -97,8 +122,14 @@ def served_without_ray(source: str) -> list[str]:
     A decorator's marks are those of its function, its class and the module.
     """
     tree = ast.parse(source)
-    assigned = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
-    return list(_unmarked(tree, {mark for value in assigned for mark in _marks(value)}, "the module"))
+    assigned = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    return list(
+        _unmarked(tree, {mark for value in assigned for mark in _marks(value)}, "the module")
+    )
 
 
 def _unmarked(node: ast.AST, marks: set[str], name: str) -> Iterator[str]:
@@ -134,13 +165,25 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
             '-m "ray and not serve and not nightly" tests/cluster --',
             '-m "ray and not serve and not nightly" tests/cluster/actors --',
         ),
-        ('-m "ray and not serve and not nightly" tests/cluster --', '-m "ray and not nightly" tests/cluster --'),
+        (
+            '-m "ray and not serve and not nightly" tests/cluster --',
+            '-m "ray and not nightly" tests/cluster --',
+        ),
         (" tests/cluster --ignore=tests/cluster/pipeline", " tests/cluster"),
-        ('-m "ray and not serve and not nightly" tests/cluster/p', '-m "ray and not serve" tests/cluster/p'),
+        (
+            '-m "ray and not serve and not nightly" tests/cluster/p',
+            '-m "ray and not serve" tests/cluster/p',
+        ),
         ('nightly" tests/cluster/pipeline', 'nightly" tests/cluster/actors'),
-        ('-m "serve and not nightly" tests/cluster', '-m "serve and not nightly" tests/cluster/serving'),
+        (
+            '-m "serve and not nightly" tests/cluster',
+            '-m "serve and not nightly" tests/cluster/serving',
+        ),
         ('-m "serve and not nightly" tests/cluster', '-m "serve and not nightly"'),
-        ('-m "not ray and not nightly"', '-m "not ray and not nightly" tests/workers tests/router tests/proto'),
+        (
+            '-m "not ray and not nightly"',
+            '-m "not ray and not nightly" tests/workers tests/router tests/proto',
+        ),
         ('-m "not ray and not nightly"', '-m "not serve and not nightly"'),
         ('-m "not ray and not nightly"', '-m "not ray"'),
         ('-m "not ray and not nightly"', '-m "not ray and not nightly and not pairwise"'),
@@ -151,7 +194,10 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ("test-serve test-ray test-older-processor;", "test-serve;"),
         ("--keep-going test-plain;", "--keep-going types;"),
         ('-m "not ray and (nightly or pairwise)"', '-m "not ray and nightly"'),
-        ('-m "ray and (nightly or pairwise)" --full-products', '-m "ray and (nightly or pairwise)"'),
+        (
+            '-m "ray and (nightly or pairwise)" --full-products',
+            '-m "ray and (nightly or pairwise)"',
+        ),
         ("--keep-going nightly-plain nightly-ray", "--keep-going nightly-plain"),
     ],
 )
@@ -164,19 +210,28 @@ def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None
 @pytest.mark.parametrize("argument", ["-k one", "--deselect=tests/x.py", "-x", "$(MORE)"])
 def test_a_planted_argument_that_is_not_understood_is_found(argument: str) -> None:
     with pytest.raises(AssertionError):
-        lanes_of(MAKEFILE.replace("tests/cluster/pipeline\n", f"tests/cluster/pipeline {argument}\n"))
+        lanes_of(
+            MAKEFILE.replace("tests/cluster/pipeline\n", f"tests/cluster/pipeline {argument}\n")
+        )
 
 
 @pytest.mark.nightly
 def test_a_planted_mark_without_the_other_is_found() -> None:
     assert served_without_ray("pytestmark = [pytest.mark.serve]")[0] == "the module"
     assert served_without_ray("@pytest.mark.serve\ndef test_x(): ...") == ["test_x"]
-    assert served_without_ray("@pytest.mark.ray\nclass TestX:\n    @pytest.mark.serve\n    def test_x(self): ...") == []
+    assert (
+        served_without_ray(
+            "@pytest.mark.ray\nclass TestX:\n    @pytest.mark.serve\n    def test_x(self): ..."
+        )
+        == []
+    )
     assert served_without_ray("pytestmark = [pytest.mark.ray, pytest.mark.serve]") == []
 
 
 def test_files_that_a_lane_does_not_import_have_none_of_its_tests() -> None:
-    assert set(NEEDED_MARKS) == {lane.expression for lane in lanes_of(MAKEFILE) if not lane.expression.startswith("not ray")}
+    assert set(NEEDED_MARKS) == {
+        lane.expression for lane in lanes_of(MAKEFILE) if not lane.expression.startswith("not ray")
+    }
     for expression, mark in NEEDED_MARKS.items():
         for marks in (*MARKS, *(marks | {"pairwise"} for marks in MARKS)):
             assert mark in marks or not _chooses(expression, marks)

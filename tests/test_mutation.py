@@ -1,4 +1,6 @@
-"""The mutation run, on a toy tree: which faults it makes, which tests it chooses, and what it reports."""
+"""The mutation run, on a toy tree: which faults it makes, which tests it chooses, and what it
+reports.
+"""
 
 import ast
 import json
@@ -67,18 +69,32 @@ def _made(source: str) -> dict[str, str]:
         ("x = a or (b and c)", ["boolean: x = a and (b and c)", "boolean: x = a or (b or c)"]),
         ("x = not a", ["boolean: x = (a)"]),
         ("x = a + b * c", ["arithmetic: x = a - b * c", "arithmetic: x = a + b // c"]),
-        ("x = a // b % -c", ["arithmetic: x = a * b % -c", "arithmetic: x = a // b // -c", "arithmetic: x = a // b % (c)"]),
+        (
+            "x = a // b % -c",
+            [
+                "arithmetic: x = a * b % -c",
+                "arithmetic: x = a // b // -c",
+                "arithmetic: x = a // b % (c)",
+            ],
+        ),
         ("x = min(a, b)", ["arithmetic: x = max(a, b)"]),
         (
             "x = f(7, True, 0.5)",
-            ["constant: x = f(8, True, 0.5)", "constant: x = f(7, False, 0.5)", "constant: x = f(7, True, 1.0)"],
+            [
+                "constant: x = f(8, True, 0.5)",
+                "constant: x = f(7, False, 0.5)",
+                "constant: x = f(7, True, 1.0)",
+            ],
         ),
         ("x = 'ä', 7  # ö", ["constant: x = 'ä', 8  # ö"]),
         ("x += a", ["deleted statement: pass", "arithmetic: x -= a"]),
         ("self.x = a", ["deleted statement: pass"]),
         ("a.run()", ["deleted statement: pass"]),
         ("while a:\n    break", ["negated condition: while not (a):", "deleted statement: pass"]),
-        ("x = a if b or c else d", ["negated condition: x = a if not (b or c) else d", "boolean: x = a if b and c else d"]),
+        (
+            "x = a if b or c else d",
+            ["negated condition: x = a if not (b or c) else d", "boolean: x = a if b and c else d"],
+        ),
         ("x = [a for a in b if c(a)]", ["negated condition: x = [a for a in b if not (c(a))]"]),
         ("if a < b:\n    pass", ["comparison: if a <= b:", "negated condition: if not (a < b):"]),
         ("if a == b:\n    pass", ["comparison: if a != b:"]),
@@ -125,7 +141,9 @@ def test_every_fault_of_a_module_is_another_program() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree with a package of three modules, one of which is tested in its mirror, one by a test of another folder."""
+    """A tree with a package of three modules, one of which is tested in its mirror, one by a test
+    of another folder.
+    """
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which take longer than the tests
     files = {
         "router/shelf/toy.py": TOY,
@@ -133,7 +151,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "router/shelf/other.py": "x = 7",
         "tests/router/shelf/test_toy.py": TEST_OF_TOY,
         "tests/router/shelf/test_all.py": "",
-        "tests/router/desk/test_user.py": "import tramontane.router.shelf.user\n\n\ndef test_nothing():\n    pass\n",
+        "tests/router/desk/test_user.py": (
+            "import tramontane.router.shelf.user\n\n\ndef test_nothing():\n    pass\n"
+        ),
         "tests/router/desk/test_other.py": "import tramontane.router.shelf.other",
         "tests/cluster/test_toy.py": "import tramontane.router.shelf.toy",
         "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['ray']\n",
@@ -147,27 +167,47 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_tests_of_a_module_are_of_its_mirror_and_of_what_imports_it(root: Path) -> None:
     mirror = ["tests/router/shelf/test_toy.py", "tests/router/shelf/test_all.py"]
-    assert mutation.tests_of("router/shelf/toy.py", root) == [*mirror, "tests/router/desk/test_user.py"]
-    assert mutation.tests_of("router/shelf/user.py", root) == ["tests/router/desk/test_user.py", *reversed(mirror)]
-    assert mutation.tests_of("router/shelf/other.py", root) == ["tests/router/desk/test_other.py", *reversed(mirror)]
+    assert mutation.tests_of("router/shelf/toy.py", root) == [
+        *mirror,
+        "tests/router/desk/test_user.py",
+    ]
+    assert mutation.tests_of("router/shelf/user.py", root) == [
+        "tests/router/desk/test_user.py",
+        *reversed(mirror),
+    ]
+    assert mutation.tests_of("router/shelf/other.py", root) == [
+        "tests/router/desk/test_other.py",
+        *reversed(mirror),
+    ]
 
 
 def test_the_modules_of_every_area_have_tests() -> None:
     for patterns in mutation.AREAS.values():
         modules = [path for pattern in patterns for path in mutation.ROOT.glob(pattern)]
         assert modules
-        assert all(mutation.tests_of(str(path.relative_to(mutation.ROOT)), mutation.ROOT) for path in modules)
+        assert all(
+            mutation.tests_of(str(path.relative_to(mutation.ROOT)), mutation.ROOT)
+            for path in modules
+        )
 
 
 def test_a_sample_is_the_same_for_the_same_seed() -> None:
     mutants = find_mutants("toy.py", TOY)
     assert len(mutants) > 6
-    assert mutation.sample_of(mutants, 5, "0") == mutation.sample_of(mutants, 5, "0") != mutation.sample_of(mutants, 5, "1")
+    assert (
+        mutation.sample_of(mutants, 5, "0")
+        == mutation.sample_of(mutants, 5, "0")
+        != mutation.sample_of(mutants, 5, "1")
+    )
     assert mutation.sample_of(mutants, 99, "0") == mutants
 
 
-def _run(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[object, str, str]:
-    """Run ``main`` on the toy tree, as ``python tests/mutation.py`` does on this one. Returns its status and its output."""
+def _run(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[object, str, str]:
+    """Run ``main`` on the toy tree, as ``python tests/mutation.py`` does on this one. Returns its
+    status and its output.
+    """
     monkeypatch.setattr(mutation, "AREAS", {"shelf": ("router/shelf/toy.py",)})
     monkeypatch.setattr(sys, "argv", ["mutation.py", "--areas", "shelf", *flags])
     with pytest.raises(SystemExit) as ended:
@@ -176,8 +216,12 @@ def _run(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return ended.value.code, out, err
 
 
-def test_survivors_are_shown_and_counted(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing tests that ``fits`` refuses to take nothing: one of nine faults survives, and the tree stays as it was."""
+def test_survivors_are_shown_and_counted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing tests that ``fits`` refuses to take nothing: one of nine faults survives, and the
+    tree stays as it was.
+    """
     before = {path: path.read_text() for path in root.rglob("*.py")}
     status, out, err = _run(root, monkeypatch, capsys, "--json")
     assert status == 1
@@ -186,11 +230,21 @@ def test_survivors_are_shown_and_counted(root: Path, monkeypatch: pytest.MonkeyP
     assert [each["verdict"] for each in found].count("caught") == 8
     (survivor,) = [each for each in found if each["verdict"] == "survived"]
     assert survivor == {
-        **{"path": "router/shelf/toy.py", "line": 16, "kind": "deleted statement", "verdict": "survived"},
+        **{
+            "path": "router/shelf/toy.py",
+            "line": 16,
+            "kind": "deleted statement",
+            "verdict": "survived",
+        },
         "diff": '-        raise ValueError(f"{more} is less than {1}")\n+        pass',
     }
     assert data["targets"] == [
-        {"name": "faults that are caught, shelf", "figure": 8 / 9, "target": "at least 90 %", "met": False}
+        {
+            "name": "faults that are caught, shelf",
+            "figure": 8 / 9,
+            "target": "at least 90 %",
+            "met": False,
+        }
     ]
     assert f"survived: router/shelf/toy.py:16 deleted statement\n{survivor['diff']}\n" in err
     assert {path: path.read_text() for path in root.rglob("*.py")} == before
@@ -199,12 +253,18 @@ def test_survivors_are_shown_and_counted(root: Path, monkeypatch: pytest.MonkeyP
 def test_the_target_and_the_place_are_options(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, _ = _run(root, monkeypatch, capsys, "--at", "router/shelf/toy.py:16", "--workers", "1")
+    status, out, _ = _run(
+        root, monkeypatch, capsys, "--at", "router/shelf/toy.py:16", "--workers", "1"
+    )
     assert status == 1
     assert "at least 90 %" in out
-    assert _run(root, monkeypatch, capsys, "--at", "router/shelf/toy.py:16", "--target", "0")[0] == 0
+    assert (
+        _run(root, monkeypatch, capsys, "--at", "router/shelf/toy.py:16", "--target", "0")[0] == 0
+    )
     (root / "tests/router/shelf/test_toy.py").write_text(
-        TEST_OF_TOY + "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ValueError):\n        fits(0, 0)\n"
+        TEST_OF_TOY
+        + "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ValueError):\n     "
+        "   fits(0, 0)\n"
     )
     assert _run(root, monkeypatch, capsys, "--at", "router/shelf/toy.py:16")[0] == 0
 
@@ -214,13 +274,17 @@ def test_without_a_fault_the_tests_must_pass(
 ) -> None:
     (root / "tests/router/shelf/test_toy.py").write_text("def test_never():\n    assert False\n")
     status, _, _ = _run(root, monkeypatch, capsys, "--sample", "1")
-    assert "without a fault pytest ends with status 1 for tests/router/shelf/test_toy.py" in str(status)
+    assert "without a fault pytest ends with status 1 for tests/router/shelf/test_toy.py" in str(
+        status
+    )
     status, _, _ = _run(root, monkeypatch, capsys, "--at", "router/shelf/toy.py:2")
     assert status == "there is no fault to try in router/shelf/toy.py:2"
 
 
 def test_tests_that_do_not_end_are_ended(root: Path, tmp_path: Path) -> None:
-    (root / "tests/router/shelf/test_toy.py").write_text("def test_never():\n    while True:\n        pass\n")
+    (root / "tests/router/shelf/test_toy.py").write_text(
+        "def test_never():\n    while True:\n        pass\n"
+    )
     copy = mutation.Copy(root, tmp_path)
     assert copy.run(["tests/router/shelf/test_toy.py"], timeout_s=0.1) is None
     mutant = Mutant("router/shelf/toy.py", 11, "arithmetic", TOY.index("max("), "max", "min")
@@ -230,7 +294,9 @@ def test_tests_that_do_not_end_are_ended(root: Path, tmp_path: Path) -> None:
 
 
 def test_compiled_code_does_not_hide_a_fault(root: Path, tmp_path: Path) -> None:
-    """Python compiles a module again if its size or the second of its change differs; a fault may differ in neither."""
+    """Python compiles a module again if its size or the second of its change differs; a fault may
+    differ in neither.
+    """
     copy = mutation.Copy(root, tmp_path)
     path = copy.root / "router/shelf/toy.py"
     compiled = Path(py_compile.compile(str(path), doraise=True) or "")
@@ -241,7 +307,10 @@ def test_compiled_code_does_not_hide_a_fault(root: Path, tmp_path: Path) -> None
 
 def test_the_copy_is_what_its_tests_import(root: Path, tmp_path: Path) -> None:
     """Neither an installed tramontane nor the tree itself, in which other work may go on."""
-    where = "import tramontane.router.shelf.toy as toy\n\n\ndef test_where():\n    assert {!r} in toy.__file__\n"
+    where = (
+        "import tramontane.router.shelf.toy as toy\n\n\ndef test_where():\n    assert {!r} in"
+        " toy.__file__\n"
+    )
     copy = mutation.Copy(root, tmp_path)
     for folder, status in ((copy.root, 0), (root, 1)):
         (copy.root / "tests/router/shelf/test_toy.py").write_text(where.format(f"{folder}/"))

@@ -1,4 +1,6 @@
-"""A sequence whose logits are not finite ends with an error of its own, and changes no bit of any other."""
+"""A sequence whose logits are not finite ends with an error of its own, and changes no bit of any
+other.
+"""
 
 import asyncio
 import logging
@@ -31,7 +33,14 @@ from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoi
 from tramontane.cluster.config.speculative_config import SpeculativeConfig
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, RequestOutput, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    NOT_FINITE_TOKEN,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -52,7 +61,9 @@ FAILED = TokenEvent(0, NOT_FINITE_TOKEN, FinishReason.ERROR)
 ZEROS = 0.0, 0.0  # keys and values that other sequences have left
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+)
 
 
 class Pipelines:
@@ -67,21 +78,31 @@ class Pipelines:
         return tiny_plan(ATTENTION_KINDS[kind], stages, 4, 32, **more)
 
     def stages(
-        self, kind: str, plan: PipelinePlan, kernels: AttentionKernels | None = None, left: tuple[float, float] = ZEROS
+        self,
+        kind: str,
+        plan: PipelinePlan,
+        kernels: AttentionKernels | None = None,
+        left: tuple[float, float] = ZEROS,
     ) -> list[StageWorker]:
-        """Return the stages, with these kernels or those that they have chosen, and ``left`` in their caches."""
+        """Return the stages, with these kernels or those that they have chosen, and ``left`` in
+        their caches.
+        """
         folder = self._folder / kind
         if not folder.exists():
             write_checkpoint(folder, plan.args, plant_overflow(random_model(plan.args)))
         if (kind, plan) not in self._loaded:
-            workers = [StageWorker.load(stage, folder, read_pieces=lambda: PIECES) for stage in plan.stages]
+            workers = [
+                StageWorker.load(stage, folder, read_pieces=lambda: PIECES) for stage in plan.stages
+            ]
             self._loaded[kind, plan] = [(worker, worker.backend) for worker in workers]
         for worker, backend in self._loaded[kind, plan]:
             worker.backend = replace(backend, kernels=kernels or backend.kernels)
             leave_behind(worker, *left)
         return [worker for worker, _ in self._loaded[kind, plan]]
 
-    def alone(self, kind: str, plan: PipelinePlan, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
+    def alone(
+        self, kind: str, plan: PipelinePlan, prompt: list[int], sampling: SamplingParams
+    ) -> RequestOutput:
         return _answers(self.stages(kind, plan), _scheduler(plan), [prompt], [sampling])[0]
 
 
@@ -98,9 +119,13 @@ def _scheduler(
     budget: int = 64,
     num_in_flight: int = 2,
 ) -> Scheduler:
-    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True)
+    limits = SchedulerLimits(
+        plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True
+    )
     limits = replace(limits, async_scheduling=async_scheduling, speculative=speculative)
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(4 if speculative else num_in_flight, budget))
+    return Scheduler(
+        plan.cache, limits, FixedInFlightPolicy(4 if speculative else num_in_flight, budget)
+    )
 
 
 def _answers(
@@ -124,7 +149,9 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_neighbors_keep_their_bits(pipelines: Pipelines, kind: str, kernels: str) -> None:
-    """Of 17 requests one overflows. In its place there was one before that ends with its first token, and nothing was NaN."""
+    """Of 17 requests one overflows. In its place there was one before that ends with its first
+    token, and nothing was NaN.
+    """
     plan = pipelines.plan(kind)
     wishes = [neighbor_wishes(number) for number in range(NUM_NEIGHBORS)]
     place = NUM_NEIGHBORS // 2
@@ -132,8 +159,11 @@ def test_neighbors_keep_their_bits(pipelines: Pipelines, kind: str, kernels: str
     def answers(prompt: list[int], left: tuple[float, float]) -> list[RequestOutput]:
         prompts = [*PROMPTS[:place], prompt, *PROMPTS[place:]]
         sampling = [*wishes[:place], replace(GREEDY, max_tokens=1), *wishes[place:]]
-        scheduler = _scheduler(plan, num_in_flight=1)  # so that steps are alike: PyTorch's bits depend on the company
-        return _answers(pipelines.stages(kind, plan, KERNELS[kernels], left), scheduler, prompts, sampling)
+        # so that steps are alike: PyTorch's bits depend on the company
+        scheduler = _scheduler(plan, num_in_flight=1)
+        return _answers(
+            pipelines.stages(kind, plan, KERNELS[kernels], left), scheduler, prompts, sampling
+        )
 
     harmless = random_ids(30, 77)
     expected = answers(without_trigger(with_trigger(harmless)), ZEROS)
@@ -141,14 +171,26 @@ def test_neighbors_keep_their_bits(pipelines: Pipelines, kind: str, kernels: str
     assert found.pop(place).events == (FAILED,)
     del expected[place]
     assert list(map(exact_values, found)) == list(map(exact_values, expected))
-    assert all(len(answer.events) == wish.max_tokens for answer, wish in zip(found, wishes, strict=True))
+    assert all(
+        len(answer.events) == wish.max_tokens for answer, wish in zip(found, wishes, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    ("how", "stages"), [("one after the other", 1), ("one after the other", 2), ("asynchronous", 1), ("overlapped", 1)]
+    ("how", "stages"),
+    [
+        ("one after the other", 1),
+        ("one after the other", 2),
+        ("asynchronous", 1),
+        ("overlapped", 1),
+    ],
 )
-def test_an_answer_ends_where_it_overflows(pipelines: Pipelines, caplog: pytest.LogCaptureFixture, how: str, stages: int) -> None:
-    """Its first token is the one that overflows, in the next step; with asynchronous scheduling further steps are in vain."""
+def test_an_answer_ends_where_it_overflows(
+    pipelines: Pipelines, caplog: pytest.LogCaptureFixture, how: str, stages: int
+) -> None:
+    """Its first token is the one that overflows, in the next step; with asynchronous scheduling
+    further steps are in vain.
+    """
     plan = pipelines.plan("window", stages=stages)
     scheduler = _scheduler(plan, async_scheduling=how != "one after the other")
     chain = OverlappedChain if how == "overlapped" else LocalStageChain
@@ -163,7 +205,9 @@ def test_an_answer_ends_where_it_overflows(pipelines: Pipelines, caplog: pytest.
         assert answers[number].events == (TokenEvent(0, TRIGGER), FAILED)
     assert [each.start for each in answers[3].logprobs] == [len(PROMPTS[3])]
     for number in (0, 2):
-        assert exact_values(answers[number]) == exact_values(pipelines.alone("window", plan, PROMPTS[number], wishes[number]))
+        assert exact_values(answers[number]) == exact_values(
+            pipelines.alone("window", plan, PROMPTS[number], wishes[number])
+        )
     assert sorted(_warnings(caplog)) == [
         "a sequence of request - ends with an error: the logits of its token at position "
         f"{len(PROMPTS[number]) + 1} are not finite"
@@ -176,11 +220,21 @@ def test_an_answer_ends_where_it_overflows(pipelines: Pipelines, caplog: pytest.
 def test_drafts_after_it_are_void_and_drafts_of_it_too(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch, drafted: int, stages: int
 ) -> None:
-    """Its drafts are in the same step, or in steps ahead. A wrong draft that overflows is as any wrong draft."""
+    """Its drafts are in the same step, or in steps ahead. A wrong draft that overflows is as any
+    wrong draft.
+    """
     config = SpeculativeConfig(4, 1, 2)
     plan = pipelines.plan("window", stages=stages, num_drafts=config.max_drafts())
-    wishes = [GREEDY, replace(GREEDY, logit_bias=ALWAYS), neighbor_wishes(3), replace(GREEDY, grammar=GRAMMAR, max_tokens=40)]
-    expected = [pipelines.alone("window", plan, prompt, wish) for prompt, wish in zip(PROMPTS, wishes, strict=False)]
+    wishes = [
+        GREEDY,
+        replace(GREEDY, logit_bias=ALWAYS),
+        neighbor_wishes(3),
+        replace(GREEDY, grammar=GRAMMAR, max_tokens=40),
+    ]
+    expected = [
+        pipelines.alone("window", plan, prompt, wish)
+        for prompt, wish in zip(PROMPTS, wishes, strict=False)
+    ]
     guess(monkeypatch, lambda _: drafted, share=1.0)
     scheduler = _scheduler(plan, speculative=config)
     answers = _answers(pipelines.stages("window", plan), scheduler, PROMPTS[:4], wishes)
@@ -191,12 +245,19 @@ def test_drafts_after_it_are_void_and_drafts_of_it_too(
 
 @pytest.mark.parametrize("kind", ["dense", "window"])
 def test_log_probabilities_of_a_prompt_end_it(pipelines: Pipelines, kind: str) -> None:
-    """Also where the prompt's last token, after a whole window, would not show it, and before its last chunk is computed."""
+    """Also where the prompt's last token, after a whole window, would not show it, and before its
+    last chunk is computed.
+    """
     plan = pipelines.plan(kind)
     prompt = [TRIGGER, *random_ids(150, 5, TRIGGER)]
     wish = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
     longer = replace(wish, max_tokens=40)  # than what of the prompt is in flight when it ends
-    answers = _answers(pipelines.stages(kind, plan), _scheduler(plan, budget=32), [prompt, PROMPTS[0]], [wish, longer])
+    answers = _answers(
+        pipelines.stages(kind, plan),
+        _scheduler(plan, budget=32),
+        [prompt, PROMPTS[0]],
+        [wish, longer],
+    )
     assert answers[0].events == (FAILED,)
     assert answers[0].logprobs == ()
     assert answers[1].events[-1].finish is FinishReason.LENGTH
@@ -205,9 +266,16 @@ def test_log_probabilities_of_a_prompt_end_it(pipelines: Pipelines, kind: str) -
 def test_a_grammar_is_not_advanced(pipelines: Pipelines, caplog: pytest.LogCaptureFixture) -> None:
     plan = pipelines.plan("window")
     wish = SamplingParams(max_tokens=100, temperature=1.0, seed=8, grammar=GRAMMAR)
-    answers = _answers(pipelines.stages("window", plan), _scheduler(plan), [with_trigger(PROMPTS[3]), PROMPTS[3]], [wish, wish])
+    answers = _answers(
+        pipelines.stages("window", plan),
+        _scheduler(plan),
+        [with_trigger(PROMPTS[3]), PROMPTS[3]],
+        [wish, wish],
+    )
     assert answers[0].events == (FAILED,)
-    assert exact_values(answers[1]) == exact_values(pipelines.alone("window", plan, PROMPTS[3], wish))
+    assert exact_values(answers[1]) == exact_values(
+        pipelines.alone("window", plan, PROMPTS[3], wish)
+    )
     assert len(_warnings(caplog)) == 1
 
 
@@ -224,15 +292,24 @@ def test_its_pages_are_offered_to_no_other_sequence(pipelines: Pipelines, kind: 
         running = asyncio.create_task(router.run())
         found = []
         for prompt in ([*prefix, 1], [*prefix, 2], bad, bad, [*prefix, 3], [*prefix, 3]):
-            outputs = [batch async for batch in router.generate([SequenceRequest(tuple(prompt), GREEDY)])]
-            found.append((sum(each.num_cached for each in outputs), [event for each in outputs for event in each.events]))
+            outputs = [
+                batch async for batch in router.generate([SequenceRequest(tuple(prompt), GREEDY)])
+            ]
+            found.append(
+                (
+                    sum(each.num_cached for each in outputs),
+                    [event for each in outputs for event in each.events],
+                )
+            )
             scheduler.check_integrity()
         running.cancel()
         chain.close()
         return found
 
     first, second, failed, again, after, last = asyncio.run(ask_all())
-    assert (first[0], second[0], failed[0]) == (0, 24, 24), "the prefix is cached until a sequence that begins with it overflows"
+    assert (first[0], second[0], failed[0]) == (0, 24, 24), (
+        "the prefix is cached until a sequence that begins with it overflows"
+    )
     assert failed[1] == again[1] == [FAILED]
     assert again[0] == 0, "nothing of what has overflowed is used"
     assert (after[0], last[0]) == (0, 24)
@@ -249,6 +326,11 @@ def test_minus_infinity_is_no_error(pipelines: Pipelines) -> None:
     only = torch.full((plan.args.vocab_size,), -torch.inf)
     only[7] = 3.0
     workers[0].last_stage._head = lambda hidden_TD: head(hidden_TD) * 0 + only
-    answer = _answers(workers, _scheduler(plan), [PROMPTS[1]], [replace(GREEDY, temperature=0.9, seed=1, logprobs=2)])[0]
+    answer = _answers(
+        workers,
+        _scheduler(plan),
+        [PROMPTS[1]],
+        [replace(GREEDY, temperature=0.9, seed=1, logprobs=2)],
+    )[0]
     assert [event.token_id for event in answer.events] == [7] * 12
     assert answer.logprobs[0].logprobs == (0.0,)

@@ -1,4 +1,6 @@
-"""The second run of tests is on an older processor in fact, as the libraries say, or it fails; and ``make test`` has it."""
+"""The second run of tests is on an older processor in fact, as the libraries say, or it fails; and
+``make test`` has it.
+"""
 
 import os
 import re
@@ -11,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-NEWER = {"ATen": "AVX512", "oneDNN": "Intel AVX-512", "NumPy": "AVX2 AVX512F", "OpenBLAS": "SkylakeX", "kernels in C": "avx512f"}
+NEWER = {
+    "ATen": "AVX512",
+    "oneDNN": "Intel AVX-512",
+    "NumPy": "AVX2 AVX512F",
+    "OpenBLAS": "SkylakeX",
+    "kernels in C": "avx512f",
+}
 
 
 class Started(Exception):
@@ -36,7 +44,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Mapping[st
 
 @pytest.mark.nightly
 def test_tests_run_with_the_instructions_that_are_shown(
-    started: list[tuple[list[str], Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[tuple[list[str], Mapping[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(older_processor, "instructions", lambda _: older_processor.EXPECTED)
     with pytest.raises(Started):
@@ -46,14 +56,19 @@ def test_tests_run_with_the_instructions_that_are_shown(
     assert environment["NPY_DISABLE_CPU_FEATURES"] == "AVX512F AVX512_SKX"
     assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
     assert environment.items() >= older_processor.VARIABLES.items()
-    shown = "instructions: ATen AVX2, oneDNN Intel AVX2, NumPy AVX2, OpenBLAS Haswell, kernels in C avx2\n"
+    shown = (
+        "instructions: ATen AVX2, oneDNN Intel AVX2, NumPy AVX2, OpenBLAS Haswell, kernels in C"
+        " avx2\n"
+    )
     assert capsys.readouterr().out == shown
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("library", NEWER)
 def test_nothing_runs_where_a_variable_has_no_effect(
-    library: str, started: list[tuple[list[str], Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch
+    library: str,
+    started: list[tuple[list[str], Mapping[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported = {**older_processor.EXPECTED, library: NEWER[library]}
     monkeypatch.setattr(older_processor, "instructions", lambda _: reported)
@@ -63,12 +78,22 @@ def test_nothing_runs_where_a_variable_has_no_effect(
 
 @pytest.mark.nightly
 def test_libraries_are_asked_in_the_environment_of_the_tests() -> None:
-    """Not in that of this process: on a processor with AVX2 or more OpenBLAS and the compiler can use less."""
+    """Not in that of this process: on a processor with AVX2 or more OpenBLAS and the compiler can
+    use less.
+    """
     if older_processor.platform.machine() != "x86_64":
         pytest.skip("the variables are those of x86-64")
-    older = {"OPENBLAS_CORETYPE": "Nehalem", "CC": "cc -march=x86-64", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    older = {
+        "OPENBLAS_CORETYPE": "Nehalem",
+        "CC": "cc -march=x86-64",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    }
     reported = older_processor.instructions({**os.environ, **older})
-    assert (reported["OpenBLAS"], reported["kernels in C"], reported["oneDNN"]) == ("Nehalem", "", "Intel SSE4.1")
+    assert (reported["OpenBLAS"], reported["kernels in C"], reported["oneDNN"]) == (
+        "Nehalem",
+        "",
+        "Intel SSE4.1",
+    )
 
 
 def test_make_test_runs_it() -> None:
@@ -78,7 +103,11 @@ def test_make_test_runs_it() -> None:
     listed = re.search(r"^OF_PRODUCTS = ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE)
     assert listed is not None
     text = listed[1].replace("\\\n", " ")
-    files = [f"{prefix}{name}" for prefix, names in re.findall(r"\$\(addprefix (\S+), ([^)]+)\)", text) for name in names.split()]
+    files = [
+        f"{prefix}{name}"
+        for prefix, names in re.findall(r"\$\(addprefix (\S+), ([^)]+)\)", text)
+        for name in names.split()
+    ]
     files += re.sub(r"\$\([^)]*\)", "", text).split()
     assert len(files) > 5
     assert not [file for file in files if not (ROOT / file).exists()]

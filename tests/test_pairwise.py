@@ -1,4 +1,6 @@
-"""Tests marked ``pairwise`` run with combinations that have all pairs of values, and with all combinations by an option."""
+"""Tests marked ``pairwise`` run with combinations that have all pairs of values, and with all
+combinations by an option.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,9 @@ def test_it(kind, size, low, high): ...
 """
 ROWS = {
     "full": list(product(range(4), range(3), range(5), range(2))),
-    "with holes": [row for row in product(range(4), range(3), range(5)) if row[0] != row[1] and sum(row) % 7],
+    "with holes": [
+        row for row in product(range(4), range(3), range(5)) if row[0] != row[1] and sum(row) % 7
+    ],
     "two parameters": list(product(range(4), range(3))),
     "one parameter": [(0,), (1,), (2,)],
     "one row": [(0, 0, 0)],
@@ -41,7 +45,9 @@ def test_every_pair_that_was_there_is_there(name: str) -> None:
     assert set(chosen) <= set(rows)
     assert len(set(chosen)) == len(chosen)
     assert _pairs(chosen) == _pairs(rows)
-    assert {value for row in chosen for value in enumerate(row)} == {value for row in rows for value in enumerate(row)}
+    assert {value for row in chosen for value in enumerate(row)} == {
+        value for row in rows for value in enumerate(row)
+    }
     assert {min(rows), max(rows)} <= set(chosen)
 
 
@@ -53,13 +59,19 @@ def test_few_of_many_are_chosen_and_always_the_same() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("options", "outcome"), [((), "6 passed, 6 deselected"), (("--full-products",), "12 passed")])
+@pytest.mark.parametrize(
+    ("options", "outcome"), [((), "6 passed, 6 deselected"), (("--full-products",), "12 passed")]
+)
 def test_pytest_runs_them(tmp_path: Path, options: tuple[str, ...], outcome: str) -> None:
     """Also with a fixture's parameters, and where values of two parameters are not all together."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = pairwise")
     (tmp_path / "test_small.py").write_text(A_TEST)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), *sys.path])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), *sys.path])
+    }
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert outcome in run.stdout

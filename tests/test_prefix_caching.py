@@ -1,4 +1,6 @@
-"""Prefix caching on real stages: prompts that begin alike get the tokens that they get without it."""
+"""Prefix caching on real stages: prompts that begin alike get the tokens that they get without
+it.
+"""
 
 import asyncio
 import shutil
@@ -24,10 +26,14 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.stage.stage_worker import StageWorker
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings"
+)
 WISHES = (
     SamplingParams(max_tokens=9, temperature=0.0),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(
+        max_tokens=14, temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.4
+    ),
     SamplingParams(max_tokens=6, temperature=0.7, seed=6, logprobs=2),
     SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=1, frequency_penalty=0.2),
 )
@@ -43,21 +49,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _scheduler(plan: PipelinePlan, budget: int, *, reuses_prefixes: bool) -> Scheduler:
-    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=reuses_prefixes)
+    limits = SchedulerLimits(
+        plan.max_num_seqs,
+        budget,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        reuses_prefixes=reuses_prefixes,
+    )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(2, budget))
 
 
-async def _converse(chain: LocalStageChain, scheduler: Scheduler, turns: Sequence[Turn]) -> list[list[Values]]:
+async def _converse(
+    chain: LocalStageChain, scheduler: Scheduler, turns: Sequence[Turn]
+) -> list[list[Values]]:
     """Send the prompts of each turn together, when those of the turn before have been answered."""
     router = Router(scheduler, chain)
     running = asyncio.create_task(router.run())
 
     async def one(number: int, prompt: tuple[int, ...]) -> Values:
-        spec = SequenceRequest(prompt, WISHES[number % len(WISHES)], cache_salt=str(number % 5 == 4))
+        spec = SequenceRequest(
+            prompt, WISHES[number % len(WISHES)], cache_salt=str(number % 5 == 4)
+        )
         return exact_values(merge_outputs([batch async for batch in router.generate([spec])]))
 
     try:
-        return [list(await asyncio.gather(*(one(*pair) for pair in enumerate(turn)))) for turn in turns]
+        return [
+            list(await asyncio.gather(*(one(*pair) for pair in enumerate(turn)))) for turn in turns
+        ]
     finally:
         scheduler.check_integrity()
         running.cancel()
@@ -79,7 +97,9 @@ def _answers(
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Turn]:
-    """Return turns whose prompts begin with a common text, or with one of the turn before, or with parts of these."""
+    """Return turns whose prompts begin with a common text, or with one of the turn before, or with
+    parts of these.
+    """
     texts = [random_ids(draw(st.integers(1, 90)), seed) for seed in range(2)]
     turns: list[Turn] = []
     for turn in range(draw(st.integers(1, 3))):
@@ -112,7 +132,9 @@ def test_the_same_answers_with_and_without(
     max_num_seqs: int,
     is_scarce: bool,
 ) -> None:
-    """Of several turns, windows, page sizes, chunks; scarce pages are taken from cached ones, and sequences are preempted."""
+    """Of several turns, windows, page sizes, chunks; scarce pages are taken from cached ones, and
+    sequences are preempted.
+    """
     plan = tiny_plan(ATTENTION_KINDS[kind], stages, page_size, max_num_seqs)
     plan = with_scarce_pages(plan) if is_scarce else plan
     expected, num_hit = _answers(folders[kind], plan, budget, turns, reuses=False)
@@ -122,8 +144,12 @@ def test_the_same_answers_with_and_without(
 
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
-def test_a_conversation_finds_nearly_all_of_it(folders: dict[str, Path], kind: str, page_size: int) -> None:
-    """With a window, too, which the conversation is far longer than: all but the last page of each turn before."""
+def test_a_conversation_finds_nearly_all_of_it(
+    folders: dict[str, Path], kind: str, page_size: int
+) -> None:
+    """With a window, too, which the conversation is far longer than: all but the last page of each
+    turn before.
+    """
     plan, text = tiny_plan(ATTENTION_KINDS[kind], 2, page_size), random_ids(240, seed=1)
     turns = [[tuple(text[:length])] for length in (60, 120, 180, 240)]
     expected, _ = _answers(folders[kind], plan, 64, turns, reuses=False)
@@ -138,7 +164,9 @@ def test_fences_forget_everything(folders: dict[str, Path]) -> None:
     prompt = tuple(random_ids(50, seed=2))
     answers = []
     for _ in range(2):  # a new process of the stage: its caches are lost
-        chain = LocalStageChain([StageWorker.load(stage, folders["window"]) for stage in plan.stages])
+        chain = LocalStageChain(
+            [StageWorker.load(stage, folders["window"]) for stage in plan.stages]
+        )
         try:
             scheduler.epoch = -1
             answers.append(asyncio.run(_converse(chain, scheduler, [[prompt], [prompt]])))
@@ -149,7 +177,11 @@ def test_fences_forget_everything(folders: dict[str, Path]) -> None:
 
 
 def test_threads_do_not_matter(folders: dict[str, Path]) -> None:
-    before, plan, text = torch.get_num_threads(), tiny_plan(ATTENTION_KINDS["interleaved"], 1, 4), random_ids(150, seed=3)
+    before, plan, text = (
+        torch.get_num_threads(),
+        tiny_plan(ATTENTION_KINDS["interleaved"], 1, 4),
+        random_ids(150, seed=3),
+    )
     torch.set_num_threads(2)
     try:
         turns = [[tuple(text[:100])], [tuple(text), tuple(text[:130])]]

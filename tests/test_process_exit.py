@@ -1,4 +1,5 @@
-"""A run of tests ends with its own status, and with all that it writes, also where native code would crash at its end.
+"""A run of tests ends with its own status, and with all that it writes, also where native code
+would crash at its end.
 
 Threads that a test takes are not those of the next.
 """
@@ -40,26 +41,40 @@ def test_fails(): assert False
 """
 
 
-def _run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
+def _run(
+    *arguments: str, folder: Path, stdout: int = subprocess.PIPE
+) -> "subprocess.CompletedProcess[str]":
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment = buffered | {
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH": os.pathsep.join(
+            [str(SUPPORT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
+        )
     }
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
 
 
 @pytest.mark.parametrize(("chosen", "status"), [("passes", 0), ("fails", 1)])
 def test_a_run_of_tests_ends_with_its_own_status(tmp_path: Path, chosen: str, status: int) -> None:
     (tmp_path / "test_small.py").write_text(A_RUN)
-    run = _run("-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-k", chosen, folder=tmp_path)
+    run = _run(
+        "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-k", chosen, folder=tmp_path
+    )
     assert run.returncode == status, run.stderr
     assert {"passes": "2 passed", "fails": "1 failed"}[chosen] in run.stdout
     assert run.stdout.endswith("a thread's word\nlast word\n")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="only Linux has a disk that is always full"
+)
 def test_what_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         script = "from process_exit import exit_process\nprint('word')\nexit_process(0)"

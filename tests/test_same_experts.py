@@ -1,4 +1,6 @@
-"""However the work is cut, a token's experts are those that the gate scores best, and each token's are reported once."""
+"""However the work is cut, a token's experts are those that the gate scores best, and each token's
+are reported once.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -34,15 +36,21 @@ def _by_layer(answer: RequestOutput) -> dict[int, list[list[int]]]:
     return reported
 
 
-def _check(args: ModelArgs, prompts: list[list[int]], answers: list[RequestOutput], layers: tuple[int, ...]) -> None:
+def _check(
+    args: ModelArgs, prompts: list[list[int]], answers: list[RequestOutput], layers: tuple[int, ...]
+) -> None:
     weights = random_model(args).state_dict()
     for prompt, answer in zip(prompts, answers, strict=True):
         reported = _by_layer(answer)
         assert sorted(reported) == sorted(layers)
-        assert_best_experts(weights, args, prompt + [event.token_id for event in answer.events[:-1]], reported)
+        assert_best_experts(
+            weights, args, prompt + [event.token_id for event in answer.events[:-1]], reported
+        )
 
 
-def _answers(chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
+def _answers(
+    chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams
+) -> list[RequestOutput]:
     return asyncio.run(run_answers(chain, scheduler, prompts, sampling))
 
 
@@ -77,7 +85,9 @@ def test_experts_are_only_reported_on_request_also_next_to_a_request_for_them() 
     async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)
         running = asyncio.create_task(router.run())
-        answers = await asyncio.gather(*(one(router, *requested) for requested in zip(prompts, wishes, strict=True)))
+        answers = await asyncio.gather(
+            *(one(router, *requested) for requested in zip(prompts, wishes, strict=True))
+        )
         running.cancel()
         return answers
 
@@ -87,11 +97,16 @@ def test_experts_are_only_reported_on_request_also_next_to_a_request_for_them() 
 
 
 def test_a_sequence_that_is_computed_again_is_not_reported_again() -> None:
-    """Pages for the prompts, but not for the answers: some sequences give theirs back in the middle."""
+    """Pages for the prompts, but not for the answers: some sequences give theirs back in the
+    middle.
+    """
     args = tiny_args(window=None, n_layers=4)
     roomy = tiny_plan(args, 2, 4)
     classes = tuple(replace(c, num_pages=150) for c in roomy.cache.classes)
-    scarce = replace(roomy, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages))
+    scarce = replace(
+        roomy,
+        stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages),
+    )
     prompts = [random_ids(12, seed) for seed in range(12)]
     with_experts = SamplingParams(max_tokens=40, temperature=0.0, return_experts=(1, 3))
     scheduler = scheduler_for(scarce, 64)
@@ -105,6 +120,10 @@ def test_experts_elsewhere_are_chosen_here(tmp_path: Path, num_stages: int, max_
     """Several micro-batches open in a stage at once keep what was requested of them apart."""
     plan = tiny_plan(ARGS, num_stages)
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
-    with ping_pong_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
-        answers = _answers(chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, WITH_EXPERTS)
+    with ping_pong_chain(
+        plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open
+    ) as chain:
+        answers = _answers(
+            chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, WITH_EXPERTS
+        )
     _check(ARGS, CHOSEN, answers, WITH_EXPERTS.return_experts)

@@ -1,4 +1,6 @@
-"""A prompt is accepted or refused, with the same words, by HTTP, gRPC, ``tramontane generate``, ``LLM`` and the router."""
+"""A prompt is accepted or refused, with the same words, by HTTP, gRPC, ``tramontane generate``,
+``LLM`` and the router.
+"""
 
 import asyncio
 import json
@@ -42,7 +44,11 @@ def _results(folder: Path, prompt: Given) -> list[str | tuple[int, ...]]:
         return spec.prompt_ids
 
     is_text = isinstance(prompt, str)
-    message = pb.GenerateRequest(text=prompt) if is_text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
+    message = (
+        pb.GenerateRequest(text=prompt)
+        if is_text
+        else pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
+    )
     interfaces = [
         lambda: complete(parse_completion(json.dumps({"prompt": prompt}).encode())),
         lambda: complete(parse_generate(message)),
@@ -53,7 +59,9 @@ def _results(folder: Path, prompt: Given) -> list[str | tuple[int, ...]]:
     else:
         sequence = LiveSequence(0, tuple(prompt), SamplingParams(), max_len=CONTEXT)
         limits = SchedulerLimits(8, 512, CONTEXT, args.vocab_size)
-        interfaces.append(lambda: validate_sequence(sequence, limits, PageAllocator(CachePlan(16, ()))))
+        interfaces.append(
+            lambda: validate_sequence(sequence, limits, PageAllocator(CachePlan(16, ())))
+        )
     results: list[str | tuple[int, ...]] = []
     for interface in interfaces:
         try:
@@ -66,7 +74,9 @@ def _results(folder: Path, prompt: Given) -> list[str | tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def folder_without_bos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("without_bos")
-    (folder / "config.json").write_text(json.dumps(json.loads((DEMO_MODEL / "config.json").read_text()) | {"vocab_size": 40_000}))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((DEMO_MODEL / "config.json").read_text()) | {"vocab_size": 40_000})
+    )
     written = json_of_sentencepiece(SENTENCEPIECE["v1"]) | {"post_processor": None}
     (folder / "tokenizer.json").write_text(json.dumps(written))
     return folder
@@ -84,7 +94,9 @@ def test_a_space_is_a_prompt() -> None:
 
 
 def test_an_empty_text_without_any_token_is_refused(folder_without_bos: Path) -> None:
-    assert _results(folder_without_bos, "") == ["the prompt is empty; give it at least one token"] * 4
+    assert (
+        _results(folder_without_bos, "") == ["the prompt is empty; give it at least one token"] * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,12 +107,23 @@ def test_an_empty_text_without_any_token_is_refused(folder_without_bos: Path) ->
             f"the prompt has {CONTEXT} tokens; with a context of {CONTEXT} positions it may have",
         ),
         ([5, 1000], "the prompt has token id 1000; the model's vocabulary has the ids 0 to 999"),
-        ("la " * CONTEXT, f"tokens; with a context of {CONTEXT} positions it may have at most {CONTEXT - 1}"),
-        ("la " * 10**6, f"the prompt: a text of 3000000 characters is too long; there is room for {CONTEXT} tokens"),
+        (
+            "la " * CONTEXT,
+            f"tokens; with a context of {CONTEXT} positions it may have at most {CONTEXT - 1}",
+        ),
+        (
+            "la " * 10**6,
+            (
+                f"the prompt: a text of 3000000 characters is too long; there is room for {CONTEXT}"
+                " tokens"
+            ),
+        ),
     ],
     ids=["too many ids", "unknown id", "too many tokens", "too many characters"],
 )
-def test_what_cannot_be_generated_from_is_refused_with_the_same_words(prompt: Given, message: str) -> None:
+def test_what_cannot_be_generated_from_is_refused_with_the_same_words(
+    prompt: Given, message: str
+) -> None:
     first, *others = _results(DEMO_MODEL, prompt)
     assert message in first
     assert others == [first] * len(others)

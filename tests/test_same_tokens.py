@@ -1,4 +1,6 @@
-"""However the work is cut - stages, chunks, pages, company - the tokens are those of the plain loop."""
+"""However the work is cut - stages, chunks, pages, company - the tokens are those of the plain
+loop.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +46,8 @@ def _weights(kind: str) -> dict[str, torch.Tensor]:
     return random_model(KINDS[kind]).state_dict()
 
 
-# Every value of every dimension at least once, the interesting pairs together; not the full product.
+# Every value of every dimension at least once, the interesting pairs together; not the full
+# product.
 CASES = [
     ("mixtral", 1, 4096, 16, True),
     ("mixtral", 2, 64, 16, True),
@@ -66,24 +69,39 @@ CASES = [
 @pytest.mark.parametrize(("kind", "stages", "budget", "page_size", "together"), CASES)
 def test_same_tokens(kind: str, stages: int, budget: int, page_size: int, together: bool) -> None:
     args = KINDS[kind]
-    chosen = [i for i, p in enumerate(PROMPTS) if budget > 7 or len(p) <= (130 if budget == 7 else 65)]
+    chosen = [
+        i for i, p in enumerate(PROMPTS) if budget > 7 or len(p) <= (130 if budget == 7 else 65)
+    ]
     plan = tiny_plan(args, stages, page_size)
     workers = split_model(random_model(args), plan)
-    outputs = run_in_process(plan, workers, [PROMPTS[i] for i in chosen], budget=budget, together=together)
+    outputs = run_in_process(
+        plan, workers, [PROMPTS[i] for i in chosen], budget=budget, together=together
+    )
     for i, output in zip(chosen, outputs, strict=True):
-        assert_same_tokens(f"{kind}, prompt of {len(PROMPTS[i])}", output, _expected(kind, i, tuple(output)))
+        assert_same_tokens(
+            f"{kind}, prompt of {len(PROMPTS[i])}", output, _expected(kind, i, tuple(output))
+        )
 
 
 @pytest.mark.parametrize("kind", ["full", "interleaved"])
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=8, temperature=1.0, seed=5)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(max_tokens=8, temperature=1.0, seed=5)]
+)
 def test_same_tokens_where_sequences_are_preempted(kind: str, sampling: SamplingParams) -> None:
-    """Short prompts with pages for their prompts, but not for their answers: some give theirs back and are computed again."""
+    """Short prompts with pages for their prompts, but not for their answers: some give theirs back
+    and are computed again.
+    """
     args = KINDS[kind]
     prompts = [random_ids(12, seed) for seed in range(12)]
     longer = SamplingParams(40, sampling.temperature, seed=sampling.seed)
     roomy = tiny_plan(args, 2, 4)
-    classes = tuple(replace(c, num_pages=c.num_pages if c.window else 150) for c in roomy.cache.classes)
-    scarce = replace(roomy, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages))
+    classes = tuple(
+        replace(c, num_pages=c.num_pages if c.window else 150) for c in roomy.cache.classes
+    )
+    scarce = replace(
+        roomy,
+        stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages),
+    )
     model = random_model(args)
     outputs = []
     for plan in (roomy, scarce):
@@ -121,13 +139,24 @@ def test_any_geometry(
     model = random_model(args)
     plan = tiny_plan(args, stages, page_size, max_num_seqs)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
-    outputs = run_in_process(plan, split_model(model, plan), prompts, sampling, budget=budget, max_in_flight=max_in_flight)
+    outputs = run_in_process(
+        plan,
+        split_model(model, plan),
+        prompts,
+        sampling,
+        budget=budget,
+        max_in_flight=max_in_flight,
+    )
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert_same_tokens(f"prompt of {len(prompt)}", output, greedy(model.state_dict(), args, prompt, 4, output))
+        assert_same_tokens(
+            f"prompt of {len(prompt)}", output, greedy(model.state_dict(), args, prompt, 4, output)
+        )
 
 
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mixtral-8x7b"])
-def test_random_weights_give_the_tokens_of_the_random_checkpoint_on_any_number_of_stages(tmp_path: Path, name: str) -> None:
+def test_random_weights_give_the_tokens_of_the_random_checkpoint_on_any_number_of_stages(
+    tmp_path: Path, name: str
+) -> None:
     args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     sources: tuple[WeightSource, ...] = (tmp_path / "model", RandomWeights())
@@ -145,14 +174,22 @@ def test_seeded_sampling_is_the_same_however_it_is_cut() -> None:
     args = KINDS["mixtral"]
     prompts = [p for p in PROMPTS if len(p) <= 65]
     sampling = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, top_k=40, seed=11)
-    outputs = [_sampled(args, prompts, sampling, *cut) for cut in ((1, 4096, True), (4, 7, True), (2, 64, False))]
+    outputs = [
+        _sampled(args, prompts, sampling, *cut)
+        for cut in ((1, 4096, True), (4, 7, True), (2, 64, False))
+    ]
     assert outputs[0] == outputs[1] == outputs[2]
     other = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, top_k=40, seed=12)
     assert _sampled(args, prompts, other, 1, 4096, True) != outputs[0]
 
 
 def _sampled(
-    args: ModelArgs, prompts: list[list[int]], sampling: SamplingParams, stages: int, budget: int, together: bool
+    args: ModelArgs,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    stages: int,
+    budget: int,
+    together: bool,
 ) -> list[list[int]]:
     plan = tiny_plan(args, stages)
     workers = split_model(random_model(args), plan)
@@ -165,10 +202,14 @@ def _sampled(
     page_size=st.sampled_from([1, 3, 16]),
     sizes=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=2, max_size=4),
 )
-def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_size: int, sizes: list[list[int]]) -> None:
-    """Any interleaving of chunks, also ones our scheduler would not make: several prompts continue in the same step.
+def test_chunks_of_many_sequences_in_one_micro_batch(
+    window: int | None, page_size: int, sizes: list[list[int]]
+) -> None:
+    """Any interleaving of chunks, also ones our scheduler would not make: several prompts continue
+    in the same step.
 
-    ``sizes[s][i]`` tokens of sequence s go into micro-batch i; every chunk's next token must be the reference's.
+    ``sizes[s][i]`` tokens of sequence s go into micro-batch i; every chunk's next token must be the
+    reference's.
     """
     args = tiny_args(n_layers=2, window=window, max_seq_len=256)
     plan = tiny_plan(args, 1, page_size)
@@ -181,9 +222,15 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
     assert all(allocator.reserve_for_admission(s) for s in sequences)
     best = {s: reference_logits(model.state_dict(), args, p) for s, p in enumerate(prompts) if p}
     for step in range(max(map(len, sizes))):
-        going = [(s, size[step]) for s, size in zip(sequences, sizes, strict=True) if step < len(size) and size[step]]
+        going = [
+            (s, size[step])
+            for s, size in zip(sequences, sizes, strict=True)
+            if step < len(size) and size[step]
+        ]
         chunks = [_next_chunk(sequence, allocator, num_tokens) for sequence, num_tokens in going]
-        batch = MicroBatch(0, worker.next_step_id, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
+        batch = MicroBatch(
+            0, worker.next_step_id, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1))
+        )
         if not chunks:
             continue
         result = worker.step(batch, None)

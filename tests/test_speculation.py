@@ -16,7 +16,9 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +31,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _scheduler(plan: PipelinePlan, budget: int, config: SpeculativeConfig | None) -> Scheduler:
     limits = SchedulerLimits(
-        plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True, speculative=config
+        plan.max_num_seqs,
+        budget,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        reuses_prefixes=True,
+        speculative=config,
     )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(4, budget))
 
 
 def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: float) -> None:
     """Draft from these answers, each token rightly with this probability."""
-    texts = [(*prompt, *token_ids) for prompt, ((token_ids, _), *_) in zip(PROMPTS, answers, strict=True)]
+    texts = [
+        (*prompt, *token_ids) for prompt, ((token_ids, _), *_) in zip(PROMPTS, answers, strict=True)
+    ]
 
     def next_token(text: Sequence[int]) -> int:
         known = tuple(text)
-        return next((each[len(known)] for each in texts if each[: len(known)] == known and len(each) > len(known)), WRONG)
+        return next(
+            (
+                each[len(known)]
+                for each in texts
+                if each[: len(known)] == known and len(each) > len(known)
+            ),
+            WRONG,
+        )
 
     guess(patch, next_token, share)
 
@@ -56,11 +72,26 @@ def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: flo
 )
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_the_same_answers_with_and_without(
-    folders: dict[str, Path], kind: str, share: float, num_drafts: int, stages: int, page_size: int, budget: int, is_scarce: bool
+    folders: dict[str, Path],
+    kind: str,
+    share: float,
+    num_drafts: int,
+    stages: int,
+    page_size: int,
+    budget: int,
+    is_scarce: bool,
 ) -> None:
-    """Greedy, seeded, penalized, with grammars and log-probabilities, packed together; with scarce pages some are preempted."""
+    """Greedy, seeded, penalized, with grammars and log-probabilities, packed together; with scarce
+    pages some are preempted.
+    """
     args, config = ATTENTION_KINDS[kind], SpeculativeConfig(num_drafts, 1, 2)
-    plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=config.max_drafts())
+    plan = tiny_plan(
+        args,
+        min(stages, 3) if args.sparse else stages,
+        page_size,
+        16,
+        num_drafts=config.max_drafts(),
+    )
     plan = with_scarce_pages(plan) if is_scarce else plan
     expected = answers_of(folders[kind], plan, _scheduler(plan, budget, None))
     scheduler = _scheduler(plan, budget, config)
@@ -70,9 +101,13 @@ def test_the_same_answers_with_and_without(
     counts = scheduler.draft_counts
     assert counts.num_draft_tokens > 0
     if share == 1.0:
-        assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, "the last ones may follow the end of an answer"
+        assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, (
+            "the last ones may follow the end of an answer"
+        )
     if share == 0.0:
-        assert counts.num_accepted_tokens < counts.num_draft_tokens / 10, "a wrong one may be sampled all the same"
+        assert counts.num_accepted_tokens < counts.num_draft_tokens / 10, (
+            "a wrong one may be sampled all the same"
+        )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
@@ -85,5 +120,7 @@ def test_the_same_answer_of_a_stream_whose_drafts_go_ahead(
     _guess_from(monkeypatch, expected, share)
     ahead = count_ahead(monkeypatch)
     for number in (0, 1):  # greedy and seeded
-        assert answers_of(folders["window"], plan, _scheduler(plan, 64, config), (number,)) == [expected[number]]
+        assert answers_of(folders["window"], plan, _scheduler(plan, 64, config), (number,)) == [
+            expected[number]
+        ]
     assert ahead

@@ -10,12 +10,21 @@ from tramontane.cluster.console import batch_client, server_client
 from tramontane.cluster.deploy import k8s_pods
 from tramontane.cluster.http import failover
 from tramontane.cluster.pipeline import stage_chain
-from tramontane.cluster.serving import app, draining, remote_routers, retry_policy, router_queries, server, token_channel
+from tramontane.cluster.serving import (
+    app,
+    draining,
+    remote_routers,
+    retry_policy,
+    router_queries,
+    server,
+    token_channel,
+)
 from tramontane.router.batch import claims, ingest, submissions
 from tramontane.router.engine import in_flight
 
 RENEWAL_S = supervisor_client.RENEW_INTERVAL_S + supervisor_client.LEASE_CALL_TIMEOUT_S
-DEAD_REPLICA_S = 3 * (app.HEALTH_CHECK_INTERVAL_S + app.HEALTH_CHECK_TIMEOUT_S)  # Ray Serve replaces it after three checks
+# Ray Serve replaces it after three checks
+DEAD_REPLICA_S = 3 * (app.HEALTH_CHECK_INTERVAL_S + app.HEALTH_CHECK_TIMEOUT_S)
 
 # Seconds, in ascending order.
 ASCENDING: dict[str, list[float]] = {
@@ -53,7 +62,10 @@ ASCENDING: dict[str, list[float]] = {
         remote_routers.ACCEPT_TIMEOUT_S,
         remote_routers.SILENT_ROUTER_TTL_S,
     ],
-    "a dead replica is replaced before requests are given up": [DEAD_REPLICA_S, retry_policy.ADMISSION_TIMEOUT_S],
+    "a dead replica is replaced before requests are given up": [
+        DEAD_REPLICA_S,
+        retry_policy.ADMISSION_TIMEOUT_S,
+    ],
     "another ingress is asked only if one refuses before it has tried for long by itself": [
         failover.QUICK_FAILURE_S,
         failover.MAX_ATTEMPT_S,
@@ -75,7 +87,10 @@ ASCENDING: dict[str, list[float]] = {
         stage_chain.HEALTH_TIMEOUT_S + hang_detector.KILL_TIMEOUT_S,
         stage_chain.RESCUE_TIMEOUT_S,
     ],
-    "a hang is looked for more often than it can occur": [in_flight.WATCH_INTERVAL_S, hang_detector.START_TIMEOUT_S],
+    "a hang is looked for more often than it can occur": [
+        in_flight.WATCH_INTERVAL_S,
+        hang_detector.START_TIMEOUT_S,
+    ],
     "the cause of a death is waited for as long as Ray needs to report it": [
         1.6,
         stage_chain.CAUSE_POLLS * stage_chain.CAUSE_POLL_S,
@@ -94,7 +109,10 @@ ASCENDING: dict[str, list[float]] = {
         node_watch.ACK_TIMEOUT_S,
         node_watch.RECENT_DEATH_S,
     ],
-    "lines are added long before a submission counts as dead": [2 * ingest.ADD_INTERVAL_S, submissions.TAKEOVER_TIMEOUT_S],
+    "lines are added long before a submission counts as dead": [
+        2 * ingest.ADD_INTERVAL_S,
+        submissions.TAKEOVER_TIMEOUT_S,
+    ],
     "a runner's lease is renewed while a router that has gone silent is noticed": [
         token_channel.SILENCE_TIMEOUT_S,
         claims.LEASE_S,
@@ -114,7 +132,9 @@ def test_bounds_of_time_ascend(reason: str) -> None:
     bounds_s = ASCENDING[reason]
     assert bounds_s[0] > 0
     assert all(shorter < longer for shorter, longer in pairwise(bounds_s)), bounds_s
-    assert bounds_s[-1] <= 600, "nothing is waited for longer than for weights to load, or for a server to drain"
+    assert bounds_s[-1] <= 600, (
+        "nothing is waited for longer than for weights to load, or for a server to drain"
+    )
 
 
 def test_pauses_between_ingresses_grow() -> None:

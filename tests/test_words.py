@@ -22,11 +22,14 @@ KEPT = {
     "tests/support/chaos_load.py": {"neighbour"},
     "tests/support/postgres.py": {"nobody"},  # a user of the system
 }
-OF_THE_LIST = {"tests/support/unwanted_words.py", "tests/test_words.py", "tests/test_docs.py"}  # which name the words themselves
+# which name the words themselves
+OF_THE_LIST = {"tests/support/unwanted_words.py", "tests/test_words.py", "tests/test_docs.py"}
 
 
 def unwanted_words(text: str, kept: set[str]) -> list[str]:
-    """Return the unwanted words of a file, one line each; names are read as the words that they consist of."""
+    """Return the unwanted words of a file, one line each; names are read as the words that they
+    consist of.
+    """
     found = find_unwanted(BETWEEN_WORDS.sub(" ", text))
     return [f"line {number}: {word}" for number, word in found if word.lower() not in kept]
 
@@ -34,9 +37,14 @@ def unwanted_words(text: str, kept: set[str]) -> list[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_code_uses_the_words_of_the_field(folder: str) -> None:
     files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
-    names = {path: name for path in files if (name := str(path.relative_to(ROOT))) not in OF_THE_LIST}
+    names = {
+        path: name for path in files if (name := str(path.relative_to(ROOT))) not in OF_THE_LIST
+    }
     assert names
-    found = {name: unwanted_words(path.read_text(encoding="utf-8"), KEPT.get(name, set())) for path, name in names.items()}
+    found = {
+        name: unwanted_words(path.read_text(encoding="utf-8"), KEPT.get(name, set()))
+        for path, name in names.items()
+    }
     assert not {name: words for name, words in found.items() if words}
 
 
@@ -44,8 +52,22 @@ def test_the_code_uses_the_words_of_the_field(folder: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("# Nobody waits", "the door\n", '"told"', "It goes on", "beside it", "for ever and a day", "let colours"),
-        *("Nobody_waits", "num_told = 0", "class VanishingDoors:", "test_what_goes_on", "_in_house(1)"),
+        *(
+            "# Nobody waits",
+            "the door\n",
+            '"told"',
+            "It goes on",
+            "beside it",
+            "for ever and a day",
+            "let colours",
+        ),
+        *(
+            "Nobody_waits",
+            "num_told = 0",
+            "class VanishingDoors:",
+            "test_what_goes_on",
+            "_in_house(1)",
+        ),
         *("it goes\non", "# the step goes\n    # on alone", "/* for\n * ever */"),
     ],
 )
@@ -55,10 +77,15 @@ def test_a_planted_word_is_found(text: str) -> None:
 
 @pytest.mark.nightly
 def test_the_line_of_a_planted_word_is_named() -> None:
-    assert unwanted_words("x = 1\n# it goes\n# on here\n# Told", set()) == ["line 2: goes on", "line 4: Told"]
+    assert unwanted_words("x = 1\n# it goes\n# on here\n# Told", set()) == [
+        "line 2: goes on",
+        "line 4: Told",
+    ]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("text", ["indoors", "besides", "forever", "x.untold", "household", "toldo"])
+@pytest.mark.parametrize(
+    "text", ["indoors", "besides", "forever", "x.untold", "household", "toldo"]
+)
 def test_other_words_are_no_fault(text: str) -> None:
     assert unwanted_words(text, set()) == []

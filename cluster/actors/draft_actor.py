@@ -40,14 +40,22 @@ class DraftActor(WorkerActor["DraftModel"]):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
-        worker = StageWorker.load(self._plan, settings.weights, settings.device, self._on_tensor, on_activity=self._on_activity)
+        worker = StageWorker.load(
+            self._plan,
+            settings.weights,
+            settings.device,
+            self._on_tensor,
+            on_activity=self._on_activity,
+        )
         return DraftModel(worker)
 
     def _exporter(self) -> Callable[[], None]:
         return lambda: None  # its work shows in the metrics of drafts
 
     @ray.method(enable_task_events=False, concurrency_group="drafting")
-    def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+    def draft(
+        self, requests: Sequence[DraftRequest], ended: Sequence[int]
+    ) -> list[tuple[int, ...] | None]:
         """Return drafts of each request; see ``DraftModel.draft``."""
         import torch
 
@@ -72,12 +80,18 @@ class DraftActor(WorkerActor["DraftModel"]):
 
 
 def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle[Any]:
-    """Create the named, detached actor of the draft model in its bundle, or return the one that exists."""
+    """Create the named, detached actor of the draft model in its bundle, or return the one that
+    exists.
+    """
     assert spec.draft_model is not None
-    actor: Any = ray.remote(concurrency_groups={"control": 2, "drafting": 1}, max_restarts=-1, max_task_retries=0)(DraftActor)  # type: ignore[call-overload]
+    actor: Any = ray.remote(
+        concurrency_groups={"control": 2, "drafting": 1}, max_restarts=-1, max_task_retries=0
+    )(DraftActor)  # type: ignore[call-overload]
     options = bundle_options(spec, spec.bundle_of_draft_model, group) | {"name": spec.draft_name}
     draft_model = spec.draft_model
-    settings = replace(spec.worker_settings, weights=draft_model.weights, fingerprint=draft_model.fingerprint)
+    settings = replace(
+        spec.worker_settings, weights=draft_model.weights, fingerprint=draft_model.fingerprint
+    )
     return cast("ActorHandle[Any]", actor.options(**options).remote(draft_model, settings))
 
 
@@ -88,8 +102,11 @@ class RayDraftModel:
         self._name = name
         self._actor: ActorHandle[Any] | None = None
 
-    async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """Call the actor. Raises PipelineError if it cannot be reached or does not answer within ``CALL_TIMEOUT_S``.
+    async def draft(
+        self, requests: Sequence[DraftRequest], ended: Sequence[int]
+    ) -> list[tuple[int, ...] | None]:
+        """Call the actor. Raises PipelineError if it cannot be reached or does not answer within
+        ``CALL_TIMEOUT_S``.
 
         Then it gets a new process, unless it is only loading.
         """
@@ -97,13 +114,19 @@ class RayDraftModel:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
-                answer: list[tuple[int, ...] | None] = await self._actor.draft.remote(list(requests), list(ended))
+                answer: list[tuple[int, ...] | None] = await self._actor.draft.remote(
+                    list(requests), list(ended)
+                )
                 return answer
         except (RayError, TimeoutError, ValueError) as error:
             actor, self._actor = self._actor, None  # another one may have its name
             if isinstance(error, TimeoutError) and actor is not None:
-                await asyncio.to_thread(replace_hung_workers, {self._name: actor}, CALL_TIMEOUT_S / 2)
-            raise PipelineError(f"the draft model does not answer: {ray_error_message(error)}") from error
+                await asyncio.to_thread(
+                    replace_hung_workers, {self._name: actor}, CALL_TIMEOUT_S / 2
+                )
+            raise PipelineError(
+                f"the draft model does not answer: {ray_error_message(error)}"
+            ) from error
 
 
 def draft_port(spec: PipelineSpec) -> RayDraftModel | None:

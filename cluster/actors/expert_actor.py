@@ -1,4 +1,6 @@
-"""The Ray actor that holds experts outside the stages, and the movement of experts between such actors."""
+"""The Ray actor that holds experts outside the stages, and the movement of experts between such
+actors.
+"""
 
 import itertools
 import time
@@ -31,14 +33,18 @@ RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an Ex
 
 @dataclass(frozen=True, slots=True)
 class ExpertHealth(WorkerHealth):
-    """Health and work since loading: seconds for which experts computed, and rows that they were given."""
+    """Health and work since loading: seconds for which experts computed, and rows that they were
+    given.
+    """
 
     busy_s: float
     num_rows: int
 
 
 class ExpertActor(WorkerActor["ExpertWorker"]):
-    """An ``ExpertWorker`` behind Ray. It keeps no state between calls, so that a repeated one does no harm."""
+    """An ``ExpertWorker`` behind Ray. It keeps no state between calls, so that a repeated one does
+    no harm.
+    """
 
     def __init__(self, experts: ExpertActorRefs, actor_id: int, settings: WorkerSettings) -> None:
         if settings.logs is not None:
@@ -54,10 +60,14 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         from tramontane.workers.links.gpu_channel import channel_factory_for
 
         settings = self._settings
-        worker = ExpertWorker.load(self._plan, self._actor_id, settings.weights, settings.device, self._on_tensor)
+        worker = ExpertWorker.load(
+            self._plan, self._actor_id, settings.weights, settings.device, self._on_tensor
+        )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         channels = channel_factory_for(worker.device)
-        self._server = ExpertServer(worker, self._plan, host, channels, settings.threads, self._failure_guard.guard)
+        self._server = ExpertServer(
+            worker, self._plan, host, channels, settings.threads, self._failure_guard.guard
+        )
         return worker
 
     def _exporter(self) -> Callable[[], None]:
@@ -70,8 +80,11 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         return (self._worker.busy_s, self._worker.num_rows) if self._worker else (0.0, 0)
 
     @ray.method(enable_task_events=False)
-    def run(self, call: RunMessage, rows: Any) -> tuple[float, Any]:  # noqa: ANN401 - bytes as an array, without importing torch
-        """Compute a call over the object store; return the seconds and the result rows. Raises ExpertRelocatedError."""
+    # bytes as an array, without importing torch
+    def run(self, call: RunMessage, rows: Any) -> tuple[float, Any]:
+        """Compute a call over the object store; return the seconds and the result rows. Raises
+        ExpertRelocatedError.
+        """
         import torch
 
         from tramontane.workers.device.pinned_memory import to_device, to_host
@@ -87,7 +100,8 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 
     @ray.method(concurrency_group="control")
     def open_link(self, calls: "Address") -> "Address":
-        """Open a direct link to a stage, whose calls come from ``calls``; return the address of the replies.
+        """Open a direct link to a stage, whose calls come from ``calls``; return the address of the
+        replies.
 
         Raises ExpertUnavailableError while this actor loads, or the error that prevented loading.
         """
@@ -109,7 +123,10 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         """Unload all experts but these."""
         worker = self._wait_until_loaded()
         worker.unload_experts(kept)
-        self._weight_bytes, self._bytes_loaded = len(kept) * self._plan.expert_bytes, worker.num_bytes
+        self._weight_bytes, self._bytes_loaded = (
+            len(kept) * self._plan.expert_bytes,
+            worker.num_bytes,
+        )
 
     @ray.method(concurrency_group="control")
     def health(self) -> ExpertHealth:
@@ -121,21 +138,32 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         return ExpertHealth(**self._health(), busy_s=busy_s, num_rows=num_rows)
 
 
-def create_expert_actor(spec: PipelineSpec, actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:
+def create_expert_actor(
+    spec: PipelineSpec, actor_id: int, group: PlacementGroup
+) -> ActorHandle[Any]:
     """Create the named, detached expert actor in its bundle, or return the one that exists."""
     groups = {"control": 2, "moving": 1}
-    actor: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
-    options = bundle_options(spec, spec.bundle_of_experts(actor_id), group) | {"name": spec.expert_name(actor_id)}
-    return cast("ActorHandle[Any]", actor.options(**options).remote(spec.expert_actors, actor_id, spec.worker_settings))
+    actor: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(
+        ExpertActor
+    )  # type: ignore[call-overload]
+    options = bundle_options(spec, spec.bundle_of_experts(actor_id), group) | {
+        "name": spec.expert_name(actor_id)
+    }
+    return cast(
+        "ActorHandle[Any]",
+        actor.options(**options).remote(spec.expert_actors, actor_id, spec.worker_settings),
+    )
 
 
 def rebalance_experts(spec: PipelineSpec, new: ExpertPlan) -> int:
-    """Make a pipeline follow another expert plan, and return how many copies of experts were loaded.
+    """Make a pipeline follow another expert plan, and return how many copies of experts were
+    loaded.
 
-    For each intermediate plan, actors load the experts that it adds; then it is stored and announced to the stages; then
-    actors unload the experts that it removes. A stage that misses the announcement finds an expert relocated, reads the
-    plan, and calls again. An actor that restarts in between loads the plan stored at that time, so all actors are called
-    again after a plan is stored. Raises PlanError if actors have no memory to exchange any, PipelineError if one is lost.
+    For each intermediate plan, actors load the experts that it adds; then it is stored and
+    announced to the stages; then actors unload the experts that it removes. A stage that misses the
+    announcement finds an expert relocated, reads the plan, and calls again. An actor that restarts
+    in between loads the plan stored at that time, so all actors are called again after a plan is
+    stored. Raises PlanError if actors have no memory to exchange any, PipelineError if one is lost.
     """
     experts = spec.expert_actors
     assert experts is not None
@@ -145,7 +173,10 @@ def rebalance_experts(spec: PipelineSpec, new: ExpertPlan) -> int:
         _call_all(experts.names, method, previous)
     for plan in plan_moves(previous, new):
         _call_all(experts.names, "load_experts", plan)
-        num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, previous.actors, strict=True))
+        num_loaded += sum(
+            len(set(a.experts) - set(b.experts))
+            for a, b in zip(plan.actors, previous.actors, strict=True)
+        )
         experts.store_plan(plan)
         _call_all(experts.names, "load_experts", plan)
         for stage in spec.plan.stages:
@@ -169,6 +200,7 @@ def _call_with_retry(name: str, method: str, *arguments: object) -> None:
         except RayActorError as error:
             if attempt == MAX_ATTEMPTS:
                 raise PipelineError(
-                    f"{name} was unavailable {MAX_ATTEMPTS} times in a row, so experts are not moved further"
+                    f"{name} was unavailable {MAX_ATTEMPTS} times in a row, so experts are not"
+                    " moved further"
                 ) from error
         time.sleep(RETRY_S)

@@ -20,7 +20,8 @@ from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
-LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker whose process is not stopped: it may only be short of CPU time
+# for a worker whose process is not stopped: it may only be short of CPU time
+LAST_ANSWER_TIMEOUT_S = 3.0
 LOADING_ANSWER_TIMEOUT_S = 0.7
 MAX_MISSED_CHECKS = 20
 START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
@@ -30,26 +31,43 @@ logger = logging.getLogger(__name__)
 
 
 def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> str:
-    """Replace every worker that does not answer, or has computed for longer than ``limit_s`` without a pause.
+    """Replace every worker that does not answer, or has computed for longer than ``limit_s``
+    without a pause.
 
-    Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or loads.
+    Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or
+    loads.
     """
     answers = _check_health(workers, ANSWER_TIMEOUT_S)
     unanswered = {name: worker for name, worker in workers.items() if name not in answers}
     replaced = dict.fromkeys(_kill_processes(unanswered, math.inf), "its process was stopped")
-    if late := {name: worker for name, worker in workers.items() if not (name in answers or name in replaced)}:
+    if late := {
+        name: worker
+        for name, worker in workers.items()
+        if not (name in answers or name in replaced)
+    }:
         answers |= _check_health(late, LAST_ANSWER_TIMEOUT_S - ANSWER_TIMEOUT_S)
-    busy_s = {name: health.busy_for_s for name, health in answers.items() if health is not None and health.busy_for_s > limit_s}
+    busy_s = {
+        name: health.busy_for_s
+        for name, health in answers.items()
+        if health is not None and health.busy_for_s > limit_s
+    }
     for name in _kill_processes({name: workers[name] for name in busy_s}, 0.0):
-        replaced[name] = f"it computed for {busy_s[name]:.1f} s without a pause, more than {limit_s:g} s"
+        replaced[name] = (
+            f"it computed for {busy_s[name]:.1f} s without a pause, more than {limit_s:g} s"
+        )
     silent = {name: worker for name, worker in late.items() if name not in answers}
-    replaced |= dict.fromkeys(_kill_processes(silent, START_TIMEOUT_S), f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s")
+    replaced |= dict.fromkeys(
+        _kill_processes(silent, START_TIMEOUT_S),
+        f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s",
+    )
     if replaced:
         reason = "; ".join(f"{name} got a new process: {why}" for name, why in replaced.items())
         logger.warning("%s", reason)
         return reason
     healthy = [health for health in answers.values() if health is not None]
-    if silent or any(health.busy_for_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy):
+    if silent or any(
+        health.busy_for_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy
+    ):
         return ""
     return "a micro-batch was lost"
 
@@ -61,24 +79,36 @@ class SilenceTracker:
         self._num_missed: Counter[ActorHandle[Any]] = Counter()  # checks in a row
 
     def kill_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
-        """Replace the processes that are stopped, or have missed MAX_MISSED_CHECKS checks in a row."""
+        """Replace the processes that are stopped, or have missed MAX_MISSED_CHECKS checks in a
+        row.
+        """
         by_name = {str(number): worker for number, worker in enumerate(workers)}
         answers = _check_health(by_name, LOADING_ANSWER_TIMEOUT_S)
-        silent: dict[float, dict[str, ActorHandle[Any]]] = {0.0: {}, math.inf: {}}  # by the age from which they are killed
+        # by the age from which they are killed
+        silent: dict[float, dict[str, ActorHandle[Any]]] = {0.0: {}, math.inf: {}}
         for name, worker in by_name.items():
             self._num_missed[worker] = 0 if name in answers else self._num_missed[worker] + 1
             if self._num_missed[worker]:
-                silent[0.0 if self._num_missed[worker] >= MAX_MISSED_CHECKS else math.inf][name] = worker
+                silent[0.0 if self._num_missed[worker] >= MAX_MISSED_CHECKS else math.inf][name] = (
+                    worker
+                )
         for min_age_s, late in silent.items():
             for name in _kill_processes(late, min_age_s):
                 missed = self._num_missed.pop(late[name])
-                logger.warning("a loading worker got a new process: it missed %d health checks in a row", missed)
+                logger.warning(
+                    "a loading worker got a new process: it missed %d health checks in a row",
+                    missed,
+                )
 
 
-def _check_health(workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float) -> dict[str, WorkerHealth | None]:
-    """Return the health of the workers that answer in time; None if Ray says that a worker has no process.
+def _check_health(
+    workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float
+) -> dict[str, WorkerHealth | None]:
+    """Return the health of the workers that answer in time; None if Ray says that a worker has no
+    process.
 
-    A worker that restarts does not answer. To a caller that has not called it before, a stopped one looks the same.
+    A worker that restarts does not answer. To a caller that has not called it before, a stopped one
+    looks the same.
     """
     names: dict[Any, str] = {}
     for name, worker in workers.items():
@@ -95,18 +125,24 @@ def _check_health(workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float) -
 
 
 def _kill_processes(workers: Mapping[str, "ActorHandle[Any]"], min_age_s: float) -> list[str]:
-    """Call ``kill_worker_process`` for all workers at once: one on a lost node takes seconds. Return the names of the killed."""
+    """Call ``kill_worker_process`` for all workers at once: one on a lost node takes seconds.
+    Return the names of the killed.
+    """
     if not workers:
         return []
     with ThreadPoolExecutor(len(workers), thread_name_prefix="kill") as threads:
-        are_killed = threads.map(lambda worker: kill_worker_process(worker, min_age_s), workers.values())
+        are_killed = threads.map(
+            lambda worker: kill_worker_process(worker, min_age_s), workers.values()
+        )
         return [name for name, is_killed in zip(workers, are_killed, strict=True) if is_killed]
 
 
 def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
-    """Kill a worker's process if it is stopped or at least ``min_age_s`` old, and return True; Ray starts another one.
+    """Kill a worker's process if it is stopped or at least ``min_age_s`` old, and return True; Ray
+    starts another one.
 
-    ``ray.kill`` would wait five seconds for the process. If the node cannot be reached, replacing the actor is left to Ray.
+    ``ray.kill`` would wait five seconds for the process. If the node cannot be reached, replacing
+    the actor is left to Ray.
     """
     state = actor_state(worker)
     if state.get("State") != "ALIVE":
@@ -117,14 +153,23 @@ def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     kill: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
     try:
-        return bool(ray.get(kill.options(scheduling_strategy=on_node).remote(pid, min_age_s), timeout=KILL_TIMEOUT_S))
+        return bool(
+            ray.get(
+                kill.options(scheduling_strategy=on_node).remote(pid, min_age_s),
+                timeout=KILL_TIMEOUT_S,
+            )
+        )
     except RayError:
-        logger.warning("process %d on node %s could not be killed within %g s", pid, node_id, KILL_TIMEOUT_S)
+        logger.warning(
+            "process %d on node %s could not be killed within %g s", pid, node_id, KILL_TIMEOUT_S
+        )
         return False
 
 
 def _kill(pid: int, min_age_s: float) -> bool:
-    """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old enough."""
+    """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old
+    enough.
+    """
     try:
         process = psutil.Process(pid)
         is_old = process_age_s(pid) >= min_age_s or process.status() == psutil.STATUS_STOPPED

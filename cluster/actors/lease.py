@@ -9,7 +9,9 @@ from tramontane.proto.errors import LeaseError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to drive a pipeline: ``epoch`` is the last one granted to ``holder``; stages accept only the newest."""
+    """The right to drive a pipeline: ``epoch`` is the last one granted to ``holder``; stages accept
+    only the newest.
+    """
 
     holder: str
     epoch: int
@@ -18,13 +20,14 @@ class Lease:
 class LeaseManager:
     """Bookkeeping of one lease; times come from the caller.
 
-    One holder at a time has it, until it expires, is known to be dead, or has to yield to that of a later deployment.
-    The manager decides who *should* drive. A mistake does no harm, because every grant carries a higher epoch, and stages
-    refuse the steps of any other.
+    One holder at a time has it, until it expires, is known to be dead, or has to yield to that of a
+    later deployment. The manager decides who *should* drive. A mistake does no harm, because every
+    grant carries a higher epoch, and stages refuse the steps of any other.
     """
 
     def __init__(self, ttl_s: float, now: float, recovered: Lease | None = None) -> None:
-        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term to renew.
+        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term
+        to renew.
 
         ``last_epoch`` is 0 until an epoch is granted.
         """
@@ -34,9 +37,15 @@ class LeaseManager:
         self._renewed_at = now
 
     def claim(self, holder: str, now: float, yielding: str = "") -> None:
-        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that is ``yielding``, which has to yield."""
+        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that is
+        ``yielding``, which has to yield.
+        """
         current = self.lease
-        if current and current.holder not in (holder, yielding) and now - self._renewed_at <= self._ttl_s:
+        if (
+            current
+            and current.holder not in (holder, yielding)
+            and now - self._renewed_at <= self._ttl_s
+        ):
             raise LeaseError(f"the pipeline is driven by {current.holder}")
         self.lease = Lease(holder, self.last_epoch)
         self._renewed_at = now
@@ -52,7 +61,9 @@ class LeaseManager:
         return self.last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
-        """Renew the lease; return False if it is not this holder's. A lease without a holder goes to the first that renews."""
+        """Renew the lease; return False if it is not this holder's. A lease without a holder goes
+        to the first that renews.
+        """
         if self.lease is None:
             self.lease = Lease(holder, self.last_epoch)
         if self.lease.holder != holder:
@@ -61,14 +72,17 @@ class LeaseManager:
         return True
 
     def silent_for_s(self, now: float) -> float:
-        """Return the seconds since a holder last claimed or renewed, or since the manager was created."""
+        """Return the seconds since a holder last claimed or renewed, or since the manager was
+        created.
+        """
         return now - self._renewed_at
 
 
 def actor_holder_name(deployed_at: int = 0) -> str:
     """Return this actor's name as a holder, ``actor@deployed_at/name``.
 
-    ``deployed_at`` is the deployment of the application that a router belongs to; the router of a later one has precedence.
+    ``deployed_at`` is the deployment of the application that a router belongs to; the router of a
+    later one has precedence.
     """
     return f"actor@{deployed_at}/{ray.get_runtime_context().get_actor_name()}"
 
@@ -93,4 +107,6 @@ def must_yield(current: str, claimant: str) -> bool:
 
 def _is_dead(holder: str) -> bool:
     kind, _, name = holder.partition("/")
-    return kind.startswith("actor@") and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return kind.startswith("actor@") and name not in [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
+    ]

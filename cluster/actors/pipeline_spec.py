@@ -1,4 +1,6 @@
-"""The specification of a pipeline, from which its supervisor creates it, and the names of its actors."""
+"""The specification of a pipeline, from which its supervisor creates it, and the names of its
+actors.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +15,29 @@ from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Fingerprint
 
 # Suffixes of the names of a pipeline's actors; after the last three there is a number.
-SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = "-supervisor", "-stage-", "-experts-", "-drafts-"
+SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = (
+    "-supervisor",
+    "-stage-",
+    "-experts-",
+    "-drafts-",
+)
 GPU_UNITS = 10_000  # into which Ray divides a GPU
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPieceLoader:
-    """Reader of the bytes that each token stands for, which the last stage calls where it runs and only if it must."""
+    """Reader of the bytes that each token stands for, which the last stage calls where it runs and
+    only if it must.
+    """
 
     folder: Path
     vocab_size: int
 
     def __call__(self) -> tuple[bytes, ...]:
-        """Return the tokenizer's vocabulary; () if the folder has no tokenizer. Raises CheckpointError as ``load_tokenizer``."""
+        """Return the tokenizer's vocabulary; () if the folder has no tokenizer. Raises
+        CheckpointError as ``load_tokenizer``.
+        """
         tokenizer = load_tokenizer(self.folder, self.vocab_size)
         return tokenizer.vocabulary() if tokenizer else ()
 
@@ -46,10 +57,12 @@ class OwnerApplication:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorRefs:
-    """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches them.
+    """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches
+    them.
 
-    ``plan`` is the one with which the pipeline was created. A later one is in the cluster's key-value store, where actors that
-    restart find it. ``max_open``: micro-batches that a stage keeps open, so that it computes others while one waits for experts.
+    ``plan`` is the one with which the pipeline was created. A later one is in the cluster's
+    key-value store, where actors that restart find it. ``max_open``: micro-batches that a stage
+    keeps open, so that it computes others while one waits for experts.
     """
 
     pipeline: str
@@ -107,13 +120,16 @@ class PipelineSpec:
     weights: WeightSource
     threads_per_stage: int
     use_gpus: bool
-    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle (see ``gpu_placement``); () is any node
+    # of each bundle (see ``gpu_placement``); () is any node
+    nodes: tuple[tuple[str, ...], ...] = ()
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
-    ping_pong: int = ExpertKeys().ping_pong  # micro-batches that a stage keeps open, if experts are on actors of their own
+    # micro-batches that a stage keeps open, if experts are on actors of their own
+    ping_pong: int = ExpertKeys().ping_pong
     pieces: TokenPieceLoader | None = None  # of the model's tokenizer
-    placement_timeout_s: float = PipelineKeys().placement_timeout  # to wait for free resources in the cluster
+    # to wait for free resources in the cluster
+    placement_timeout_s: float = PipelineKeys().placement_timeout
     logs: LogSettings | None = None  # of each of its processes; None leaves logging to Python
     stages_per_gpu: int = 1  # they share a bundle of the placement group, and so a GPU
     draft_model: DraftModelSpec | None = None
@@ -139,24 +155,35 @@ class PipelineSpec:
 
     @property
     def gpu_share(self) -> float:
-        """A stage's share of a GPU, rounded down to Ray's units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each."""
+        """A stage's share of a GPU, rounded down to Ray's units of 1/10,000, so that all fit: 6 per
+        GPU get 0.1666 each.
+        """
         return GPU_UNITS // self.stages_per_gpu / GPU_UNITS
 
     def describe_workers(self, num_pipelines: int = 1) -> str:
         """Return ``2 stages``, or ``2 stages and 4 expert actors``, for messages."""
         stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
-        text = f"{stages} stage{'s' * (stages != 1)}" + (f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else "")
+        text = f"{stages} stage{'s' * (stages != 1)}" + (
+            f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else ""
+        )
         text += f" and {num_pipelines * len(experts.actors)} expert actors" if experts else ""
-        return text + (" and a draft model" + (" each" if num_pipelines > 1 else "") if self.draft_model else "")
+        return text + (
+            " and a draft model" + (" each" if num_pipelines > 1 else "")
+            if self.draft_model
+            else ""
+        )
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor, and of the draft model.
+        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor,
+        and of the draft model.
 
         Stages that share a bundle are on one node and GPU.
         """
         stages, per_gpu = len(self.plan.stages), self.stages_per_gpu
-        sizes = [min(per_gpu, stages - first) for first in range(0, stages, per_gpu)] + [1] * (self.num_workers - stages)
+        sizes = [min(per_gpu, stages - first) for first in range(0, stages, per_gpu)] + [1] * (
+            self.num_workers - stages
+        )
         gpu: dict[str, float] = {"GPU": 1} if self.use_gpus else {}
         return [{"CPU": self.threads_per_stage * size} | gpu for size in sizes]
 
@@ -164,13 +191,18 @@ class PipelineSpec:
     def node_selectors(self) -> list[dict[str, str]]:
         """The label selector of each bundle: the nodes that it may be placed on."""
         missing = [()] * (len(self.bundles) - len(self.nodes))  # a draft model may be on any node
-        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in [*self.nodes, *missing]]
+        return [
+            {NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {}
+            for nodes in [*self.nodes, *missing]
+        ]
 
     @property
     def worker_settings(self) -> WorkerSettings:
         """The settings of each stage actor and expert actor."""
         device = "cuda" if self.use_gpus else "cpu"
-        return WorkerSettings(self.weights, device, self.threads_per_stage, self.name, self.fingerprint, self.logs)
+        return WorkerSettings(
+            self.weights, device, self.threads_per_stage, self.name, self.fingerprint, self.logs
+        )
 
     @property
     def draft_name(self) -> str:
@@ -192,10 +224,16 @@ class PipelineSpec:
 
     @property
     def expert_actors(self) -> ExpertActorRefs | None:
-        """The expert actors, as stages and expert actors get them; None if experts are inside the stages."""
+        """The expert actors, as stages and expert actors get them; None if experts are inside the
+        stages.
+        """
         experts = self.plan.experts
         if experts is None:
             return None
         return ExpertActorRefs(
-            self.name, experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong
+            self.name,
+            experts,
+            tuple(self.expert_name(a.actor_id) for a in experts.actors),
+            self.link,
+            self.ping_pong,
         )

@@ -17,7 +17,9 @@ SERIALIZED_OVERHEAD = 254  # bytes that Ray's serialization adds to a header and
 
 
 class Way(StrEnum):
-    """How hidden states reach the next stage: in the reply to the router and its next call, by the object store, or a channel."""
+    """How hidden states reach the next stage: in the reply to the router and its next call, by the
+    object store, or a channel.
+    """
 
     INLINE = "inline"
     PLASMA = "plasma"
@@ -34,7 +36,9 @@ class SentStates:
         self._num_bytes: Counter[Way] = Counter()
 
     def add_result(self, packed: "Packed") -> None:
-        """Count a result of the actor by Ray's own rule: with a limit of 1,048,576, 1,048,575 bytes are inline."""
+        """Count a result of the actor by Ray's own rule: with a limit of 1,048,576, 1,048,575 bytes
+        are inline.
+        """
         header, array_B = packed
         size = len(header) + array_B.nbytes + SERIALIZED_OVERHEAD
         self._add(Way.INLINE if size < self._inline_limit else Way.PLASMA, array_B.nbytes)
@@ -55,5 +59,9 @@ class SentStates:
 
 
 def inline_limit() -> int:
-    """Return the size below which this cluster's results are inline: a setting of the head node, or else of the environment."""
-    return int(cluster_settings().get(INLINE_LIMIT) or os.environ.get(f"RAY_{INLINE_LIMIT}") or RAYS_LIMIT)
+    """Return the size below which this cluster's results are inline: a setting of the head node, or
+    else of the environment.
+    """
+    return int(
+        cluster_settings().get(INLINE_LIMIT) or os.environ.get(f"RAY_{INLINE_LIMIT}") or RAYS_LIMIT
+    )

@@ -10,10 +10,19 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, TokenPieceLoader, WorkerSettings
+from tramontane.cluster.actors.pipeline_spec import (
+    ExpertActorRefs,
+    TokenPieceLoader,
+    WorkerSettings,
+)
 from tramontane.cluster.actors.sent_states import SentStates, inline_limit
 from tramontane.cluster.actors.step_guard import log_failures
-from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, WorkerActor, WorkerHealth
+from tramontane.cluster.actors.worker_actor import (
+    NAMESPACE,
+    OMP_SPIN_ENV,
+    WorkerActor,
+    WorkerHealth,
+)
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import StagePlan
@@ -32,12 +41,13 @@ GPU_PIPELINE_DEPTH = 2  # open steps: one that the device computes, and the next
 
 @dataclass(frozen=True, slots=True)
 class StageHealth(WorkerHealth):
-    """Health of a stage: ``epoch`` is the one that it accepts, -1 before the first fence, granted to ``holder``.
+    """Health of a stage: ``epoch`` is the one that it accepts, -1 before the first fence, granted
+    to ``holder``.
 
-    ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
-    ``sent``: by way, how many hidden states the process has handed on, and their bytes (see ``sent_states``).
-    ``device``: its name; "" before the stage is loaded. ``sampled_epoch``: of the last step in
-    which it has sampled a token; -1 before the first one.
+    ``expert_load``: by layer (its global number), how many tokens each expert was given since the
+    stage was loaded. ``sent``: by way, how many hidden states the process has handed on, and their
+    bytes (see ``sent_states``). ``device``: its name; "" before the stage is loaded.
+    ``sampled_epoch``: of the last step in which it has sampled a token; -1 before the first one.
     """
 
     epoch: int
@@ -49,7 +59,9 @@ class StageHealth(WorkerHealth):
 
 
 class StageActor(WorkerActor["StageWorker"]):
-    """A ``StageWorker`` behind Ray. Its steps are computed in the order of submission, one at a time."""
+    """A ``StageWorker`` behind Ray. Its steps are computed in the order of submission, one at a
+    time.
+    """
 
     def __init__(
         self,
@@ -76,10 +88,16 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
-        # Applies to this thread only. torch.compile would compile again in threads of steps that have another number.
+        # Applies to this thread only. torch.compile would compile again in threads of steps that
+        # have another number.
         torch.set_num_threads(settings.threads)
         return StageWorker.load(
-            self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple, self._on_activity
+            self._plan,
+            settings.weights,
+            settings.device,
+            self._on_tensor,
+            self._pieces or tuple,
+            self._on_activity,
         )
 
     def _exporter(self) -> Callable[[], None]:
@@ -90,7 +108,9 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
-        """Forget every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the weights are loaded."""
+        """Forget every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the
+        weights are loaded.
+        """
         self._wait_until_loaded()
         with self._fence_lock:
             if self._executor is None:
@@ -102,7 +122,8 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="control")
     def interrupt(self, epoch: int) -> None:
-        """End what waits for a neighbor or for experts with an error, so that the fence of ``epoch`` gets its turn.
+        """End what waits for a neighbor or for experts with an error, so that the fence of
+        ``epoch`` gets its turn.
 
         Call it as ``health``.
         """
@@ -115,7 +136,9 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="compute")
     def listen(self, epoch: int) -> "Address | None":
-        """Open a direct link after the fence; return the address for the next stage, if there is one."""
+        """Open a direct link after the fence; return the address for the next stage, if there is
+        one.
+        """
         from tramontane.workers.stage.stage_link import StageLink
 
         worker = self._fenced_worker(epoch)
@@ -125,7 +148,9 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="compute")
     def connect(self, epoch: int, inlet: "Address | None") -> None:
-        """Connect to the previous stage, which listens at ``inlet``, and then to the next. Raises LinkError."""
+        """Connect to the previous stage, which listens at ``inlet``, and then to the next. Raises
+        LinkError.
+        """
         self._fenced_worker(epoch)
         assert self._link is not None
         with self._failure_guard.guard_connect():
@@ -133,7 +158,8 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def linked_step(self, batch: bytes, last_result: bytes | None = None) -> bytes:
-        """Compute a step whose hidden states come and go through direct channels; return this stage's part of the result.
+        """Compute a step whose hidden states come and go through direct channels; return this
+        stage's part of the result.
 
         ``last_result``: see ``step``.
         """
@@ -146,15 +172,19 @@ class StageActor(WorkerActor["StageWorker"]):
         self._note_tokens(outcome)
         if not self._plan.is_last:
             assert self._worker is not None
-            self._sent.add_direct(decoded.num_tokens * self._plan.args.dim * self._worker.dtype.itemsize)
+            self._sent.add_direct(
+                decoded.num_tokens * self._plan.args.dim * self._worker.dtype.itemsize
+            )
         return wire.encode_result(outcome)
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
-    def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
-        """Compute a step from the previous stage's output; return hidden states, or the last stage's encoded result.
+    def step(self, batch: bytes, incoming: Any) -> Any:  # Packed, but without importing torch
+        """Compute a step from the previous stage's output; return hidden states, or the last
+        stage's encoded result.
 
-        For the first stage ``incoming`` is the last stage's encoded result of the step before this one, if that was in flight
-        when this one was submitted: tokens in the places of placeholders are taken from it.
+        For the first stage ``incoming`` is the last stage's encoded result of the step before this
+        one, if that was in flight when this one was submitted: tokens in the places of placeholders
+        are taken from it.
         """
         from tramontane.workers.stage.activation import Activation, ActivationSender
 
@@ -167,7 +197,11 @@ class StageActor(WorkerActor["StageWorker"]):
             decoded, incoming = self._filled_in(decoded, incoming), None
         outbox = ActivationSender()
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
-            outcome = self._executor.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
+            outcome = self._executor.step(
+                decoded,
+                lambda: incoming and Activation.unpack(incoming, worker.device),
+                outbox.send,
+            )
         if isinstance(outcome, StepResult):
             self._note_tokens(outcome)
             return wire.encode_result(outcome)
@@ -205,14 +239,22 @@ class StageActor(WorkerActor["StageWorker"]):
         return self._executor.busy_for_s if self._executor else 0.0
 
     def _filled_in(self, batch: MicroBatch, last_result: bytes | None) -> MicroBatch:
-        return batch if last_result is None else self._wait_until_loaded().fill_in(batch, wire.decode_result(last_result))
+        return (
+            batch
+            if last_result is None
+            else self._wait_until_loaded().fill_in(batch, wire.decode_result(last_result))
+        )
 
     def _note_tokens(self, outcome: StepResult) -> None:
         if outcome.num_sampled:
             self._sampled_epoch = outcome.epoch
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:
-        return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
+        return (
+            {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()}
+            if self._worker
+            else {}
+        )
 
     def _make_executor(self) -> "StepExecutor":
         from tramontane.workers.stage.step_executor import OverlappedExecutor, SerialExecutor
@@ -229,8 +271,12 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 
         connect = expert_connector(self._experts, worker.device)
-        self._remote_experts = RemoteExperts(self._experts.current_plan(), connect, self._experts.current_plan)
-        return PingPongExecutor(worker, self._remote_experts, self._experts.max_open, self._settings.threads)
+        self._remote_experts = RemoteExperts(
+            self._experts.current_plan(), connect, self._experts.current_plan
+        )
+        return PingPongExecutor(
+            worker, self._remote_experts, self._experts.max_open, self._settings.threads
+        )
 
     def _refuse_while_loading(self) -> None:
         if self._is_loading:  # a step would be refused after loading as well
@@ -239,36 +285,49 @@ class StageActor(WorkerActor["StageWorker"]):
     def _fenced_worker(self, epoch: int) -> "StageWorker":
         worker = self._wait_until_loaded()
         if worker.epoch != epoch:
-            raise StaleEpochError(f"{self.label} is at epoch {worker.epoch} and is not linked for epoch {epoch}")
+            raise StaleEpochError(
+                f"{self.label} is at epoch {worker.epoch} and is not linked for epoch {epoch}"
+            )
         return worker
 
 
 def remote_stage_class(stage: type[StageActor], steps_at_once: int = 1) -> ActorClass[Any]:
-    """Return the class of a stage's actor. Calls are never retried: a step that ran twice would write its caches twice.
+    """Return the class of a stage's actor. Calls are never retried: a step that ran twice would
+    write its caches twice.
 
-    Whatever computes or links runs in one group of threads, which start calls in the caller's order.
+    Whatever computes or links runs in one group of threads, which start calls in the caller's
+    order.
     """
     groups = {"control": 2, "compute": steps_at_once}
     return ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(stage)  # type: ignore[call-overload, no-any-return]
 
 
 def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
-    """Create the named, detached actor of one stage in its bundle, or return the one that exists."""
+    """Create the named, detached actor of one stage in its bundle, or return the one that
+    exists.
+    """
     actor = remote_stage_class(StageActor, _steps_at_once(spec))
     options = bundle_options(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
     create = actor.options(**options, name=spec.stage_name(plan.stage_id)).remote
-    return cast("ActorHandle[Any]", create(plan, spec.worker_settings, spec.expert_actors, spec.pieces))
+    return cast(
+        "ActorHandle[Any]", create(plan, spec.worker_settings, spec.expert_actors, spec.pieces)
+    )
 
 
 def _steps_at_once(spec: "PipelineSpec") -> int:
-    """Return the threads for steps: one for each step that can be open, and one that waits for them or fences."""
+    """Return the threads for steps: one for each step that can be open, and one that waits for them
+    or fences.
+    """
     if spec.expert_actors is not None:
         return spec.expert_actors.max_open + 1
     return GPU_PIPELINE_DEPTH + 1 if spec.use_gpus else 1
 
 
-def bundle_options(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1) -> dict[str, Any]:
-    """Return Ray's options for a detached actor in one of the pipeline's bundles, with a share of its GPU.
+def bundle_options(
+    spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1
+) -> dict[str, Any]:
+    """Return Ray's options for a detached actor in one of the pipeline's bundles, with a share of
+    its GPU.
 
     All actors of a bundle share the same GPU, also after a restart: the bundle has no other.
     """
@@ -279,5 +338,7 @@ def bundle_options(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu
         "num_cpus": spec.threads_per_stage,
         "num_gpus": gpu_share if spec.use_gpus else 0,
         "runtime_env": {"env_vars": OMP_SPIN_ENV} if spec.plan.is_oversubscribed else None,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        ),
     }

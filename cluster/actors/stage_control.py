@@ -1,4 +1,6 @@
-"""Control of a pipeline's existing actors: find them by name, fence stages with a new epoch, recover the lease from them."""
+"""Control of a pipeline's existing actors: find them by name, fence stages with a new epoch,
+recover the lease from them.
+"""
 
 import contextlib
 import time
@@ -29,7 +31,9 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
     Raises Ray's errors, GetTimeoutError among them, and LinkError.
     """
     # A step that waits, for a neighbor or for experts, must not keep the fence waiting.
-    interrupted = [stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages]
+    interrupted = [
+        stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages
+    ]
     ray.get(interrupted, timeout=INTERRUPT_TIMEOUT_S)
     _wait_for([stage.fence.remote(epoch, holder) for stage in stages], stages)
     if link == "direct":
@@ -37,25 +41,41 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
 
 
 def newest_epoch(stages: list[ActorHandle[Any]]) -> int:
-    """Return the newest epoch that any stage accepts, -1 if none was fenced. Raises Ray's errors, GetTimeoutError among them."""
+    """Return the newest epoch that any stage accepts, -1 if none was fenced. Raises Ray's errors,
+    GetTimeoutError among them.
+    """
     asked = [stage.health.options(concurrency_group="control").remote() for stage in stages]
     healths: list[StageHealth] = ray.get(asked, timeout=INTERRUPT_TIMEOUT_S)
     return max(health.epoch for health in healths)
 
 
 def _wait_for(refs: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
-    """Wait for calls while all stages answer health checks, as stages that load do; one that does not answer raises."""
+    """Wait for calls while all stages answer health checks, as stages that load do; one that does
+    not answer raises.
+    """
     deadline = time.monotonic() + FENCE_TIMEOUT_S
-    while ray.wait(refs, num_returns=len(refs), timeout=FENCE_CHECK_INTERVAL_S)[1] and time.monotonic() < deadline:
-        ray.get([stage.health.options(concurrency_group="control").remote() for stage in stages], timeout=INTERRUPT_TIMEOUT_S)
+    while (
+        ray.wait(refs, num_returns=len(refs), timeout=FENCE_CHECK_INTERVAL_S)[1]
+        and time.monotonic() < deadline
+    ):
+        ray.get(
+            [stage.health.options(concurrency_group="control").remote() for stage in stages],
+            timeout=INTERRUPT_TIMEOUT_S,
+        )
     ray.get(refs, timeout=0)
 
 
 def _connect_links(stages: list[ActorHandle[Any]], epoch: int) -> None:
-    """Connect each stage to the next; the death of a stage is raised rather than the LinkError of its neighbor."""
-    outlets: list[Any] = ray.get([stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    """Connect each stage to the next; the death of a stage is raised rather than the LinkError of
+    its neighbor.
+    """
+    outlets: list[Any] = ray.get(
+        [stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S
+    )
     inlets = [None, *outlets[:-1]]
-    refs: list[ray.ObjectRef[None]] = [stage.connect.remote(epoch, inlet) for stage, inlet in zip(stages, inlets, strict=True)]
+    refs: list[ray.ObjectRef[None]] = [
+        stage.connect.remote(epoch, inlet) for stage, inlet in zip(stages, inlets, strict=True)
+    ]
     for ref in ray.wait(refs, num_returns=len(refs), timeout=FENCE_TIMEOUT_S)[0]:
         with contextlib.suppress(LinkError):
             ray.get(ref)
@@ -75,7 +95,9 @@ def find_expert_actors(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
 def find_worker_actors(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
     """Return the stages and expert actors that exist, by the names of their actors."""
     experts = spec.expert_actors
-    return _find((*map(spec.stage_name, range(len(spec.plan.stages))), *(experts.names if experts else ())))
+    return _find(
+        (*map(spec.stage_name, range(len(spec.plan.stages))), *(experts.names if experts else ()))
+    )
 
 
 def _find(names: Iterable[str]) -> dict[str, ActorHandle[Any]]:
@@ -89,7 +111,8 @@ def _find(names: Iterable[str]) -> dict[str, ActorHandle[Any]]:
 def recover_lease(spec: PipelineSpec) -> Lease | None:
     """Return the newest lease that any stage was fenced for; None if no stage knows one."""
     refs: list[ray.ObjectRef[StageHealth]] = [
-        stage.health.options(concurrency_group="control").remote() for stage in find_stage_actors(spec)
+        stage.health.options(concurrency_group="control").remote()
+        for stage in find_stage_actors(spec)
     ]
     for _ in range(MAX_LEASE_ATTEMPTS if refs else 0):
         answered, silent = ray.wait(refs, num_returns=len(refs), timeout=LEASE_TIMEOUT_S)

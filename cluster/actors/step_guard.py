@@ -1,4 +1,6 @@
-"""Guards around a worker's steps: a process that can no longer compute exits, and failed steps are logged."""
+"""Guards around a worker's steps: a process that can no longer compute exits, and failed steps are
+logged.
+"""
 
 import logging
 import os
@@ -13,18 +15,22 @@ from tramontane.proto.step import MicroBatch
 if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
 
-MAX_FAILURES = 4  # in a row; one more than a poison request causes: two with other requests, the third alone
-MAX_ABANDONED = 3  # threads that were left in a call of NCCL; one may be due to a neighbor that died just then
+# in a row; one more than a poison request causes: two with other requests, the third alone
+MAX_FAILURES = 4
+# threads that were left in a call of NCCL; one may be due to a neighbor that died just then
+MAX_ABANDONED = 3
 
 logger = logging.getLogger(__name__)
 
 
 class FailureGuard:
-    """Counts the failures of one process, and ends it so that Ray starts another one, which loads the weights again.
+    """Counts the failures of one process, and ends it so that Ray starts another one, which loads
+    the weights again.
 
-    Errors of Tramontane's own classes, which may be a neighbor's fault, do not count. A kernel that fails leaves a CUDA
-    context in which nothing works any more, while the process, its health checks and all that only uses the host's memory
-    continue to work. So after each failure the device is tested.
+    Errors of Tramontane's own classes, which may be a neighbor's fault, do not count. A kernel that
+    fails leaves a CUDA context in which nothing works any more, while the process, its health
+    checks and all that only uses the host's memory continue to work. So after each failure the
+    device is tested.
     """
 
     def __init__(self, label: str, device: str, end: Callable[[], None] | None = None) -> None:
@@ -34,7 +40,9 @@ class FailureGuard:
 
     @contextmanager
     def guard(self, epoch: int | None = None) -> Iterator[None]:
-        """Guard one step or call. In one epoch only the first failure counts: the others were already in flight."""
+        """Guard one step or call. In one epoch only the first failure counts: the others were
+        already in flight.
+        """
         try:
             yield
         except TramontaneError:
@@ -52,14 +60,19 @@ class FailureGuard:
 
     @contextmanager
     def guard_connect(self) -> Iterator[None]:
-        """Guard the making of channels, which leaves a thread behind where two GPUs cannot be connected."""
+        """Guard the making of channels, which leaves a thread behind where two GPUs cannot be
+        connected.
+        """
         try:
             yield
         except LinkError as error:
             from tramontane.workers.links.gpu_channel import num_abandoned_operations
 
             if (num_abandoned := num_abandoned_operations()) >= MAX_ABANDONED:
-                self._exit(f"{num_abandoned} threads were left in the first operation of a channel: {error}")
+                self._exit(
+                    f"{num_abandoned} threads were left in the first operation of a channel:"
+                    f" {error}"
+                )
             raise
 
     def _exit(self, why: str) -> None:
@@ -68,7 +81,8 @@ class FailureGuard:
 
 
 def _end_process() -> None:
-    os._exit(1)  # an exit that Ray does not take for intended, and that does not wait for the device
+    # an exit that Ray does not take for intended, and that does not wait for the device
+    os._exit(1)
 
 
 def device_self_test(device: str) -> bool:
@@ -83,12 +97,20 @@ def device_self_test(device: str) -> bool:
 
 @contextmanager
 def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[None]:
-    """Log a step that fails, with its requests; errors of Tramontane's own classes need no traceback."""
-    request_ids = worker.request_ids_of(batch) if worker else []  # now, because a fence forgets them, perhaps before the log
+    """Log a step that fails, with its requests; errors of Tramontane's own classes need no
+    traceback.
+    """
+    # now, because a fence forgets them, perhaps before the log
+    request_ids = worker.request_ids_of(batch) if worker else []
     try:
         yield
     except Exception as error:
         what = (batch.step_id, format_request_ids(request_ids) or "-", error)
         is_ours = isinstance(error, TramontaneError)
-        logger.warning("step %d failed, of requests %s: %s", *what, exc_info=not is_ours, extra=requests_fields(request_ids))
+        logger.warning(
+            "step %d failed, of requests %s: %s",
+            *what,
+            exc_info=not is_ours,
+            extra=requests_fields(request_ids),
+        )
         raise

@@ -1,4 +1,5 @@
-"""The supervisor of a pipeline: it creates the actors, grants the lease, and removes what no router drives.
+"""The supervisor of a pipeline: it creates the actors, grants the lease, and removes what no router
+drives.
 
 It is not on the path of steps.
 """
@@ -14,7 +15,12 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 
 from tramontane.cluster.actors.draft_actor import create_draft_actor
 from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
@@ -44,8 +50,10 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
 
 LEASE_TTL_S = 10.0
-ABANDONED_AFTER_S = 30.0  # without a heartbeat of the router, or of the process that launched the application
-UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim the pipeline exists
+# without a heartbeat of the router, or of the process that launched the application
+ABANDONED_AFTER_S = 30.0
+# without a router, although the application that could claim the pipeline exists
+UNCLAIMED_AFTER_S = 300.0
 WATCH_INTERVAL_S = 1.0
 LOADING_CHECK_INTERVAL_S = 2.0
 RESTART_POLL_S = 0.1  # of a worker whose process died while it loaded
@@ -77,10 +85,11 @@ class Supervisor:
         return f"Supervisor {self.spec.name}"
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
-        """Place and load every stage, or find them; return None if resources are missing for ``timeout_s``.
+        """Place and load every stage, or find them; return None if resources are missing for
+        ``timeout_s``.
 
-        A new pipeline also waits for its draft model, so that one that cannot be loaded is noticed. One that is adopted does
-        not need it.
+        A new pipeline also waits for its draft model, so that one that cannot be loaded is noticed.
+        One that is adopted does not need it.
         """
         with self._if_not_removing():
             group = _group(self.spec)
@@ -88,7 +97,11 @@ class Supervisor:
             return None
         with self._if_not_removing():
             plan = self.spec.plan
-            experts = [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors] if plan.experts else []
+            experts = (
+                [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors]
+                if plan.experts
+                else []
+            )
             drafting = [create_draft_actor(self.spec, group)] if self.spec.draft_model else []
             stages = [create_stage(self.spec, stage, group) for stage in plan.stages]
         is_new = not self._leases.last_epoch
@@ -98,20 +111,24 @@ class Supervisor:
     def fence(self, holder: str) -> int:
         """Make every stage forget its sequences and accept a new epoch, which is returned.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good,
-        and Ray's GetTimeoutError if one does not answer in time.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
+        good, and Ray's GetTimeoutError if one does not answer in time.
         """
         yielding = self._yielding_to(holder)
         with self._lock:
             self._leases.claim(holder, time.monotonic(), yielding)
         stages = find_stage_actors(self.spec)
         if len(stages) < len(self.spec.plan.stages):
-            raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
-        # This process may have begun without an answer of the stages, on a machine whose clock is behind. If all record of the
-        # last epoch is lost, also with the stages, any other number is as good: the clock gives one.
+            raise PipelineError(
+                f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left"
+            )
+        # This process may have begun without an answer of the stages, on a machine whose clock is
+        # behind. If all record of the last epoch is lost, also with the stages, any other number is
+        # as good: the clock gives one.
         floor = max(newest_epoch(stages), time.time_ns() // 1_000_000)
         with self._lock:
-            self._leases.claim(holder, time.monotonic(), yielding)  # again: another router may have come in between
+            # again: another router may have come in between
+            self._leases.claim(holder, time.monotonic(), yielding)
             epoch = self._leases.next_epoch(floor)
         fence_stages(stages, epoch, holder, self.spec.link)
         return epoch
@@ -133,14 +150,18 @@ class Supervisor:
 
     @ray.method(concurrency_group="claim")
     def claim(self, holder: str) -> None:
-        """Take the lease, if it is free or an older deployment's. Raises LeaseError while another router holds it."""
+        """Take the lease, if it is free or an older deployment's. Raises LeaseError while another
+        router holds it.
+        """
         yielding = self._yielding_to(holder)
         with self._lock:
             self._leases.claim(holder, time.monotonic(), yielding)
 
     @ray.method(concurrency_group="lease")
     def renew(self, holder: str) -> bool:
-        """Receive the heartbeat of the router that drives the pipeline; return False if the lease is not its own."""
+        """Receive the heartbeat of the router that drives the pipeline; return False if the lease
+        is not its own.
+        """
         with self._lock:
             return self._leases.renew(holder, time.monotonic())
 
@@ -166,16 +187,22 @@ class Supervisor:
     def _yielding_to(self, claimant: str) -> str:
         """Return the present holder if it has to yield, else "".
 
-        Call it without the lock, which renewals need: it asks the head node, and Ray may wait a minute for that.
+        Call it without the lock, which renewals need: it asks the head node, and Ray may wait a
+        minute for that.
         """
         current = self._leases.lease
-        return current.holder if current and current.holder != claimant and must_yield(current.holder, claimant) else ""
+        return (
+            current.holder
+            if current and current.holder != claimant and must_yield(current.holder, claimant)
+            else ""
+        )
 
     def _reap_if_abandoned(self) -> None:
-        """Remove the pipeline after a long silence of its router, or a shorter one if no application can claim it.
+        """Remove the pipeline after a long silence of its router, or a shorter one if no
+        application can claim it.
 
-        The application is deleted after a long silence of its launcher. Silence while the head node is away does not count,
-        as no process could reach this one.
+        The application is deleted after a long silence of its launcher. Silence while the head node
+        is away does not count, as no process could reach this one.
         """
         counted_from = time.monotonic()
         while True:
@@ -185,7 +212,11 @@ class Supervisor:
                 silent_s = min(self._leases.silent_for_s(now), now - counted_from)
                 launcher_silent_s = min(now - self._launcher_seen_at, now - counted_from)
             application = self.spec.application
-            is_orphaned = application is not None and application.launched and launcher_silent_s > ABANDONED_AFTER_S
+            is_orphaned = (
+                application is not None
+                and application.launched
+                and launcher_silent_s > ABANDONED_AFTER_S
+            )
             if not is_orphaned and silent_s <= ABANDONED_AFTER_S:
                 continue
             try:
@@ -195,12 +226,17 @@ class Supervisor:
                 if is_orphaned:
                     assert application is not None
                     delete_application(application)
-                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(self._deployments, last)):
+                if silent_s > ABANDONED_AFTER_S and (
+                    silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(self._deployments, last)
+                ):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be ending as well
                 retry_s = WATCH_INTERVAL_S
                 logger.warning(
-                    "pipeline %s could not be removed; the next attempt is in %g s", self.spec.name, retry_s, exc_info=True
+                    "pipeline %s could not be removed; the next attempt is in %g s",
+                    self.spec.name,
+                    retry_s,
+                    exc_info=True,
                 )
 
 
@@ -216,13 +252,19 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         **avoid_head_node(),
     }
     # The lease is renewed also while workers load, and while claims wait for the head node.
-    actor: Any = ray.remote(concurrency_groups={"lease": 2, "claim": 1, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
+    actor: Any = ray.remote(concurrency_groups={"lease": 2, "claim": 1, "moving": 1, "rescue": 1})(
+        Supervisor
+    )  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 
 def remove_pipeline(name: str) -> None:
-    """Remove a pipeline's actors, then its placement group: a stage whose bundle goes first stays "restarting" forever."""
-    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"):
+    """Remove a pipeline's actors, then its placement group: a stage whose bundle goes first stays
+    "restarting" forever.
+    """
+    for worker in actor_names(
+        rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"
+    ):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(worker, NAMESPACE))
     delete_expert_plan(name)
@@ -233,11 +275,13 @@ def remove_pipeline(name: str) -> None:
 def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
     """Wait until all workers have loaded, and raise the first error that prevents it.
 
-    If a process dies, its successor is asked, which knows more than Ray does. Processes that are stopped or silent are
-    replaced, as they would keep a new router waiting forever.
+    If a process dies, its successor is asked, which knows more than Ray does. Processes that are
+    stopped or silent are replaced, as they would keep a new router waiting forever.
     """
     silences = SilenceTracker()
-    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
+    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {
+        worker.ready.remote(): worker for worker in workers
+    }
     while waiting:
         ready, _ = ray.wait(list(waiting), timeout=LOADING_CHECK_INTERVAL_S)
         if not ready:
@@ -246,7 +290,8 @@ def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
         worker = waiting.pop(ready[0])
         try:
             ray.get(ready[0])
-        except ActorUnavailableError:  # also if it is stopped, and this process has not called it before
+        # also if it is stopped, and this process has not called it before
+        except ActorUnavailableError:
             silences.kill_silent([worker])
             time.sleep(RESTART_POLL_S)
             waiting[worker.ready.remote()] = worker
@@ -257,12 +302,16 @@ def _group(spec: PipelineSpec) -> PlacementGroup:
         group: PlacementGroup = get_placement_group(spec.name)
     except ValueError:
         selectors = spec.node_selectors
-        group = placement_group(spec.bundles, "PACK", spec.name, lifetime="detached", bundle_label_selector=selectors)
+        group = placement_group(
+            spec.bundles, "PACK", spec.name, lifetime="detached", bundle_label_selector=selectors
+        )
     return group
 
 
 def is_head_alive() -> bool:
-    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is away, Ray makes callers wait."""
+    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is away, Ray makes
+    callers wait.
+    """
     called_at = time.monotonic()
     try:
         ray.util.list_named_actors()
@@ -272,7 +321,9 @@ def is_head_alive() -> bool:
 
 
 def may_be_claimed(deployments: DeploymentWatch | None, last: Lease | None) -> bool:
-    """Return True if a router of a living application may still claim its pipeline; a newer deployment's would have."""
+    """Return True if a router of a living application may still claim its pipeline; a newer
+    deployment's would have.
+    """
     from ray import serve  # rarely needed, and slow to import
 
     if deployments is None or deployments.application not in serve.status().applications:
@@ -281,7 +332,9 @@ def may_be_claimed(deployments: DeploymentWatch | None, last: Lease | None) -> b
 
 
 def delete_application(application: OwnerApplication) -> None:
-    """Delete the application, or shut Ray Serve down if it owns that; Ray Serve completes it even if this actor ends."""
+    """Delete the application, or shut Ray Serve down if it owns that; Ray Serve completes it even
+    if this actor ends.
+    """
     from ray import serve
 
     applications = serve.status().applications

@@ -28,8 +28,10 @@ RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 logger = logging.getLogger(__name__)
 
 
-async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor returns
-    """Await a call that may safely be made twice, again while the supervisor restarts. Raises RayError."""
+async def call_with_retry(call: Callable[[], Any]) -> Any:  # what the actor returns
+    """Await a call that may safely be made twice, again while the supervisor restarts. Raises
+    RayError.
+    """
     deadline = time.monotonic() + RETRY_TIMEOUT_S
     for delay_s in backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S):
         try:
@@ -40,13 +42,14 @@ async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - wha
         await asyncio.sleep(delay_s)
 
 
-async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call one of the lease's methods as ``call_with_retry`` does; a supervisor whose process is stopped gets another one.
+async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:
+    """Call one of the lease's methods as ``call_with_retry`` does; a supervisor whose process is
+    stopped gets another one.
 
     Raises RayError, also if that does not help.
     """
 
-    async def call_in_time() -> Any:  # noqa: ANN401
+    async def call_in_time() -> Any:
         num_missed = 0
         while num_missed < MAX_MISSED_CALLS + MAX_FURTHER_CALLS:
             try:
@@ -57,12 +60,18 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
                 min_age_s = math.inf if num_missed < MAX_MISSED_CALLS else 0.0
                 if await asyncio.to_thread(kill_worker_process, supervisor, min_age_s):
                     silent_s = num_missed * LEASE_CALL_TIMEOUT_S
-                    logger.warning("the supervisor got a new process: it had not answered for %g s", silent_s)
-            except ActorUnavailableError:  # it restarts; or it is stopped, and this process has not called it before
+                    logger.warning(
+                        "the supervisor got a new process: it had not answered for %g s", silent_s
+                    )
+            # it restarts; or it is stopped, and this process has not called it before
+            except ActorUnavailableError:
                 if await asyncio.to_thread(kill_worker_process, supervisor, math.inf):
                     logger.warning("the supervisor got a new process: the old one was stopped")
                 raise
-        raise RayError(f"the supervisor has not answered {num_missed} calls in a row, and could not be replaced")
+        raise RayError(
+            f"the supervisor has not answered {num_missed} calls in a row, and could not be"
+            " replaced"
+        )
 
     return await call_with_retry(call_in_time)
 
@@ -76,28 +85,41 @@ async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> No
         try:
             await renew_lease(supervisor, holder)
         except Exception as error:  # of Ray; renewing continues as long as the pipeline is driven
-            logger.warning("the lease could not be renewed; the next attempt is in %g s: %s", RENEW_INTERVAL_S, error)
+            logger.warning(
+                "the lease could not be renewed; the next attempt is in %g s: %s",
+                RENEW_INTERVAL_S,
+                error,
+            )
         await asyncio.sleep(RENEW_INTERVAL_S)
 
 
 async def renew_lease(supervisor: "ActorHandle[Any]", holder: str) -> bool:
     """Renew the lease; return False if it is no longer the holder's. Raises RayError."""
-    return bool(await call_or_restart(supervisor, lambda: supervisor.renew.options(concurrency_group="lease").remote(holder)))
+    return bool(
+        await call_or_restart(
+            supervisor, lambda: supervisor.renew.options(concurrency_group="lease").remote(holder)
+        )
+    )
 
 
 @contextmanager
 def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
-    """Send heartbeats of the command that serves on a joined cluster; without them supervisors end the application.
+    """Send heartbeats of the command that serves on a joined cluster; without them supervisors end
+    the application.
 
     ``names`` returns the names of the supervisors' actors.
     """
     heartbeat = _Heartbeat(names)
-    with run_periodically(RENEW_INTERVAL_S, heartbeat.refresh), run_periodically(RENEW_INTERVAL_S, heartbeat.send):
+    with (
+        run_periodically(RENEW_INTERVAL_S, heartbeat.refresh),
+        run_periodically(RENEW_INTERVAL_S, heartbeat.send),
+    ):
         yield
 
 
 class _Heartbeat:
-    """Only the head node knows the supervisors; while it is away, Ray lets a caller wait for a minute.
+    """Only the head node knows the supervisors; while it is away, Ray lets a caller wait for a
+    minute.
 
     So the search and the heartbeats to supervisors that are known have separate threads.
     """
@@ -114,7 +136,9 @@ class _Heartbeat:
                 with suppress(ValueError):  # it has just ended
                     found.append(ray.get_actor(name, NAMESPACE))
         except Exception as error:  # of Ray, whose head node may be away
-            logger.warning("the supervisors of pipelines could not be looked up: %s", ray_error_message(error))
+            logger.warning(
+                "the supervisors of pipelines could not be looked up: %s", ray_error_message(error)
+            )
         else:
             self._supervisors = found
 

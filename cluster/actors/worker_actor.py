@@ -1,4 +1,6 @@
-"""The base class of stage actors and expert actors: they load by themselves, and report their progress."""
+"""The base class of stage actors and expert actors: they load by themselves, and report their
+progress.
+"""
 
 import gc
 import os
@@ -26,8 +28,9 @@ from tramontane.workers.weights.checkpoint import check_fingerprint
 NAMESPACE = "tramontane"
 READY = "ready"  # the activity of a worker that has loaded, or cannot
 EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
-# How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which torch is built): one or
-# two ms, which covers the time between two products. The default is nine ms, taken from the stage whose turn it is.
+# How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which
+# torch is built): one or two ms, which covers the time between two products. The default is nine
+# ms, taken from the stage whose turn it is.
 OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
 INDUCTOR_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # read once, when torch's compiler is imported
 
@@ -51,22 +54,25 @@ class WorkerHealth:
     pid: int
     node_id: str
     bytes_read: int  # from the checkpoint
-    bytes_loaded: int  # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
+    # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
+    bytes_loaded: int
     weight_bytes: int
     busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not
-    activity: str = field(default="", kw_only=True)  # what it does once its weights are loaded; then READY
+    # what it does once its weights are loaded; then READY
+    activity: str = field(default="", kw_only=True)
     numerics: Numerics | None = field(default=None, kw_only=True)  # None before it is loaded
 
 
 def import_torch() -> None:
-    """Import torch without collecting garbage, and freeze what there is then: a collection never looks at it again.
+    """Import torch without collecting garbage, and freeze what there is then: a collection never
+    looks at it again.
 
     Its compiler, which a stage on a GPU uses for five small kernels, will compile in this process,
     unless the user has set how many others it uses: by default it starts one for each core, up to
     32, with 250 MB each, while the stage loads.
 
-    torch makes 180,000 objects that stay. Looking for garbage among them takes a sixth of the time of the import, and later each
-    full collection would stop a step, for 0.26 s on a core of Zen 4.
+    torch makes 180,000 objects that stay. Looking for garbage among them takes a sixth of the time
+    of the import, and later each full collection would stop a step, for 0.26 s on a core of Zen 4.
     """
     if "torch" in sys.modules:
         return
@@ -82,11 +88,13 @@ def import_torch() -> None:
 class WorkerActor(Generic[W]):
     """A worker behind Ray: bytes in, bytes out.
 
-    It loads as soon as it starts or restarts, in a thread, so that it can report its progress. torch is imported when the
-    actor is created, not with this module: processes that only call workers never need it.
+    It loads as soon as it starts or restarts, in a thread, so that it can report its progress.
+    torch is imported when the actor is created, not with this module: processes that only call
+    workers never need it.
     """
 
-    max_load_crashes = 3  # in a row; then memory is most likely too small, and loading is not tried again
+    # in a row; then memory is most likely too small, and loading is not tried again
+    max_load_crashes = 3
 
     def __init__(self, label: str, weight_bytes: int, settings: WorkerSettings) -> None:
         self.label = label
@@ -128,7 +136,9 @@ class WorkerActor(Generic[W]):
 
     @abstractmethod
     def _exporter(self) -> Callable[[], None]:
-        """Return a function that exports the worker's counters to Ray's metrics; a thread calls it, not the steps."""
+        """Return a function that exports the worker's counters to Ray's metrics; a thread calls it,
+        not the steps.
+        """
 
     def _try_to_load(self) -> None:
         import warnings
@@ -143,7 +153,8 @@ class WorkerActor(Generic[W]):
                 self._worker = self._load()
             start_periodic_thread(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # raised to callers that wait for the weights
-            self._load_error = error.with_traceback(None)  # whose frames would keep the loaded weights in memory
+            # whose frames would keep the loaded weights in memory
+            self._load_error = error.with_traceback(None)
 
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
         self._bytes_read += num_read
@@ -171,7 +182,9 @@ class WorkerActor(Generic[W]):
 
 @contextmanager
 def annotate_node() -> Iterator[None]:
-    """Add this node to a CheckpointError: many nodes read the checkpoint, and it may be bad on one of them."""
+    """Add this node to a CheckpointError: many nodes read the checkpoint, and it may be bad on one
+    of them.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -181,15 +194,18 @@ def annotate_node() -> Iterator[None]:
 
 @contextmanager
 def _limit_load_attempts(label: str, max_crashes: int) -> Iterator[None]:
-    """Raise PipelineError if the actor's process has died ``max_crashes`` times while loading, usually out of memory.
+    """Raise PipelineError if the actor's process has died ``max_crashes`` times while loading,
+    usually out of memory.
 
-    A byte per attempt is kept in the cluster's key-value store, which outlives the process and is read after a restart.
+    A byte per attempt is kept in the cluster's key-value store, which outlives the process and is
+    read after a restart.
     """
     key = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
     attempts = kv_get(key) or b""
     if len(attempts) >= max_crashes:
         raise PipelineError(
-            f"the process of {label} died while it was loading, {len(attempts)} times; most likely there is too little memory"
+            f"the process of {label} died while it was loading, {len(attempts)} times; most likely"
+            " there is too little memory"
         )
     kv_put(key, attempts + b".")
     try:
@@ -199,6 +215,12 @@ def _limit_load_attempts(label: str, max_crashes: int) -> Iterator[None]:
 
 
 def actor_names(pattern: str) -> list[str]:
-    """Return the sorted names of Tramontane's living actors that match the whole of a regular expression."""
+    """Return the sorted names of Tramontane's living actors that match the whole of a regular
+    expression.
+    """
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(a["name"] for a in actors if a["namespace"] == NAMESPACE and re.fullmatch(pattern, a["name"]))
+    return sorted(
+        a["name"]
+        for a in actors
+        if a["namespace"] == NAMESPACE and re.fullmatch(pattern, a["name"])
+    )

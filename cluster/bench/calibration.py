@@ -22,7 +22,9 @@ Step = tuple[BatchWork, tuple[StageTiming, ...]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The mean stage of a real pipeline, and how well its model predicts a run that it was not fitted to."""
+    """The mean stage of a real pipeline, and how well its model predicts a run that it was not
+    fitted to.
+    """
 
     costs: CostModel
     hop_s: float
@@ -95,7 +97,9 @@ async def calibrate(
     report: Callable[[str], None],
     show_loading: ShowLoading,
 ) -> Calibration:
-    """Run two sets of requests on a real pipeline: costs are fitted to the first and validated on the second."""
+    """Run two sets of requests on a real pipeline: costs are fitted to the first and validated on
+    the second.
+    """
     async with open_engine(config, report, show_loading=show_loading) as engine:
         num_stages = len(engine.plan.stages)
         traces, steps = [], []
@@ -113,11 +117,14 @@ async def calibrate(
     pipeline = PipelineModel(lambda work: costs.predict([work])[0].tolist(), hop_s)
     scheduler = make_scheduler(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
     modelled = simulate(scheduler, pipeline, arrivals[1])
-    return Calibration(costs, hop_s, summarize("measured", traces[1]), summarize("modelled", modelled))
+    return Calibration(
+        costs, hop_s, summarize("measured", traces[1]), summarize("modelled", modelled)
+    )
 
 
 def hop_seconds(steps: Sequence[Step]) -> float:
-    """Return the median time between a stage's end and the next one's start, where the next stage had been waiting.
+    """Return the median time between a stage's end and the next one's start, where the next stage
+    had been waiting.
 
     The stages have to be on one machine, so that they have one clock.
     """
@@ -130,14 +137,18 @@ def hop_seconds(steps: Sequence[Step]) -> float:
     return median(hops) if hops else 0.0
 
 
-async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
+async def _run(
+    engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder
+) -> SimTrace:
     vocab_size = engine.plan.args.vocab_size
     started, backlog_until = steady_time(), 0.0
 
     async def run_one(number: int, arrival: SimRequest) -> tuple[float, ...]:
         nonlocal backlog_until
         await asyncio.sleep(max(started + arrival.at - steady_time(), 0.0))
-        prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
+        prompt = tuple(
+            (number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens)
+        )
         sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0, ignore_eos=True)
         times: list[float] = []
         async for batch in engine.router.generate([SequenceRequest(prompt, sampling)]):
@@ -146,8 +157,11 @@ async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyR
                 backlog_until = steady_time() - started
         return tuple(times)
 
-    token_times = await asyncio.gather(*(run_one(number, arrival) for number, arrival in enumerate(arrivals)))
+    token_times = await asyncio.gather(
+        *(run_one(number, arrival) for number, arrival in enumerate(arrivals))
+    )
     timings = tuple(
-        tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each) for _, each in recorder.steps
+        tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each)
+        for _, each in recorder.steps
     )
     return SimTrace(tuple(arrivals), tuple(token_times), timings, backlog_until)

@@ -1,10 +1,18 @@
-"""``tramontane bench`` with its own engine: random token ids, greedy sampling, answers of exactly the given lengths."""
+"""``tramontane bench`` with its own engine: random token ids, greedy sampling, answers of exactly
+the given lengths.
+"""
 
 import asyncio
 import time
 
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import BenchResult, PipelineUsage, RequestTrace, Round, RoundPlan
+from tramontane.cluster.bench.results import (
+    BenchResult,
+    PipelineUsage,
+    RequestTrace,
+    Round,
+    RoundPlan,
+)
 from tramontane.cluster.bench.workload import BenchRequest, Workload
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageDevice
@@ -37,13 +45,18 @@ class StepRecorder:
         return PipelineUsage(engine.plan, usage, hops, timings, devices, engine.router.fingerprint)
 
 
-async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay) -> BenchResult:
-    """Run all rounds. Raises ConfigError, before anything is started, if the context is too short for the requests."""
+async def bench_offline(
+    config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay
+) -> BenchResult:
+    """Run all rounds. Raises ConfigError, before anything is started, if the context is too short
+    for the requests.
+    """
     args = resolve_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     if workload.max_positions > context:
         raise ConfigError(
-            f"--input-len and --output-len come to {workload.max_positions} positions, and the context has {context}; use less"
+            f"--input-len and --output-len come to {workload.max_positions} positions, and the"
+            f" context has {context}; use less"
         )
     recorder = StepRecorder()
 
@@ -51,7 +64,9 @@ async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundP
         recorder.observe(result)
         display.advance(result.timings[-1].num_tokens)
 
-    async with open_engine(config.single_pipeline(), display.report, observe, display.loading) as engine:
+    async with open_engine(
+        config.single_pipeline(), display.report, observe, display.loading
+    ) as engine:
         devices = await engine.list_devices()
 
         async def run_one(number: int) -> Round:

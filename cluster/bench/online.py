@@ -1,4 +1,6 @@
-"""``tramontane bench --url``: load on an OpenAI-compatible server, by independent streaming clients."""
+"""``tramontane bench --url``: load on an OpenAI-compatible server, by independent streaming
+clients.
+"""
 
 import asyncio
 import json
@@ -11,47 +13,69 @@ from typing import Any
 import httpx
 
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import BenchMetrics, BenchResult, Failure, RequestTrace, Round, RoundPlan
+from tramontane.cluster.bench.results import (
+    BenchMetrics,
+    BenchResult,
+    Failure,
+    RequestTrace,
+    Round,
+    RoundPlan,
+)
 from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
 from tramontane.cluster.console.server_client import base_url, no_answer, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
 TIMEOUT = httpx.Timeout(600, connect=10)  # between two pieces of an answer
-UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # a connection pool would delay requests
+# a connection pool would delay requests
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPattern:
-    """The load on the server. ``max_concurrency`` bounds the running requests; others wait, and their clocks run."""
+    """The load on the server. ``max_concurrency`` bounds the running requests; others wait, and
+    their clocks run.
+    """
 
     request_rate: float = float("inf")
     max_concurrency: int | None = None
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-concurrency", self.max_concurrency), ("--vocab-size", self.vocab_size)):
+        for name, value in (
+            ("--max-concurrency", self.max_concurrency),
+            ("--vocab-size", self.vocab_size),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 def make_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """Return a client of the server. Raises ConfigError as ``base_url`` does."""
-    return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT, limits=UNLIMITED)
+    return httpx.AsyncClient(
+        base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT, limits=UNLIMITED
+    )
 
 
 async def bench_online(
-    client: httpx.AsyncClient, workload: Workload, traffic: LoadPattern, rounds: RoundPlan, display: BenchDisplay
+    client: httpx.AsyncClient,
+    workload: Workload,
+    traffic: LoadPattern,
+    rounds: RoundPlan,
+    display: BenchDisplay,
 ) -> BenchResult:
     """Run all rounds.
 
-    Raises ConnectionLostError if the server does not answer, ConfigError if it is none, PipelineError if all requests of a
-    round fail.
+    Raises ConnectionLostError if the server does not answer, ConfigError if it is none,
+    PipelineError if all requests of a round fail.
     """
     due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
     async with client:
         model, vocab_size = await _fetch_model(client)
         if (vocab_size := traffic.vocab_size or vocab_size) is None:
-            display.note("the server does not report its vocabulary size, so prompts are text; --vocab-size gives it")
+            display.note(
+                "the server does not report its vocabulary size, so prompts are text; --vocab-size"
+                " gives it"
+            )
         generator = LoadGenerator(client, model, traffic.max_concurrency, display.advance)
 
         async def run_one(number: int) -> Round:
@@ -60,7 +84,10 @@ async def bench_online(
             traces = await generator.send_all(requests, due)
             if not (figures := BenchMetrics.of(traces)).num_completed:
                 worst = figures.failures[0]
-                raise PipelineError(f"all {len(traces)} requests failed, {worst.count} with {worst.kind}: {worst.example}")
+                raise PipelineError(
+                    f"all {len(traces)} requests failed, {worst.count} with {worst.kind}:"
+                    f" {worst.example}"
+                )
             return Round(traces)
 
         return await rounds.run(run_one)
@@ -77,22 +104,34 @@ async def _fetch_model(client: httpx.AsyncClient) -> tuple[str, int | None]:
     except httpx.TransportError as error:
         raise no_answer(client, error) from error
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible server?") from error
+        raise ConfigError(
+            f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible"
+            " server?"
+        ) from error
 
 
 class LoadGenerator:
     """Sends each request when it is due, whether or not earlier ones have been answered."""
 
     def __init__(
-        self, client: httpx.AsyncClient, model: str, max_concurrency: int | None, advance: Callable[[int], None]
+        self,
+        client: httpx.AsyncClient,
+        model: str,
+        max_concurrency: int | None,
+        advance: Callable[[int], None],
     ) -> None:
         self._client, self._model, self._advance = client, model, advance
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
-    async def send_all(self, requests: Sequence[BenchRequest], due: Sequence[float]) -> list[RequestTrace]:
+    async def send_all(
+        self, requests: Sequence[BenchRequest], due: Sequence[float]
+    ) -> list[RequestTrace]:
         """Send each request at its time, in seconds from now, and wait for all answers."""
         begin = time.perf_counter()
-        sent = (self._send_when_due(request, begin + after) for request, after in zip(requests, due, strict=True))
+        sent = (
+            self._send_when_due(request, begin + after)
+            for request, after in zip(requests, due, strict=True)
+        )
         return await asyncio.gather(*sent)
 
     async def _send_when_due(self, request: BenchRequest, due_at: float) -> RequestTrace:
@@ -107,7 +146,9 @@ class LoadGenerator:
 
     async def _send(self, request: BenchRequest, answer: "_StreamTimes") -> Failure | None:
         try:
-            async with self._client.stream("POST", "/v1/completions", json=self._body(request)) as response:
+            async with self._client.stream(
+                "POST", "/v1/completions", json=self._body(request)
+            ) as response:
                 if response.status_code != httpx.codes.OK:
                     return Failure(f"HTTP {response.status_code}", _message(await response.aread()))
                 async for event in _events(response):
@@ -124,7 +165,13 @@ class LoadGenerator:
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         sampling = {"max_tokens": request.num_new_tokens, "temperature": 0, "ignore_eos": True}
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        return {"model": self._model, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **sampling}
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **sampling,
+        }
 
 
 class _StreamTimes:

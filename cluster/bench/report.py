@@ -1,4 +1,6 @@
-"""The output of ``tramontane bench``: progress, a table or JSON, and the plot of the median round."""
+"""The output of ``tramontane bench``: progress, a table or JSON, and the plot of the median
+round.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,14 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from tramontane.cluster.bench.results import PERCENTILES, BenchMetrics, BenchResult, Latency, PipelineUsage, RoundPlan
+from tramontane.cluster.bench.results import (
+    PERCENTILES,
+    BenchMetrics,
+    BenchResult,
+    Latency,
+    PipelineUsage,
+    RoundPlan,
+)
 from tramontane.cluster.console.charts import save_figure
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_json
+from tramontane.cluster.console.run_summary import (
+    expert_table,
+    experts_as_data,
+    stage_table,
+    stages_json,
+)
 from tramontane.router.engine.stage_usage import HopTime
 
 if TYPE_CHECKING:
@@ -40,7 +62,9 @@ class _SpeedColumn(ProgressColumn):
 
 
 class BenchDisplay(Display):
-    """Progress on standard error: in a terminal a bar for each round, otherwise a line at its start and then every 5 s."""
+    """Progress on standard error: in a terminal a bar for each round, otherwise a line at its start
+    and then every 5 s.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(live=False)
@@ -52,13 +76,19 @@ class BenchDisplay(Display):
     def begin_round(self, number: int, rounds: RoundPlan, num_tokens: int) -> None:
         """Show the start of a round, in which ``advance`` will be called for so many tokens."""
         self.stop()
-        self._title = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
+        self._title = f"round {number + 1} of {rounds.total}" + (
+            " (warm-up)" if number < rounds.num_warmups else ""
+        )
         self._num_tokens, self._num_done, self._begun_at = num_tokens, 0, self._clock()
         self._shown_at = self._begun_at
         if not self.stderr.is_terminal:
             self.stderr.print(f"{self._title} ...")
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"),
+        )
         times = (_SpeedColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._rounds_bar = Progress(*columns, *times, console=self.stderr, transient=True)
         self._rounds_bar.add_task(self._title, total=num_tokens)
@@ -66,14 +96,18 @@ class BenchDisplay(Display):
 
     def advance(self, num_tokens: int) -> None:
         """Add tokens to the round."""
-        self._num_done = min(self._num_done + num_tokens, self._num_tokens)  # those of a lost stage are computed again
+        # those of a lost stage are computed again
+        self._num_done = min(self._num_done + num_tokens, self._num_tokens)
         if self._rounds_bar is not None:
             self._rounds_bar.update(self._rounds_bar.task_ids[0], completed=self._num_done)
-        elif (now := self._clock()) - self._shown_at >= LINE_EVERY_S and not self.stderr.is_terminal:
+        elif (
+            now := self._clock()
+        ) - self._shown_at >= LINE_EVERY_S and not self.stderr.is_terminal:
             self._shown_at, elapsed_s = now, now - self._begun_at
             share, speed = self._num_done / self._num_tokens, self._num_done / elapsed_s
             self.stderr.print(
-                f"{self._title}: {share:.0%} of {self._num_tokens} tokens after {elapsed_s:.0f} s, {speed:.0f} a second ..."
+                f"{self._title}: {share:.0%} of {self._num_tokens} tokens after {elapsed_s:.0f} s,"
+                f" {speed:.0f} a second ..."
             )
 
     def stop(self) -> None:
@@ -95,13 +129,24 @@ def render_report(outcome: BenchResult) -> Group:
     speed = Table("tokens/s, in and out", "in", "out", "requests/s", "seconds")
     in_s, out_s = figures.per_s(figures.num_prompt_tokens), figures.per_s(figures.num_new_tokens)
     requests_s = f"{figures.per_s(figures.num_completed):.2f}"
-    speed.add_row(f"{figures.tokens_per_s:.0f}", f"{in_s:.0f}", f"{out_s:.0f}", requests_s, f"{figures.elapsed_s:.2f}")
+    speed.add_row(
+        f"{figures.tokens_per_s:.0f}",
+        f"{in_s:.0f}",
+        f"{out_s:.0f}",
+        requests_s,
+        f"{figures.elapsed_s:.2f}",
+    )
     latency = Table("milliseconds", "mean", *(f"p{at}" for at in PERCENTILES))
     for _, name, seconds in _latencies(figures):
-        latency.add_row(name, *(f"{1000 * s:.1f}" for s in (seconds.mean_s, *seconds.percentiles_s)))
+        latency.add_row(
+            name, *(f"{1000 * s:.1f}" for s in (seconds.mean_s, *seconds.percentiles_s))
+        )
     parts: list[Table | Text] = [Text(_headline(outcome)), speed, latency]
     if (used := outcome.round.pipeline) is not None:
-        parts += [stage_table(used.plan, used.usage), *([expert_table(used.plan, used.usage)] if used.plan.experts else [])]
+        parts += [
+            stage_table(used.plan, used.usage),
+            *([expert_table(used.plan, used.usage)] if used.plan.experts else []),
+        ]
         parts += [Text(_between_stages(used.usage.bubble, used.hops))]
     parts += [Text(f"failed: {f.count} x {f.kind}: {f.example}") for f in figures.failures]
     return Group(*parts)
@@ -109,7 +154,10 @@ def render_report(outcome: BenchResult) -> Group:
 
 def _headline(outcome: BenchResult) -> str:
     figures = outcome.figures
-    done = f"{figures.num_completed} requests, {figures.num_prompt_tokens} tokens in, {figures.num_new_tokens} out"
+    done = (
+        f"{figures.num_completed} requests, {figures.num_prompt_tokens} tokens in,"
+        f" {figures.num_new_tokens} out"
+    )
     failed = f", {figures.num_failed} FAILED" if figures.num_failed else ""
     if len(outcome.speeds) == 1:
         return done + failed
@@ -119,7 +167,8 @@ def _headline(outcome: BenchResult) -> str:
 
 def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
     each = (
-        f"hop {number} to {number + 1}: {1000 * hop.min_s:.2f} ms at least, {1000 * hop.median_s:.2f} ms in the median"
+        f"hop {number} to {number + 1}: {1000 * hop.min_s:.2f} ms at least,"
+        f" {1000 * hop.median_s:.2f} ms in the median"
         for number, hop in enumerate(hops, start=1)
     )
     return "\n".join([f"bubble {bubble:.0%}", *each])
@@ -128,7 +177,8 @@ def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
 def as_data(outcome: BenchResult) -> dict[str, Any]:
     """Return the metrics for JSON.
 
-    The first five keys are those of ``vllm bench throughput``, the next ones, if it has them, those of ``vllm bench serve``.
+    The first five keys are those of ``vllm bench throughput``, the next ones, if it has them, those
+    of ``vllm bench serve``.
     """
     figures, used = outcome.figures, outcome.round.pipeline
     data: dict[str, Any] = {
@@ -139,7 +189,9 @@ def as_data(outcome: BenchResult) -> dict[str, Any]:
         "tokens_per_second": figures.tokens_per_s,
         "completed": figures.num_completed,
         "failed": figures.num_failed,
-        "errors": [{"kind": f.kind, "count": f.count, "example": f.example} for f in figures.failures],
+        "errors": [
+            {"kind": f.kind, "count": f.count, "example": f.example} for f in figures.failures
+        ],
         "total_input_tokens": figures.num_prompt_tokens,
         "total_output_tokens": figures.num_new_tokens,
         "input_throughput": figures.per_s(figures.num_prompt_tokens),
@@ -153,13 +205,21 @@ def as_data(outcome: BenchResult) -> dict[str, Any]:
             data[f"{'median' if at == 50 else f'p{at}'}_{key}_ms"] = 1000 * value
     if used is not None:
         hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
-        data |= {"stages": stages_json(used.plan, used.usage, used.devices), "bubble": used.usage.bubble, "hops": hops}
-        data |= experts_as_data(used.plan, used.usage) | {"system_fingerprint": used.fingerprint or None}
+        data |= {
+            "stages": stages_json(used.plan, used.usage, used.devices),
+            "bubble": used.usage.bubble,
+            "hops": hops,
+        }
+        data |= experts_as_data(used.plan, used.usage) | {
+            "system_fingerprint": used.fingerprint or None
+        }
     return data
 
 
 def save_plot(path: Path, outcome: BenchResult) -> None:
-    """Plot tokens per second over time, the distribution of latencies, and when the stages worked. Raises ConfigError."""
+    """Plot tokens per second over time, the distribution of latencies, and when the stages worked.
+    Raises ConfigError.
+    """
     from matplotlib.figure import Figure
 
     used = outcome.round.pipeline
@@ -177,10 +237,18 @@ def _plot_speed(panel: "Axes", outcome: BenchResult) -> None:
     done = [trace for trace in outcome.round.traces if trace.failure is None]
     begin = min(trace.due_at for trace in outcome.round.traces)
     at = np.concatenate([np.asarray(trace.pieces_at) - begin for trace in done])
-    weights = np.concatenate([np.full(len(t.pieces_at), t.num_new_tokens / len(t.pieces_at)) for t in done])
-    counts, edges = np.histogram(at, bins=BINS, range=(0, outcome.figures.elapsed_s), weights=weights)
+    weights = np.concatenate(
+        [np.full(len(t.pieces_at), t.num_new_tokens / len(t.pieces_at)) for t in done]
+    )
+    counts, edges = np.histogram(
+        at, bins=BINS, range=(0, outcome.figures.elapsed_s), weights=weights
+    )
     panel.stairs(counts / np.diff(edges), edges, fill=True)
-    panel.set(xlabel="seconds", ylabel="new tokens/s", title=f"{outcome.figures.tokens_per_s:.0f} tokens/s in and out")
+    panel.set(
+        xlabel="seconds",
+        ylabel="new tokens/s",
+        title=f"{outcome.figures.tokens_per_s:.0f} tokens/s in and out",
+    )
 
 
 def _plot_latency(panel: "Axes", outcome: BenchResult) -> None:
@@ -195,9 +263,14 @@ def _plot_stages(panel: "Axes", used: PipelineUsage) -> None:
     """Plot when each stage worked, one row per stage, by the stages' own clocks."""
     begin = min(timing.started_at for timing in used.timings)
     for stage in used.plan.stages:
-        spans = [(t.started_at - begin, t.busy_s) for t in used.timings if t.stage_id == stage.stage_id]
+        spans = [
+            (t.started_at - begin, t.busy_s) for t in used.timings if t.stage_id == stage.stage_id
+        ]
         panel.broken_barh(spans, (stage.stage_id + 0.1, 0.8))
-    names = [f"{stage.stage_id + 1}: {used.usage.busy_share(stage.stage_id):.0%} busy" for stage in used.plan.stages]
+    names = [
+        f"{stage.stage_id + 1}: {used.usage.busy_share(stage.stage_id):.0%} busy"
+        for stage in used.plan.stages
+    ]
     panel.set_yticks([stage.stage_id + 0.5 for stage in used.plan.stages], names)
     panel.set(xlabel="seconds", ylabel="stage", title=f"bubble {used.usage.bubble:.0%}")
     panel.invert_yaxis()

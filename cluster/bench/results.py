@@ -29,8 +29,9 @@ class Failure:
 class RequestTrace:
     """The times of one request, in seconds of one clock.
 
-    They count from ``due_at``, when it was to be sent: a late client does not make the server look fast.
-    A piece of the answer may hold several tokens. Failed requests count in no metric but the failures.
+    They count from ``due_at``, when it was to be sent: a late client does not make the server look
+    fast. A piece of the answer may hold several tokens. Failed requests count in no metric but the
+    failures.
     """
 
     due_at: float
@@ -72,7 +73,9 @@ class Latency:
         """Summarize; None if there are no values."""
         if not seconds:
             return None
-        return cls(float(np.mean(seconds)), tuple(float(at) for at in np.percentile(seconds, PERCENTILES)))
+        return cls(
+            float(np.mean(seconds)), tuple(float(at) for at in np.percentile(seconds, PERCENTILES))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,10 @@ def count_failures(failures: Iterable[Failure]) -> tuple[FailureCount, ...]:
     """Count failures by kind, the most frequent first, each with the first message."""
     seen = list(failures)
     examples = {failure.kind: failure.message for failure in reversed(seen)}
-    return tuple(FailureCount(kind, count, examples[kind]) for kind, count in Counter(f.kind for f in seen).most_common())
+    return tuple(
+        FailureCount(kind, count, examples[kind])
+        for kind, count in Counter(f.kind for f in seen).most_common()
+    )
 
 
 def median_index(speeds: Sequence[float]) -> int:
@@ -164,7 +170,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """The round of median speed, so that its metrics belong together; ``speeds`` are those of all rounds, in order."""
+    """The round of median speed, so that its metrics belong together; ``speeds`` are those of all
+    rounds, in order.
+    """
 
     round: Round
     figures: BenchMetrics
@@ -174,13 +182,18 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Rounds to warm up, and those that count. Raises ConfigError for numbers that are too small."""
+    """Rounds to warm up, and those that count. Raises ConfigError for numbers that are too
+    small.
+    """
 
     num_warmups: int
     num_repeats: int
 
     def __post_init__(self) -> None:
-        for name, value, minimum in (("warmups", self.num_warmups, 0), ("repeats", self.num_repeats, 1)):
+        for name, value, minimum in (
+            ("warmups", self.num_warmups, 0),
+            ("repeats", self.num_repeats, 1),
+        ):
             if value < minimum:
                 raise ConfigError(f"--{name} is {value}; it must be at least {minimum}")
 

@@ -1,4 +1,6 @@
-"""``tramontane chat``: a conversation with a model, from lines of input to answers on standard output."""
+"""``tramontane chat``: a conversation with a model, from lines of input to answers on standard
+output.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,16 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
+from tramontane.cluster.console.options import (
+    SAMPLING,
+    Temperature,
+    TopK,
+    TopP,
+    flags_of,
+    load_config,
+    option,
+    with_options,
+)
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
 from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
@@ -31,7 +42,10 @@ from tramontane.router.tokenization.loader import load_chat_template, require_to
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split, is_open_after
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far; /help shows this line"
+HELP = (
+    "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so"
+    " far; /help shows this line"
+)
 COMMANDS = ("/exit", "/reset", "/help")
 COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is none
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
@@ -42,16 +56,22 @@ DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, bu
 def chat(
     context: typer.Context,
     system: Annotated[str | None, option("--system", help="System message.")] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.", panel=SAMPLING)] = 1024,
+    max_tokens: Annotated[
+        int, option("--max-tokens", help="New tokens per answer.", panel=SAMPLING)
+    ] = 1024,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
 ) -> None:
-    """Hold a conversation: each line of standard input is a message; a terminal has history and editing."""
+    """Hold a conversation: each line of standard input is a message; a terminal has history and
+    editing.
+    """
     with load_config(context) as settings:
         sampling = sampling_params(max_tokens, temperature, top_p, top_k, settings.seed)
         display = Display(live=False)
-        in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
+        in_terminal = (
+            _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
+        )
         messages = TerminalInput() if in_terminal else lines_of_stdin()
         try:
             asyncio.run(run_chat(settings, system, sampling, messages, display))
@@ -66,7 +86,9 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 @dataclass(slots=True)
 class ChatReply:
-    """One answer, which grows; Ctrl-C ends it as far as it has come. ``thought``: None if the model's format has none."""
+    """One answer, which grows; Ctrl-C ends it as far as it has come. ``thought``: None if the
+    model's format has none.
+    """
 
     text: str = ""
     thought: str | None = None
@@ -76,12 +98,16 @@ class ChatReply:
 
 
 async def run_chat(
-    config: EngineConfig, system: str | None, sampling: SamplingParams, messages: AsyncIterator[str], display: Display
+    config: EngineConfig,
+    system: str | None,
+    sampling: SamplingParams,
+    messages: AsyncIterator[str],
+    display: Display,
 ) -> None:
     """Answer until there are no more messages.
 
-    Raises UserError if there can be no conversation with this model. If the messages do not come from a terminal, one that
-    cannot be answered ends the command.
+    Raises UserError if there can be no conversation with this model. If the messages do not come
+    from a terminal, one that cannot be answered ends the command.
     """
     interrupts = Interrupts()
     with without_echo() if isinstance(messages, TerminalInput) else nullcontext():
@@ -90,7 +116,8 @@ async def run_chat(
         tokenizer = require_tokenizer(config.model, args.vocab_size)
         prompt = load_chat_template(config.model, tokenizer)
         head = (ChatMessage("system", system),) if system else ()
-        prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
+        # a template that refuses every message does so before anything starts
+        prompt.encode((*head, ChatMessage("user", "?")))
         config = config.single_pipeline().sized_for(1)  # one conversation, of any length
         async with open_engine(config, display.report, show_loading=display.loading) as engine:
             display.stop()
@@ -99,9 +126,19 @@ async def run_chat(
                 display.note(HELP)
             if config.model == DEMO_MODEL:
                 display.note(DEMO_NOTE)
-            conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
+            conversation = Conversation(
+                prompt, engine.plan.max_model_len, sampling.max_tokens, head
+            )
             ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
-            session = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
+            session = _Chat(
+                engine,
+                tokenizer,
+                sampling,
+                conversation,
+                ctrl_c,
+                display,
+                as_json=config.json_output,
+            )
             with print_errors_at_once():
                 await _converse(session, messages, display)
 
@@ -136,7 +173,9 @@ class _Chat:
         self._has_answered = False
 
     async def handle_line(self, line: str) -> None:
-        """Run a command, or answer a message. Raises RequestError for an unknown command or a message that does not fit."""
+        """Run a command, or answer a message. Raises RequestError for an unknown command or a
+        message that does not fit.
+        """
         match line.rstrip():
             case "/reset":
                 self._conversation = self._empty_conversation
@@ -145,8 +184,10 @@ class _Chat:
                 self._display.note(HELP)
             case command if COMMAND.match(line):
                 raise RequestError(
-                    f"there is no command {command[:40]!r}{did_you_mean(command.lower(), COMMANDS)}; commands are /exit, /reset "
-                    "and /help; to send such a line as a message, begin it with a space"
+                    "there is no command"
+                    f" {command[:40]!r}{did_you_mean(command.lower(), COMMANDS)}; commands are"
+                    " /exit, /reset and /help; to send such a line as a message, begin it with a"
+                    " space"
                 )
             case _:
                 await self._answer_message(line)
@@ -155,7 +196,10 @@ class _Chat:
         self._tokenizer.check_length(line, self._conversation.context)
         extended, prompt_ids = await asyncio.to_thread(self._conversation.with_question, line)
         if extended.num_dropped > self._conversation.num_dropped:
-            self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
+            self._display.note(
+                "the conversation has outgrown the context; its oldest questions and answers are"
+                " forgotten"
+            )
         answer = ChatReply()
         if self._has_answered and not self._interrupts and not self._as_json:
             print()  # between answers by pipe; a terminal shows the question there
@@ -164,7 +208,9 @@ class _Chat:
         self._conversation = extended.with_answer(answer.text)
         print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
         if answer.finish is FinishReason.LENGTH and answer.num_tokens < self._sampling.max_tokens:
-            self._display.note(f"the answer ends at the context of {self._conversation.context} positions")
+            self._display.note(
+                f"the answer ends at the context of {self._conversation.context} positions"
+            )
 
     async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
         """Run until it is done; in a terminal, Ctrl-C ends it and nothing else."""
@@ -181,9 +227,13 @@ class _Chat:
         tokenizer, form = self._tokenizer, self._conversation.prompt.reasoning_format
         reader: _TextReader | ReasoningParser = _TextReader(tokenizer)
         if form is not None:
-            reader = ReasoningParser(form, tokenizer, is_open=is_open_after(form, tokenizer, prompt_ids))
+            reader = ReasoningParser(
+                form, tokenizer, is_open=is_open_after(form, tokenizer, prompt_ids)
+            )
             answer.thought = ""
-        async with aclosing(self._engine.router.generate([SequenceRequest(prompt_ids, self._sampling)])) as batches:
+        async with aclosing(
+            self._engine.router.generate([SequenceRequest(prompt_ids, self._sampling)])
+        ) as batches:
             async for batch in batches:
                 if batch.events[-1].finish is FinishReason.ERROR:
                     raise sequence_error(batch.events[-1])
@@ -196,7 +246,9 @@ class _Chat:
                     self._show(reader.finish(), answer)
 
     def _show(self, split: Split, answer: ChatReply) -> None:
-        """Add what a token adds to an answer and print it; thoughts only in a terminal, dimmed and before a blank line."""
+        """Add what a token adds to an answer and print it; thoughts only in a terminal, dimmed and
+        before a blank line.
+        """
         in_terminal = self._interrupts is not None
         if split.thought:
             answer.thought = (answer.thought or "") + split.thought
@@ -236,7 +288,9 @@ def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
 
 
 def _own_stdin() -> IO[bytes]:
-    """Return a copy of standard input: Python locks its own object at exit, while our thread may still be reading."""
+    """Return a copy of standard input: Python locks its own object at exit, while our thread may
+    still be reading.
+    """
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
     except UnsupportedOperation:  # it is not a file
@@ -244,7 +298,9 @@ def _own_stdin() -> IO[bytes]:
 
 
 async def lines_of_stdin() -> AsyncIterator[str]:
-    """Yield the lines that are not blank, as they come. A daemon thread reads them, since nothing can end that read."""
+    """Yield the lines that are not blank, as they come. A daemon thread reads them, since nothing
+    can end that read.
+    """
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[bytes] = asyncio.Queue()
     wanted = threading.Semaphore()  # one line is read ahead
@@ -254,7 +310,8 @@ async def lines_of_stdin() -> AsyncIterator[str]:
         loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        with suppress(OSError, RuntimeError, ValueError):  # it cannot be read; the loop is closed; so is the input
+        # it cannot be read; the loop is closed; so is the input
+        with suppress(OSError, RuntimeError, ValueError):
             for line in _own_stdin() if sys.stdin else ():
                 hand_over(line)
         with suppress(RuntimeError):

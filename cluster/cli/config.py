@@ -1,4 +1,6 @@
-"""``tramontane config``: the configuration that flags and a file result in, and the page that describes all keys."""
+"""``tramontane config``: the configuration that flags and a file result in, and the page that
+describes all keys.
+"""
 
 import json
 import re
@@ -10,7 +12,15 @@ from pydantic import ByteSize, TypeAdapter
 
 from tramontane.cluster.config.engine_config import GROUPS, SECRETS, ConfigFile, EngineConfig
 from tramontane.cluster.config.key import extra
-from tramontane.cluster.console.options import FIELDS, default_text, explicit_options, flag, flags_of, load_config, with_options
+from tramontane.cluster.console.options import (
+    FIELDS,
+    default_text,
+    explicit_options,
+    flag,
+    flags_of,
+    load_config,
+    with_options,
+)
 from tramontane.proto.byte_size import format_bytes_flag
 
 HIDDEN = "***"
@@ -45,9 +55,14 @@ Keys without an option can only be set in a file. `tramontane COMMAND --help` li
 @with_options(*flags_of(*GROUPS))
 def config(
     context: typer.Context,
-    markdown: Annotated[bool, flag("--markdown", help="Print the page of the documentation that describes all keys.")] = False,
+    markdown: Annotated[
+        bool,
+        flag("--markdown", help="Print the page of the documentation that describes all keys."),
+    ] = False,
 ) -> None:
-    """Print the configuration that options, a --config file and the defaults result in; it is itself such a file."""
+    """Print the configuration that options, a --config file and the defaults result in; it is
+    itself such a file.
+    """
     if markdown:
         print(INTRODUCTION + "".join(_markdown()), end="")
         return
@@ -56,12 +71,16 @@ def config(
     if settings.json_output:
         print(json.dumps(values))
         return
-    sizes = {name: _readable_size(values[name]) for name, (field, _) in FIELDS.items() if extra(field)["metavar"] in SIZES}
+    sizes = {
+        name: _readable_size(values[name])
+        for name, (field, _) in FIELDS.items()
+        if extra(field)["metavar"] in SIZES
+    }
     for line in _lines(values | sizes, _sources(context)):
         print(line)
 
 
-def _readable_size(value: Any) -> Any:  # noqa: ANN401 - sizes in bytes, one or several or none
+def _readable_size(value: Any) -> Any:  # sizes in bytes, one or several or none
     """Return a size as options take it, 24GiB, or the number of bytes if that is not exact."""
     if not isinstance(value, int):
         return [_readable_size(each) for each in value] if value else value
@@ -70,7 +89,9 @@ def _readable_size(value: Any) -> Any:  # noqa: ANN401 - sizes in bytes, one or 
 
 
 def _redact(settings: EngineConfig) -> dict[str, Any]:
-    """Return every key but ``json``, which belongs to this command; values that may be secret are HIDDEN."""
+    """Return every key but ``json``, which belongs to this command; values that may be secret are
+    HIDDEN.
+    """
     values = settings.model_dump(mode="json", by_alias=True, exclude={"json_output"})
     return values | {key: HIDDEN for key in (*SECRETS, "api_key") if values[key]}
 
@@ -79,8 +100,15 @@ def _sources(context: typer.Context) -> dict[str, str]:
     """Return where the values come from that are not defaults."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
-    given = {name: context.params[name] for name in explicit_options(context) if context.params[name] != ()}
-    return in_file | {name: f"--{'no-' * (value is False)}{name.replace('_', '-')}" for name, value in given.items()}
+    given = {
+        name: context.params[name]
+        for name in explicit_options(context)
+        if context.params[name] != ()
+    }
+    return in_file | {
+        name: f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        for name, value in given.items()
+    }
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
@@ -89,7 +117,10 @@ def _lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[st
         if value == HIDDEN:
             yield f"# {key} is given by {sources[key]} and not shown"
         else:
-            yield f"{f'{key}: {json.dumps(value, ensure_ascii=False)}':<{COMMENTS_FROM}}  # {sources.get(key, 'default')}"
+            yield (
+                f"{f'{key}: {json.dumps(value, ensure_ascii=False)}':<{COMMENTS_FROM}}  #"
+                f" {sources.get(key, 'default')}"
+            )
 
 
 def _markdown() -> Iterator[str]:

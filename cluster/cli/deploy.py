@@ -1,4 +1,6 @@
-"""``tramontane k8s`` and ``tramontane cluster-yaml``: the pods or machines that a model needs, as files."""
+"""``tramontane k8s`` and ``tramontane cluster-yaml``: the pods or machines that a model needs, as
+files.
+"""
 
 import re
 from importlib.metadata import version
@@ -34,23 +36,39 @@ SHARED_KEYS = (
 )
 K8S_FIXED_KEYS = {  # which a file of --config must not have
     *("placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"),
-    *("expert_memory", "gpu_speed", "stages_per_gpu"),  # pods and their GPUs are alike, and have a stage each
+    # pods and their GPUs are alike, and have a stage each
+    *("expert_memory", "gpu_speed", "stages_per_gpu"),
 }
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
-RAY_UP_FIXED_KEYS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
+RAY_UP_FIXED_KEYS = {
+    "address",
+    "replicas",
+    "max_replicas",
+    "api_key_file",
+    "expert_memory",
+    "gpu_speed",
+    "stages_per_gpu",
+}
 OVERLAY, MACHINES_THERE = "Overlay", "Machines"  # titles of groups of options
 MODELS_FOLDER = "/models"
 RAY_UP_DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
 ModelHere = Annotated[
     Path | None,
-    key_option("model", help="Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."),
+    key_option(
+        "model",
+        help=(
+            "Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."
+        ),
+    ),
 ]
 THREADS_HELP = f"CPU threads of a stage. Default: {THREADS}, or 1 with --cpu."
 ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help=THREADS_HELP)]
 
-MACHINE_HELP = "The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits."
+MACHINE_HELP = (
+    "The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits."
+)
 Machine = Annotated[str | None, option("--machine", help=MACHINE_HELP, panel=MACHINES_THERE)]
 SSH_KEY_HELP = "local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray creates one."
 SshKey = Annotated[str | None, option("--ssh-key", help=SSH_KEY_HELP, panel=MACHINES_THERE)]
@@ -59,31 +77,58 @@ SshKey = Annotated[str | None, option("--ssh-key", help=SSH_KEY_HELP, panel=MACH
 @with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
 def k8s(
     context: typer.Context,
-    stages: Annotated[int, key_option("stages", min=1, help="Pods of a pipeline, one for each stage.")],
-    gpu_memory: Annotated[str, key_option("gpu_memory", help="Memory of each GPU, one per stage and expert actor: 24GiB.")],
+    stages: Annotated[
+        int, key_option("stages", min=1, help="Pods of a pipeline, one for each stage.")
+    ],
+    gpu_memory: Annotated[
+        str,
+        key_option("gpu_memory", help="Memory of each GPU, one per stage and expert actor: 24GiB."),
+    ],
     out: Annotated[Path, option("--out", "-o", help="Folder to write the overlay to.")],
     model: ModelHere = None,
-    cpu: Annotated[bool, flag("--cpu", help="Without GPUs; --gpu-memory is what each stage may use.")] = False,
+    cpu: Annotated[
+        bool, flag("--cpu", help="Without GPUs; --gpu-memory is what each stage may use.")
+    ] = False,
     threads_per_stage: ThreadsThere = None,
     replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
-    max_replicas: Annotated[int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")] = None,
+    max_replicas: Annotated[
+        int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")
+    ] = None,
     redis: Annotated[
-        bool, flag("--redis", help="Ray's head keeps its state in Redis, and may be replaced.", panel=OVERLAY)
+        bool,
+        flag(
+            "--redis",
+            help="Ray's head keeps its state in Redis, and may be replaced.",
+            panel=OVERLAY,
+        ),
     ] = False,
     image: Annotated[
-        str | None, option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.", panel=OVERLAY)
+        str | None,
+        option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.", panel=OVERLAY),
     ] = None,
-    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, relative to --out.", panel=OVERLAY)] = "../..",
+    base: Annotated[
+        str,
+        option("--base", help="The folder k8s/ of Tramontane, relative to --out.", panel=OVERLAY),
+    ] = "../..",
 ) -> None:
-    """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage."""
+    """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each
+    stage.
+    """
     _check_folder(out)
-    image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
+    image = (
+        image
+        or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
+    )
     if not IMAGE_NAME.fullmatch(image):
-        raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
+        raise ConfigError(
+            f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1"
+        )
     args = application_args(context, K8S_FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     config = planned_config(args, model, replicas, max_replicas)
-    workers = WorkerPodSpec(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
+    workers = WorkerPodSpec(
+        config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu
+    )
     plan = plan_on(config, workers)
     overlay = Overlay(
         command=command_line(context, "k8s", {"replicas": 1, "base": "../.."}),
@@ -99,10 +144,16 @@ def k8s(
     with writing(out, "--out"):
         _write(overlay_files(overlay), out)
     pods = (len(plan.stages) + config.expert_actors) * replicas
-    typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl apply -k {out}")
+    typer.echo(
+        f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl"
+        f" apply -k {out}"
+    )
     needed = out / base / "base"
     if "//" not in base and not needed.is_dir():  # kubectl reads URLs
-        typer.echo(f"the overlay needs {needed}, which does not exist: copy Tramontane's k8s/ to {out / base}, or give --base")
+        typer.echo(
+            f"the overlay needs {needed}, which does not exist: copy Tramontane's k8s/ to"
+            f" {out / base}, or give --base"
+        )
 
 
 def _write(files: dict[str, str], out: Path) -> None:
@@ -115,7 +166,9 @@ def _write(files: dict[str, str], out: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ConfigError if no folder can be there, or a file is in it that the command has not written."""
+    """Raise ConfigError if no folder can be there, or a file is in it that the command has not
+    written.
+    """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     for path in (out / name for name in FILES):
@@ -133,25 +186,46 @@ def cluster_yaml(
         Literal["aws", "gcp", "azure", "local"],
         option("--provider", help="The cloud; local: machines that exist.", panel=MACHINES_THERE),
     ],
-    stages: Annotated[int, key_option("stages", min=1, help="Machines of a pipeline, one for each stage.")],
+    stages: Annotated[
+        int, key_option("stages", min=1, help="Machines of a pipeline, one for each stage.")
+    ],
     model: ModelHere = None,
     model_path: Annotated[
-        str | None, option("--model-path", help="The model's path there. Default: /models/NAME.", panel=MACHINES_THERE)
+        str | None,
+        option(
+            "--model-path",
+            help="The model's path there. Default: /models/NAME.",
+            panel=MACHINES_THERE,
+        ),
     ] = None,
     machine: Machine = None,
-    gpu_memory: Annotated[str | None, key_option("gpu_memory", help="Memory of each machine's GPU: 24GiB.")] = None,
-    cpu: Annotated[bool, flag("--cpu", help="local: without GPUs; --gpu-memory is what each stage may use.")] = False,
+    gpu_memory: Annotated[
+        str | None, key_option("gpu_memory", help="Memory of each machine's GPU: 24GiB.")
+    ] = None,
+    cpu: Annotated[
+        bool, flag("--cpu", help="local: without GPUs; --gpu-memory is what each stage may use.")
+    ] = False,
     hosts: Annotated[
-        str | None, option("--hosts", help="local: addresses, the head's first: 10.0.0.1,10.0.0.2.", panel=MACHINES_THERE)
+        str | None,
+        option(
+            "--hosts",
+            help="local: addresses, the head's first: 10.0.0.1,10.0.0.2.",
+            panel=MACHINES_THERE,
+        ),
     ] = None,
     threads_per_stage: ThreadsThere = None,
     replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
     wheel: Annotated[
-        str | None, option("--wheel", help="Tramontane's wheel: a path here, or a URL.", panel=MACHINES_THERE)
+        str | None,
+        option("--wheel", help="Tramontane's wheel: a path here, or a URL.", panel=MACHINES_THERE),
     ] = None,
-    ssh_user: Annotated[str, option("--ssh-user", help="User of the machines.", panel=MACHINES_THERE)] = "ubuntu",
+    ssh_user: Annotated[
+        str, option("--ssh-user", help="User of the machines.", panel=MACHINES_THERE)
+    ] = "ubuntu",
     ssh_key: SshKey = None,
-    out: Annotated[Path | None, option("--out", "-o", help="File to write. Default: standard output.")] = None,
+    out: Annotated[
+        Path | None, option("--out", "-o", help="File to write. Default: standard output.")
+    ] = None,
 ) -> None:
     """Write a file for ray up: a cluster that serves a model, one machine for each stage."""
     _check_options(provider, machine, gpu_memory, cpu, hosts, ssh_key)
@@ -159,8 +233,14 @@ def cluster_yaml(
         check_replaceable(out, RAY_UP_MARK, "--out")
     args = application_args(context, RAY_UP_FIXED_KEYS | {"gpu_memory"})
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
-    chosen, num_nodes = _machine_for(args, model, replicas, provider, machine, gpu_memory, has_gpu=not cpu)
-    model_key = {} if model is None else {"model": model_path or f"{MODELS_FOLDER}/{model_folder_name(model)}"}
+    chosen, num_nodes = _machine_for(
+        args, model, replicas, provider, machine, gpu_memory, has_gpu=not cpu
+    )
+    model_key = (
+        {}
+        if model is None
+        else {"model": model_path or f"{MODELS_FOLDER}/{model_folder_name(model)}"}
+    )
     file = RayUpSpec(
         command=command_line(context, "cluster-yaml", RAY_UP_DEFAULTS),
         provider=provider,
@@ -179,38 +259,64 @@ def cluster_yaml(
         return
     with writing(out, "--out"):
         out.write_text(render(file), encoding="utf-8")
-    typer.echo(f"wrote {out}: {num_nodes} machines with one stage each{f', {chosen.name}' if chosen.name else ''}")
+    typer.echo(
+        f"wrote {out}: {num_nodes} machines with one stage"
+        f" each{f', {chosen.name}' if chosen.name else ''}"
+    )
 
 
 def _check_options(
-    provider: str, machine: str | None, gpu_memory: str | None, cpu: bool, hosts: str | None, ssh_key: str | None
+    provider: str,
+    machine: str | None,
+    gpu_memory: str | None,
+    cpu: bool,
+    hosts: str | None,
+    ssh_key: str | None,
 ) -> None:
     if provider == "local":
         if machine is not None:
             raise ConfigError("--machine is for clouds; give --gpu-memory of your machines instead")
         if gpu_memory is None:
-            raise ConfigError("--provider local needs --gpu-memory, the memory of each machine's GPU, such as 24GiB")
+            raise ConfigError(
+                "--provider local needs --gpu-memory, the memory of each machine's GPU, such as"
+                " 24GiB"
+            )
         return
     for flag_name, value in {"--hosts": hosts, "--cpu": cpu, "--ssh-key": ssh_key}.items():
         if value:
             raise ConfigError(f"{flag_name}: only with --provider local")
     if (machine is None) != (gpu_memory is None):
-        raise ConfigError("--machine and --gpu-memory belong together: give both, or neither for the smallest machine that fits")
+        raise ConfigError(
+            "--machine and --gpu-memory belong together: give both, or neither for the smallest"
+            " machine that fits"
+        )
 
 
 def _machine_for(
-    args: dict[str, Any], model: Path | None, replicas: int, provider: str, name: str | None, memory: str | None, has_gpu: bool
+    args: dict[str, Any],
+    model: Path | None,
+    replicas: int,
+    provider: str,
+    name: str | None,
+    memory: str | None,
+    has_gpu: bool,
 ) -> tuple[InstanceType, int]:
     """Return the machine type and how many of them. Raises PlanError if the model does not fit."""
     if memory is not None:
         sizes = parse_gpu_memory(memory)
-        candidates: tuple[InstanceType, ...] = (InstanceType(name or "", sizes[0] if sizes and len(sizes) == 1 else 0),)
+        candidates: tuple[InstanceType, ...] = (
+            InstanceType(name or "", sizes[0] if sizes and len(sizes) == 1 else 0),
+        )
     else:
         candidates = MACHINES[provider]
     for machine in candidates:
-        config = planned_config(args | {"gpu_memory": memory or str(machine.memory)}, model, replicas)
+        config = planned_config(
+            args | {"gpu_memory": memory or str(machine.memory)}, model, replicas
+        )
         try:
-            plan = plan_on(config, WorkerPodSpec(config.threads_per_stage or 1, machine.memory, has_gpu))
+            plan = plan_on(
+                config, WorkerPodSpec(config.threads_per_stage or 1, machine.memory, has_gpu)
+            )
         except PlanError:
             if machine is candidates[-1]:
                 raise
@@ -224,10 +330,13 @@ def _hosts(text: str | None, num_nodes: int) -> tuple[str, ...]:
         return tuple(f"HOST-{number}" for number in range(1, num_nodes + 1))
     hosts = tuple(host.strip() for host in text.split(","))
     if len(set(hosts)) != len(hosts) or not all(hosts):
-        raise ConfigError(f"--hosts is {text!r}; it must be addresses, all different, with commas between them")
+        raise ConfigError(
+            f"--hosts is {text!r}; it must be addresses, all different, with commas between them"
+        )
     if len(hosts) not in (num_nodes, num_nodes + 1):
         raise ConfigError(
-            f"--hosts has {len(hosts)} address{'es' * (len(hosts) > 1)} for {num_nodes} stage{'s' * (num_nodes > 1)}; "
-            "give one for each, or one more, which is then a head without a stage"
+            f"--hosts has {len(hosts)} address{'es' * (len(hosts) > 1)} for {num_nodes}"
+            f" stage{'s' * (num_nodes > 1)}; give one for each, or one more, which is then a head"
+            " without a stage"
         )
     return hosts

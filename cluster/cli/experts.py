@@ -1,4 +1,6 @@
-"""``tramontane experts``: show, or rebalance, the expert load of a running server, or show which experts texts choose."""
+"""``tramontane experts``: show, or rebalance, the expert load of a running server, or show which
+experts texts choose.
+"""
 
 import json
 import time
@@ -16,33 +18,72 @@ from rich.progress import Progress
 from rich.text import Text
 
 from tramontane.cluster.common.signals import until_interrupted
-from tramontane.cluster.config.measurements import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.charts import BUSIEST, busiest_summary, check_plot_target, heat_map, save_figure
+from tramontane.cluster.config.measurements import (
+    NO_EXPERTS,
+    ExpertLoad,
+    MeasuredLoad,
+    load_as_data,
+    read_load,
+)
+from tramontane.cluster.console.charts import (
+    BUSIEST,
+    busiest_summary,
+    check_plot_target,
+    heat_map,
+    save_figure,
+)
 from tramontane.cluster.console.charts import heat_legend as legend
-from tramontane.cluster.console.expert_domains import as_data, draw, fetch_choices, read_text, repetition_table
+from tramontane.cluster.console.expert_domains import (
+    as_data,
+    draw,
+    fetch_choices,
+    read_text,
+    repetition_table,
+)
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers, make_client, request
+from tramontane.cluster.console.server_client import (
+    DEFAULT_URL,
+    Key,
+    KeyFile,
+    Url,
+    auth_headers,
+    make_client,
+    request,
+)
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 
 POLL_INTERVAL_S = 1.0
 WINDOW_S = 10.0  # of recent load
 TITLE = f"% of each layer's tokens, {BUSIEST} its busiest"
 
-Sample = tuple[float, MeasuredLoad | None]  # seconds of a clock, and the load; None if no pipeline could report it
+# seconds of a clock, and the load; None if no pipeline could report it
+Sample = tuple[float, MeasuredLoad | None]
 
 
 def experts(
     url: Url = DEFAULT_URL,
     watch: Annotated[bool, flag("--watch", help="Update every second, until interrupted.")] = False,
-    as_json: Annotated[bool, flag("--json", help="Print the load as JSON, the form that --expert-load reads.")] = False,
+    as_json: Annotated[
+        bool, flag("--json", help="Print the load as JSON, the form that --expert-load reads.")
+    ] = False,
     adopt: Annotated[
-        Path | None, option("--adopt", help="Redistribute the experts of the running server by this measured load.")
+        Path | None,
+        option(
+            "--adopt", help="Redistribute the experts of the running server by this measured load."
+        ),
     ] = None,
     of: Annotated[
         list[Path] | None,
-        option("--of", help="Show the experts of this text instead; repeat it for texts of several kinds.", metavar="FILE"),
+        option(
+            "--of",
+            help="Show the experts of this text instead; repeat it for texts of several kinds.",
+            metavar="FILE",
+        ),
     ] = None,
-    plot: Annotated[Path | None, option("--plot", help="With --of: write a figure, as PNG, SVG or PDF.", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None,
+        option("--plot", help="With --of: write a figure, as PNG, SVG or PDF.", metavar="FILE"),
+    ] = None,
     key: Key = None,
     key_file: KeyFile = None,
 ) -> None:
@@ -52,11 +93,16 @@ def experts(
     if plot is not None and not of:
         raise ConfigError("--plot draws the experts of texts; give --of as well")
     if adopt is not None and (watch or as_json):
-        raise ConfigError("--adopt changes the server, so --watch and --json cannot be used with it")
+        raise ConfigError(
+            "--adopt changes the server, so --watch and --json cannot be used with it"
+        )
     if watch and as_json:
         raise ConfigError("--watch updates a terminal, so --json cannot be used with it")
     console = Console(highlight=False)
-    with until_interrupted() if watch else nullcontext(), make_client(url, auth_headers(key, key_file)) as client:
+    with (
+        until_interrupted() if watch else nullcontext(),
+        make_client(url, auth_headers(key, key_file)) as client,
+    ):
         if of:
             show_texts(client, console, of, plot, as_json=as_json)
         elif adopt is not None:
@@ -69,8 +115,12 @@ def experts(
             console.print(totals(fetch_load(client), console.width))
 
 
-def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: Path | None, *, as_json: bool) -> None:
-    """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before anything is computed."""
+def show_texts(
+    client: httpx.Client, console: Console, files: list[Path], plot: Path | None, *, as_json: bool
+) -> None:
+    """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before
+    anything is computed.
+    """
     if plot is not None:
         check_plot_target(plot)
     if len(set(files)) < len(files):
@@ -81,7 +131,10 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("computing the texts", total=None)
         domains = fetch_choices(
-            client, texts, num_experts, lambda done, total: progress.update(task, completed=done, total=total)
+            client,
+            texts,
+            num_experts,
+            lambda done, total: progress.update(task, completed=done, total=total),
         )
     if plot is not None:
         save_figure(draw(domains), plot)
@@ -89,9 +142,16 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
         print(json.dumps(as_data(domains)))
         return
     for domain in domains:
-        shown = f"{domain.name}, {domain.num_tokens} tokens: % of each layer's choices, {BUSIEST} its busiest"
+        shown = (
+            f"{domain.name}, {domain.num_tokens} tokens: % of each layer's choices, {BUSIEST} its"
+            " busiest"
+        )
         console.print(_title(shown), soft_wrap=True)  # a path may be long
-        console.print(Group(heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text()))
+        console.print(
+            Group(
+                heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text()
+            )
+        )
     pairs = _title("pairs of consecutive tokens that have the same heaviest expert, or share any")
     console.print(Group(legend(), Text(), pairs, repetition_table(domains)))
 
@@ -103,8 +163,8 @@ class NoExpertsError(ConfigError):
 def fetch_load(client: httpx.Client) -> MeasuredLoad:
     """Return the load of the server's experts.
 
-    Raises what ``request`` raises, ConfigError if it is another server, NoExpertsError if its model has no experts,
-    PipelineUnavailableError if no pipeline can report its load now.
+    Raises what ``request`` raises, ConfigError if it is another server, NoExpertsError if its model
+    has no experts, PipelineUnavailableError if no pipeline can report its load now.
     """
     answer = request(client, "GET", "/experts")
     try:
@@ -122,14 +182,23 @@ def fetch_load(client: httpx.Client) -> MeasuredLoad:
 
 
 def post_load(client: httpx.Client, load: ExpertLoad) -> str:
-    """Redistribute the experts, and return a line about it. Raises ConfigError if the server refuses or cannot."""
-    answer = request(client, "POST", "/experts", json=load_as_data(load), timeout=None)  # loading may take long
+    """Redistribute the experts, and return a line about it. Raises ConfigError if the server
+    refuses or cannot.
+    """
+    # loading may take long
+    answer = request(client, "POST", "/experts", json=load_as_data(load), timeout=None)
     if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
-        raise ConfigError(f"--url {client.base_url} does not allow clients to redistribute experts; start it with --move-experts")
+        raise ConfigError(
+            f"--url {client.base_url} does not allow clients to redistribute experts; start it with"
+            " --move-experts"
+        )
     try:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
-            return f"{data['moved']} experts were loaded on further actors, in {data['pipelines']} pipeline(s)"
+            return (
+                f"{data['moved']} experts were loaded on further actors, in {data['pipelines']}"
+                " pipeline(s)"
+            )
         message = str(data["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _no_tramontane(client, answer) from error
@@ -138,13 +207,16 @@ def post_load(client: httpx.Client, load: ExpertLoad) -> str:
 
 def _no_tramontane(client: httpx.Client, answer: httpx.Response) -> ConfigError:
     return ConfigError(
-        f"--url {client.base_url} answers GET /experts with HTTP {answer.status_code} and without expert load; is it Tramontane?"
+        f"--url {client.base_url} answers GET /experts with HTTP {answer.status_code} and without"
+        " expert load; is it Tramontane?"
     )
 
 
 @dataclass
 class LoadWindow:
-    """The load within the last ``WINDOW_S``, from totals that only grow: one that does not means that a stage was reloaded."""
+    """The load within the last ``WINDOW_S``, from totals that only grow: one that does not means
+    that a stage was reloaded.
+    """
 
     _samples: deque[tuple[float, MeasuredLoad]] = field(default_factory=deque)
 
@@ -165,20 +237,31 @@ class LoadWindow:
     def tokens(self) -> ExpertLoad:
         """Tokens of each expert within ``span_s``."""
         first, last = self._samples[0][1].tokens, self._samples[-1][1].tokens
-        return tuple(tuple(b - a for a, b in zip(*rows, strict=True)) for rows in zip(first, last, strict=True))
+        return tuple(
+            tuple(b - a for a, b in zip(*rows, strict=True))
+            for rows in zip(first, last, strict=True)
+        )
 
 
 def _is_continued(new: MeasuredLoad, old: MeasuredLoad) -> bool:
-    if new.num_pipelines != old.num_pipelines or list(map(len, new.tokens)) != list(map(len, old.tokens)):
+    if new.num_pipelines != old.num_pipelines or list(map(len, new.tokens)) != list(
+        map(len, old.tokens)
+    ):
         return False
-    return all(a <= b for rows in zip(old.tokens, new.tokens, strict=True) for a, b in zip(*rows, strict=True))
+    return all(
+        a <= b
+        for rows in zip(old.tokens, new.tokens, strict=True)
+        for a, b in zip(*rows, strict=True)
+    )
 
 
 def totals(load: MeasuredLoad, width: int) -> Group:
     """Render the load since the stages were loaded."""
     pipelines = f"{load.num_pipelines} pipelines" if load.num_pipelines > 1 else "1 pipeline"
     title = f"since loading, {pipelines}: {TITLE}"
-    return Group(_title(title), heat_map(load.tokens, width), Text(busiest_summary(load.tokens)), legend())
+    return Group(
+        _title(title), heat_map(load.tokens, width), Text(busiest_summary(load.tokens)), legend()
+    )
 
 
 def render(samples: Iterable[Sample], width: int) -> Iterator[Group]:
@@ -186,17 +269,25 @@ def render(samples: Iterable[Sample], width: int) -> Iterator[Group]:
     recent, shown = LoadWindow(), Group()
     for at_s, load in samples:
         if load is None:
-            yield Group(_title("no pipeline can report its load now; this is the last report"), shown)
+            yield Group(
+                _title("no pipeline can report its load now; this is the last report"), shown
+            )
             continue
         recent.add(at_s, load)
         title = f"the last {recent.span_s:.0f} s: {TITLE}"
-        added = [_title(title), heat_map(recent.tokens, width), Text(busiest_summary(recent.tokens))]
+        added = [
+            _title(title),
+            heat_map(recent.tokens, width),
+            Text(busiest_summary(recent.tokens)),
+        ]
         shown = Group(*added, Text(), totals(load, width))
         yield shown
 
 
 def watch_load(client: httpx.Client, console: Console) -> None:
-    """Show the load until interrupted. In a terminal each frame replaces the last; what does not fit is cut off."""
+    """Show the load until interrupted. In a terminal each frame replaces the last; what does not
+    fit is cut off.
+    """
     shown = render(_poll(client), console.width)
     if not console.is_terminal:
         for frame in shown:

@@ -13,8 +13,23 @@ from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
-from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts, sampling_params, sized_for_prompts
+from tramontane.cluster.console.options import (
+    SAMPLING,
+    Temperature,
+    TopK,
+    TopP,
+    flags_of,
+    load_config,
+    option,
+    with_options,
+)
+from tramontane.cluster.console.prompts import (
+    Prompt,
+    encode_prompts,
+    read_prompts,
+    sampling_params,
+    sized_for_prompts,
+)
 from tramontane.cluster.console.run_summary import (
     Completion,
     ExpertIds,
@@ -26,7 +41,13 @@ from tramontane.cluster.console.run_summary import (
 )
 from tramontane.cluster.console.token_colors import TokenColors, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
-from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceRequest, sequence_error
+from tramontane.proto.request import (
+    ExpertChoices,
+    FinishReason,
+    SamplingParams,
+    SequenceRequest,
+    sequence_error,
+)
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -37,15 +58,23 @@ def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Prompts. Without any, each line of standard input is one, except blank lines; with any, it is not read."
+            help=(
+                "Prompts. Without any, each line of standard input is one, except blank lines; with"
+                " any, it is not read."
+            )
         ),
     ] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per prompt.", panel=SAMPLING)] = 128,
+    max_tokens: Annotated[
+        int, option("--max-tokens", help="New tokens per prompt.", panel=SAMPLING)
+    ] = 128,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     show_experts: Annotated[
-        int | None, option("--show-experts", help="Color each token by the heaviest of its experts in this layer.")
+        int | None,
+        option(
+            "--show-experts", help="Color each token by the heaviest of its experts in this layer."
+        ),
     ] = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
@@ -69,7 +98,11 @@ def generate(
 
 
 async def run_generate(
-    config: EngineConfig, prompts: list[Prompt], sampling: SamplingParams, display: Display, show_experts: int | None = None
+    config: EngineConfig,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    display: Display,
+    show_experts: int | None = None,
 ) -> GenerateResult:
     """Run all prompts at once; ``show_experts`` is the layer whose experts color the tokens.
 
@@ -90,7 +123,10 @@ async def run_generate(
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = enumerate(zip(prompts, prompt_ids, strict=True))
-                tasks = [group.create_task(run.complete(index, prompt.text, ids)) for index, (prompt, ids) in pairs]
+                tasks = [
+                    group.create_task(run.complete(index, prompt.text, ids))
+                    for index, (prompt, ids) in pairs
+                ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -99,15 +135,37 @@ async def run_generate(
         completions = tuple(task.result() for task in tasks)
         seconds = ready_s, run.first_token_s
         counts = engine.router.scheduler.draft_counts
-        drafts = (counts.num_draft_tokens, counts.num_accepted_tokens) if config.speculative_config else None
-        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds, engine.router.fingerprint, drafts)
+        drafts = (
+            (counts.num_draft_tokens, counts.num_accepted_tokens)
+            if config.speculative_config
+            else None
+        )
+        return GenerateResult(
+            completions,
+            engine.plan,
+            engine.usage,
+            devices,
+            *seconds,
+            engine.router.fingerprint,
+            drafts,
+        )
 
 
 class _GenerateRun:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display, colors: TokenColors | None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        display: Display,
+        colors: TokenColors | None,
     ) -> None:
-        self.engine, self.tokenizer, self.sampling, self.display = engine, tokenizer, sampling, display
+        self.engine, self.tokenizer, self.sampling, self.display = (
+            engine,
+            tokenizer,
+            sampling,
+            display,
+        )
         self.colors = colors
         self.first_token_s = float("inf")  # since the command was started
 
@@ -117,12 +175,16 @@ class _GenerateRun:
         token_ids: list[int] = []
         experts: list[ExpertChoices] = []
         finish, error = None, ""
-        async for batch in self.engine.router.generate([SequenceRequest(prompt_ids, self.sampling)]):
+        async for batch in self.engine.router.generate(
+            [SequenceRequest(prompt_ids, self.sampling)]
+        ):
             self.first_token_s = min(self.first_token_s, process_age_s())
             finish = batch.events[-1].finish
             if finish is FinishReason.ERROR:
                 error = str(sequence_error(batch.events[-1]))
-            new_ids = [event.token_id for event in batch.events if event.finish is not FinishReason.ERROR]
+            new_ids = [
+                event.token_id for event in batch.events if event.finish is not FinishReason.ERROR
+            ]
             new = [*map(decoder.push, new_ids), *([decoder.finish()] if finish else [])]
             token_ids += new_ids
             experts += batch.experts
@@ -131,7 +193,9 @@ class _GenerateRun:
         assert finish is not None
         num_prompt, end = len(prompt_ids), len(prompt_ids) + len(token_ids) - 1
         chosen = by_layer(experts, 0, num_prompt), by_layer(experts, num_prompt, end)
-        self.display.end(index, self._colorize([*self.tokenizer.pieces(prompt_ids), *pieces], chosen))
+        self.display.end(
+            index, self._colorize([*self.tokenizer.pieces(prompt_ids), *pieces], chosen)
+        )
         return Completion(prompt, "".join(pieces), tuple(token_ids), finish, *chosen, error)
 
     def _colorize(self, pieces: list[str], chosen: tuple[ExpertIds, ExpertIds]) -> Segments | None:

@@ -24,8 +24,8 @@ from tramontane.proto.errors import TramontaneError, did_you_mean
 
 OFF = "--no-"  # beginning of options that turn something off
 
-# What each command is for. The command make-random is the function make_random of the module make_random;
-# MODULES has the commands whose module has another name.
+# What each command is for. The command make-random is the function make_random of the module
+# make_random; MODULES has the commands whose module has another name.
 COMMANDS = MappingProxyType(
     {
         "generate": "Continue prompts, all of them at once, and print how busy the stages were.",
@@ -33,29 +33,49 @@ COMMANDS = MappingProxyType(
         "chat": "Hold a conversation: each line of standard input is a message.",
         "batch": "Submit and follow batch jobs of a running server.",
         "plan": "Show how a model would be split over GPUs, from its configuration alone.",
-        "config": "Print the configuration that options, a --config file and the defaults result in.",
-        "bench": "Measure tokens per second, latencies and how busy the stages are, on random prompts.",
+        "config": (
+            "Print the configuration that options, a --config file and the defaults result in."
+        ),
+        "bench": (
+            "Measure tokens per second, latencies and how busy the stages are, on random prompts."
+        ),
         "simulate": "Compare scheduling policies: the real scheduler on a modelled pipeline.",
         "top": "Show what the pipelines of a running server do, until interrupted.",
-        "trace": "Record what the stages of a running server do for some seconds, as a trace for Perfetto.",
+        "trace": (
+            "Record what the stages of a running server do for some seconds, as a trace for"
+            " Perfetto."
+        ),
         "experts": "Show how the tokens of a running server are distributed over its experts.",
-        "drain": "Let the application on a running cluster finish its requests and refuse new ones.",
-        "k8s": "Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage.",
-        "cluster-yaml": "Write a file for ray up: a cluster that serves a model, one machine for each stage.",
-        "monitoring": "Write files with which Ray's own dashboard shows the stages, through Prometheus and Grafana.",
-        "make-random": "Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests.",
+        "drain": (
+            "Let the application on a running cluster finish its requests and refuse new ones."
+        ),
+        "k8s": (
+            "Write a kustomize overlay that serves a model by the KubeRay operator, one pod for"
+            " each stage."
+        ),
+        "cluster-yaml": (
+            "Write a file for ray up: a cluster that serves a model, one machine for each stage."
+        ),
+        "monitoring": (
+            "Write files with which Ray's own dashboard shows the stages, through Prometheus and"
+            " Grafana."
+        ),
+        "make-random": (
+            "Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests."
+        ),
     }
 )
 MODULES = MappingProxyType({"drain": "serve", "k8s": "deploy", "cluster-yaml": "deploy"})
 
-# Errors of a path that a user gave, which any question about it raises: whether it exists, is a folder, may be written.
+# Errors of a path that a user gave, which any question about it raises: whether it exists, is a
+# folder, may be written.
 UNUSABLE_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS)
 
 
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - typer's class of commands is private
+    def __getitem__(self, name: str) -> Any:  # typer's class of commands is private
         if name not in COMMANDS:
             raise KeyError(name)
         function_name = name.replace("-", "_")
@@ -80,17 +100,19 @@ class LazyCommands(Mapping[str, Any]):
 class LazyGroup(PlainGroup):
     """A group whose help needs no command's module."""
 
-    def __init__(self, **details: Any) -> None:  # noqa: ANN401 - typer's own
+    def __init__(self, **details: Any) -> None:  # typer's own
         super().__init__(**details | {"commands": LazyCommands()})
 
-    def list_commands(self, _ctx: Any) -> list[str]:  # noqa: ANN401
+    def list_commands(self, _ctx: Any) -> list[str]:
         """Return the names, in the order of the help."""
         return list(COMMANDS)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's classes of them are private
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # typer's classes of them are private
         """Show the commands with the words of ``COMMANDS``."""
         shown: list[Any] = [TyperCommand(name, help=text) for name, text in COMMANDS.items()]
-        PlainGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(ctx, formatter)
+        PlainGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(
+            ctx, formatter
+        )
 
 
 app = typer.Typer(
@@ -105,7 +127,8 @@ app = typer.Typer(
 def tramontane(
     context: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, metavar="")
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, metavar=""),
     ] = False,
 ) -> None:
     """Serve Mistral-family models as a pipeline of Ray actors."""
@@ -116,10 +139,13 @@ def tramontane(
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline or a silent server 1."""
+    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline or a
+    silent server 1.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+            # a terminal that lacks a character must not end the run
+            stream.reconfigure(errors="replace")
     hide_secrets_in_title(sys.argv)
     try:
         code = app(prog_name="tramontane", standalone_mode=False)
@@ -143,7 +169,9 @@ def main() -> None:
 
 
 def _report_system_error(error: OSError) -> int:
-    """Print one line about a path that cannot be used, or a full disk, and return the exit code. Raises all other errors."""
+    """Print one line about a path that cannot be used, or a full disk, and return the exit code.
+    Raises all other errors.
+    """
     if error.errno in UNUSABLE_PATH and error.filename:
         print_error(f"{error.filename} cannot be used: {error.strerror}")
         return 2
@@ -155,32 +183,48 @@ def _report_system_error(error: OSError) -> int:
 
 
 def _usage_error(error: typer.TyperException) -> str:
-    """Return typer's message, and where to look up what the command takes, unless the message describes a wrong value."""
-    if isinstance(error, typer.BadParameter) and error.param and isinstance(error.__cause__, ValueError):  # pydantic's
-        from tramontane.cluster.config.key import describe_wrong_value  # imports pydantic, as typer did for this
+    """Return typer's message, and where to look up what the command takes, unless the message
+    describes a wrong value.
+    """
+    # pydantic's
+    if (
+        isinstance(error, typer.BadParameter)
+        and error.param
+        and isinstance(error.__cause__, ValueError)
+    ):
+        # imports pydantic, as typer did for this
+        from tramontane.cluster.config.key import describe_wrong_value
 
         problem = error.__cause__.errors()[0]  # type: ignore[attr-defined]
         return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
     message = error.format_message()
-    if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's class of unknown options is private
-        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, _similar_options(error))}"
+    # typer's class of unknown options is private
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+        message = (
+            "No such option:"
+            f" {error.option_name}{did_you_mean(error.option_name, _similar_options(error))}"
+        )
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message
     return f"{message.rstrip('.')}; see {context.command_path} --help"
 
 
-def _similar_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class of unknown options is private
-    """Return the similar options that the help shows; for one that turns something off one that does, too.
+def _similar_options(error: Any) -> list[str]:  # typer's class of unknown options is private
+    """Return the similar options that the help shows; for one that turns something off one that
+    does, too.
 
-    ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``, which is the opposite. Only what
-    follows ``--no-`` is compared.
+    ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``,
+    which is the opposite. Only what follows ``--no-`` is compared.
     """
-    shown = [option for option in error.ctx.command.get_params(error.ctx) if not option.hidden]  # --help, too
+    # --help, too
+    shown = [option for option in error.ctx.command.get_params(error.ctx) if not option.hidden]
     names = [name for option in shown for name in (*option.opts, *option.secondary_opts)]
     if error.option_name.startswith(OFF):
         off = [name.removeprefix(OFF) for name in names if name.startswith(OFF)]
-        return [OFF + each for each in get_close_matches(error.option_name.removeprefix(OFF), off, n=1)]
+        return [
+            OFF + each for each in get_close_matches(error.option_name.removeprefix(OFF), off, n=1)
+        ]
     return [name for name in names if name in (error.possibilities or ())]
 
 

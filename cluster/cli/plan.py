@@ -1,4 +1,6 @@
-"""``tramontane plan``: what each stage would hold, before anything is bought, downloaded or started."""
+"""``tramontane plan``: what each stage would hold, before anything is bought, downloaded or
+started.
+"""
 
 import json
 import math
@@ -14,8 +16,21 @@ from rich.table import Table
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.key import expand_home, for_each_expert_actor
 from tramontane.cluster.config.measurements import per_expert
-from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, is_from_file, key_option, option, with_options
-from tramontane.cluster.planning.batch_limits import Limits, least_limits, matrix_tflops, with_chosen_limits
+from tramontane.cluster.console.options import (
+    ConfigDefaults,
+    Json,
+    given_keys,
+    is_from_file,
+    key_option,
+    option,
+    with_options,
+)
+from tramontane.cluster.planning.batch_limits import (
+    Limits,
+    least_limits,
+    matrix_tflops,
+    with_chosen_limits,
+)
 from tramontane.cluster.planning.capacity import (
     LENGTHS,
     max_length_in_slots,
@@ -28,7 +43,13 @@ from tramontane.cluster.planning.capacity import (
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
 from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe_ingresses
-from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
+from tramontane.cluster.planning.planner import (
+    PlanRequest,
+    StageBudget,
+    TooLittleMemoryError,
+    layer_costs,
+    make_plan,
+)
 from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
 from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.end_tokens import NOTHING_ENDS
@@ -43,7 +64,15 @@ if TYPE_CHECKING:
 
 MAX_GPUS = 2**14
 KEYS = (
-    *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *(
+        "stages_per_gpu",
+        "gpu_speed",
+        "dtype",
+        "quantize",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
     *("page_size", "kv_cache_dtype", "speculative_config"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
@@ -53,7 +82,9 @@ ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
 @with_options(*KEYS, config=ConfigDefaults)
 def plan(
     context: typer.Context,
-    model: Annotated[Path, key_option("model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")],
+    model: Annotated[
+        Path, key_option("model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")
+    ],
     gpu_memory: Annotated[
         str | None,
         key_option(
@@ -63,10 +94,17 @@ def plan(
         ),
     ] = None,
     stages: Annotated[
-        int | None, key_option("stages", help="Pipeline depth. Default: one per GPU, or as --stages-per-gpu says.")
+        int | None,
+        key_option(
+            "stages", help="Pipeline depth. Default: one per GPU, or as --stages-per-gpu says."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, option("--gpus", help="Number of GPUs. Default: as many as --stages needs, or --gpu-memory has sizes.")
+        int | None,
+        option(
+            "--gpus",
+            help="Number of GPUs. Default: as many as --stages needs, or --gpu-memory has sizes.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -86,16 +124,25 @@ def plan(
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
-    args.check_num_stages(len(budgets), _describe_stages(len(budgets), settings.stages_per_gpu, here is None or bool(here.gpus)))
+    args.check_num_stages(
+        len(budgets),
+        _describe_stages(len(budgets), settings.stages_per_gpu, here is None or bool(here.gpus)),
+    )
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
     pipeline, budgets = _plan_stages(settings, args, budgets, here, experts_inside=experts is None)
     times = relative_times(layer_costs(args, experts is None, settings.measured), pipeline, budgets)
     drafts = settings.speculative_config
-    index_bytes = 0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
-    num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)  # by the cores, which are known here
+    index_bytes = (
+        0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
+    )
+    # by the cores, which are known here
+    num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)
     if as_json:
-        parameters = {"parameters": args.num_parameters, "active_parameters": args.num_active_parameters}
+        parameters = {
+            "parameters": args.num_parameters,
+            "active_parameters": args.num_active_parameters,
+        }
         data = parameters | plan_as_data(pipeline, budgets, times, experts, index_bytes)
         print(json.dumps(data | {"ingress_replicas": num_ingresses}))
         return
@@ -105,13 +152,18 @@ def plan(
         console.print(describe_ingresses(settings, pipeline, num_ingresses), soft_wrap=True)
     if index_bytes:
         size = format_bytes(index_bytes)
-        console.print(f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory", soft_wrap=True)
+        console.print(
+            f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory",
+            soft_wrap=True,
+        )
     if experts is not None:
         _show_experts(console, experts)
 
 
 def _problem_of_weights(folder: Path, args: ModelArgs) -> str:
-    """Return what is wrong with the weights in a folder, by their headers; nothing if there are none yet."""
+    """Return what is wrong with the weights in a folder, by their headers; nothing if there are
+    none yet.
+    """
     if not (folder.is_dir() and any(folder.glob("*.safetensors*"))):
         return ""
     from tramontane.workers.weights.checkpoint import Checkpoint  # imports NumPy
@@ -130,17 +182,26 @@ def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:
 
 
 def _settings(context: typer.Context) -> EngineConfig:
-    """Return the validated options. Raises ConfigError for those that need expert actors where there are none."""
+    """Return the validated options. Raises ConfigError for those that need expert actors where
+    there are none.
+    """
     keys: dict[str, Any] = given_keys(context)
-    if not keys["expert_actors"] and (wrong := [name for name in ONLY_FOR_EXPERT_ACTORS if keys[name] is not None]):
+    if not keys["expert_actors"] and (
+        wrong := [name for name in ONLY_FOR_EXPERT_ACTORS if keys[name] is not None]
+    ):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise ConfigError(f"{flags}: only for experts on actors of their own; give --expert-actors as well")
+        raise ConfigError(
+            f"{flags}: only for experts on actors of their own; give --expert-actors as well"
+        )
     return EngineConfig.build(None, keys | {"load_format": "dummy"})  # weights are not needed
 
 
 def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineConfig, "Hardware"]:
-    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it."""
-    from tramontane.cluster.planning.hardware import probe_local  # imports Ray, which no other plan needs
+    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and
+    print a note about it.
+    """
+    # imports Ray, which no other plan needs
+    from tramontane.cluster.planning.hardware import probe_local
 
     hardware = probe_local()
     per_slot = hardware.stages_per_slot(settings.stages_per_gpu)
@@ -156,7 +217,9 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
         source = f"one stage with this machine's {free} of free memory, as it has no GPU"
         if num_stages > 1:
             source = f"{num_stages} stages that share this machine's {free} of free memory, {each} each, as it has no GPU"
-    Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(
+        f"note: without --gpu-memory the plan is for {source}", soft_wrap=True
+    )
     given = {"gpu_memory": memories, "stages_per_gpu": per_slot}
     return settings.model_copy(update=given), hardware
 
@@ -188,11 +251,20 @@ def _plan_stages(
     *,
     experts_inside: bool,
 ) -> tuple[PipelinePlan, tuple[StageBudget, ...]]:
-    """Return the plan, and the budgets with what else a stage takes of a GPU. ``here``: this machine, if it is planned for."""
-    dtype, has_gpus = args.dtype if settings.dtype == "auto" else settings.dtype, here is None or bool(here.gpus)
+    """Return the plan, and the budgets with what else a stage takes of a GPU. ``here``: this
+    machine, if it is planned for.
+    """
+    dtype, has_gpus = (
+        args.dtype if settings.dtype == "auto" else settings.dtype,
+        here is None or bool(here.gpus),
+    )
 
     def request_for(limits: Limits) -> PlanRequest:
-        runtime = config_runtime(settings, args, dtype, *limits, experts_inside=experts_inside) if has_gpus else None
+        runtime = (
+            config_runtime(settings, args, dtype, *limits, experts_inside=experts_inside)
+            if has_gpus
+            else None
+        )
         return PlanRequest(
             tuple(replace(budget, runtime=runtime) for budget in budgets),
             dtype,
@@ -208,7 +280,9 @@ def _plan_stages(
             panel_rows=1 if here is None or has_gpus else here.panel_rows,
         )
 
-    plan = _make_plan(args, request_for(least_limits(settings)), settings.stages_per_gpu if has_gpus else None)
+    plan = _make_plan(
+        args, request_for(least_limits(settings)), settings.stages_per_gpu if has_gpus else None
+    )
     if has_gpus:
         tflops = None if here is None else matrix_tflops(gpu.name for gpu in here.gpus)
         plan = with_chosen_limits(settings, args, plan, request_for, tflops)
@@ -216,7 +290,9 @@ def _plan_stages(
 
 
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
-    """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB. Of 5 stages the third GPU has one."""
+    """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB. Of 5 stages
+    the third GPU has one.
+    """
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     needed = None if stages is None else math.ceil(stages / per_gpu)
     if None not in (gpus, needed) and gpus != needed:
@@ -227,10 +303,18 @@ def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudge
     if len(memories) == 1:
         memories *= given or 1
     speeds = settings.gpu_speed or (1,) * len(memories)
-    for name, number in ((source, len(memories) if given is None else given), ("--gpu-speed", len(speeds))):
+    for name, number in (
+        (source, len(memories) if given is None else given),
+        ("--gpu-speed", len(speeds)),
+    ):
         if number != len(memories):
-            raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
-    budgets = [StageBudget(memory // per_gpu, speed) for memory, speed in zip(memories, speeds, strict=True)]
+            raise ConfigError(
+                f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each"
+            )
+    budgets = [
+        StageBudget(memory // per_gpu, speed)
+        for memory, speed in zip(memories, speeds, strict=True)
+    ]
     return tuple(budget for budget in budgets for _ in range(per_gpu))[:stages]
 
 
@@ -239,24 +323,43 @@ def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> Expert
     if not settings.expert_actors:
         return None
     if settings.expert_memory is None:
-        raise ConfigError("--expert-actors needs --expert-memory, which is the memory of each of them, such as 80GiB")
-    budgets = tuple(map(StageBudget, for_each_expert_actor(settings.expert_memory, settings.expert_actors)))
+        raise ConfigError(
+            "--expert-actors needs --expert-memory, which is the memory of each of them, such as 80GiB"
+        )
+    budgets = tuple(
+        map(StageBudget, for_each_expert_actor(settings.expert_memory, settings.expert_actors))
+    )
     replicas = None if settings.expert_replicas == "auto" else settings.expert_replicas
     loads = None if settings.expert_load is None else per_expert(settings.expert_load)
     return report(args, ExpertRequest(budgets, dtype, settings.quantize, replicas, loads))
 
 
 def _show(
-    console: Console, model: str, args: ModelArgs, plan: PipelinePlan, budgets: tuple[StageBudget, ...], times: Sequence[float]
+    console: Console,
+    model: str,
+    args: ModelArgs,
+    plan: PipelinePlan,
+    budgets: tuple[StageBudget, ...],
+    times: Sequence[float],
 ) -> None:
     has_windows = any(args.windows)
-    capacities = [stage_capacity(stage, budget) for stage, budget in zip(plan.stages, budgets, strict=True)]
+    capacities = [
+        stage_capacity(stage, budget) for stage, budget in zip(plan.stages, budgets, strict=True)
+    ]
     lengths = [f"{each.length // 1024}k" for each in capacities[0]]
     table = Table("stage", "layers", "GiB", "weights", "cache", *lengths)
     for stage, budget, row in zip(plan.stages, budgets, capacities, strict=True):
-        counts = (f"{c.num_seqs} ({c.num_seqs_without_windows})" if has_windows else str(c.num_seqs) for c in row)
+        counts = (
+            f"{c.num_seqs} ({c.num_seqs_without_windows})" if has_windows else str(c.num_seqs)
+            for c in row
+        )
         sizes = map(_size, (budget.memory, stage.packed_bytes, stage.cache_bytes))
-        table.add_row(f"{stage.stage_id + 1}/{len(budgets)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
+        table.add_row(
+            f"{stage.stage_id + 1}/{len(budgets)}",
+            f"{stage.first_layer}-{stage.last_layer - 1}",
+            *sizes,
+            *counts,
+        )
     of_all = pipeline_capacity(plan)
     totals = map(sum, zip(*((s.packed_bytes, s.cache_bytes) for s in plan.stages), strict=True))
     memory = sum(budget.memory for budget in budgets)
@@ -273,23 +376,36 @@ def _show(
         console.print(choice.describe(), soft_wrap=True)
     formats = plan.stages[0].weight_format
     matrices = formats.quantize or formats.matrix_dtype
-    weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
+    weights = (
+        formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
+    )
     console.print(f"{model}: {_parameters(args)}", soft_wrap=True, markup=False)
     if plan.stages[0].kv_cache_dtype != "auto":
         weights += f", keys and values in {plan.stages[0].kv_cache_dtype}"
-    console.print(f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
+    console.print(
+        f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}",
+        soft_wrap=True,
+        markup=False,
+    )
     each = ", ".join(f"{time:.2f}" for time in times)
-    console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)
+    console.print(
+        f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True
+    )
     console.print(_at_once(plan), soft_wrap=True)
 
 
 def _show_runtime(console: Console, runtime: RuntimeMemory, budgets: Sequence[StageBudget]) -> None:
-    """Show what a stage's process takes besides weights and cache, and what is left where a tenth of the memory is more."""
+    """Show what a stage's process takes besides weights and cache, and what is left where a tenth
+    of the memory is more.
+    """
     table = Table("besides weights and cache", "each stage")
     for name, num_bytes in runtime.as_data().items():
         table.add_row("all" if name == "total" else name, _size(num_bytes))
     spare = [budget.memory - budget.usable - runtime.total for budget in budgets]
-    each = sorted({_size(least) for least in (min(spare), max(spare))}, key=lambda size: size != _size(min(spare)))
+    each = sorted(
+        {_size(least) for least in (min(spare), max(spare))},
+        key=lambda size: size != _size(min(spare)),
+    )
     table.add_row("kept free", " to ".join(each))
     console.print(table)
 
@@ -303,9 +419,13 @@ def _parameters(args: ModelArgs) -> str:
 
 
 def _pages(plan: PipelinePlan) -> str:
-    """Describe the pages: ``a cache of 16448 pages of 16 tokens in layers with a sliding window of 4096``."""
+    """Describe the pages: ``a cache of 16448 pages of 16 tokens in layers with a sliding window of
+    4096``.
+    """
     if len(plan.cache.classes) == 1 and plan.cache.classes[0].window is None:
-        return f"a cache of {plan.cache.classes[0].num_pages} pages of {plan.cache.page_size} tokens"
+        return (
+            f"a cache of {plan.cache.classes[0].num_pages} pages of {plan.cache.page_size} tokens"
+        )
     layers = [
         f"{c.num_pages} pages of {plan.cache.page_size} tokens in layers "
         + (f"with a sliding window of {c.window}" if c.window else "without a sliding window")
@@ -315,13 +435,17 @@ def _pages(plan: PipelinePlan) -> str:
 
 
 def _at_once(plan: PipelinePlan) -> str:
-    """Describe how many sequences fit at once: as many as there are slots, or, if they are long, as the pages hold."""
+    """Describe how many sequences fit at once: as many as there are slots, or, if they are long, as
+    the pages hold.
+    """
     num_slots, length = plan.max_num_seqs, max_length_in_slots(plan)
     sequences = "1 sequence" if num_slots == 1 else f"{num_slots} sequences"
     in_slots = f"at once: {sequences} of up to {length} tokens, one per slot (--max-num-seqs)"
     if length == plan.max_model_len:
         return f"{in_slots}; there are pages for all of them"
-    longer = sorted({*(each for each in LENGTHS if length < each < plan.max_model_len), plan.max_model_len})
+    longer = sorted(
+        {*(each for each in LENGTHS if length < each < plan.max_model_len), plan.max_model_len}
+    )
     return f"{in_slots}; of longer ones as many as the pages hold: " + ", ".join(
         f"{num_seqs_in_pages(plan, each)} of {each} tokens" for each in longer
     )
@@ -332,13 +456,27 @@ def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
     actors = experts.plan.actors
     for actor, budget, share in zip(actors, experts.budgets, experts.shares, strict=True):
         sizes = map(_size, (budget.memory, budget.usable, actor.weight_bytes))
-        table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", *sizes, str(len(actor.experts)), f"{share:.2f} x")
-    totals = [sum(budget.memory for budget in experts.budgets), sum(budget.usable for budget in experts.budgets)]
+        table.add_row(
+            f"{actor.actor_id + 1}/{actor.num_actors}",
+            *sizes,
+            str(len(actor.experts)),
+            f"{share:.2f} x",
+        )
+    totals = [
+        sum(budget.memory for budget in experts.budgets),
+        sum(budget.usable for budget in experts.budgets),
+    ]
     totals.append(sum(actor.weight_bytes for actor in actors))
     table.add_row("all", *map(_size, totals), str(sum(len(actor.experts) for actor in actors)), "")
     console.print(table)
-    kind = "all experts assumed to be alike" if experts.busiest_if_even is None else "by the measured load"
-    console.print(f"experts: pairs of a layer and one of its experts; load: relative to the actors' mean, {kind}")
+    kind = (
+        "all experts assumed to be alike"
+        if experts.busiest_if_even is None
+        else "by the measured load"
+    )
+    console.print(
+        f"experts: pairs of a layer and one of its experts; load: relative to the actors' mean, {kind}"
+    )
     busiest = f"the busiest expert actor does {experts.busiest:.2f} times the mean"
     if experts.busiest_if_even is not None:
         busiest += f"; distributed as if all experts were alike it would be {experts.busiest_if_even:.2f} times"

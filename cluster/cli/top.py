@@ -14,7 +14,13 @@ from rich.text import Text
 from tramontane.cluster.cli.experts import LoadWindow, NoExpertsError, fetch_load
 from tramontane.cluster.common.signals import until_interrupted
 from tramontane.cluster.config.measurements import MeasuredLoad
-from tramontane.cluster.console.charts import bin_activity, busiest_summary, heat_legend, heat_map, render_timeline
+from tramontane.cluster.console.charts import (
+    bin_activity,
+    busiest_summary,
+    heat_legend,
+    heat_map,
+    render_timeline,
+)
 from tramontane.cluster.console.charts import timeline_legend as legend
 from tramontane.cluster.console.options import flag
 from tramontane.cluster.console.server_client import (
@@ -28,11 +34,17 @@ from tramontane.cluster.console.server_client import (
     poll_activity,
 )
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineUnavailableError
-from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, Percentiles, PipelineActivity
+from tramontane.router.engine.activity_log import (
+    Activity,
+    MicroBatchActivity,
+    Percentiles,
+    PipelineActivity,
+)
 
 WINDOW_S = 10.0  # of the timelines and of the busy shares
 BAR_WIDTH = 10  # characters
-BAR_STYLES = ((0.5, "blue"), (0.8, "green"), (float("inf"), "bold green"))  # upper bound of a share, and the style of its bar
+# upper bound of a share, and the style of its bar
+BAR_STYLES = ((0.5, "blue"), (0.8, "green"), (float("inf"), "bold green"))
 
 FetchLoad = Callable[[], MeasuredLoad | None]
 
@@ -40,24 +52,36 @@ FetchLoad = Callable[[], MeasuredLoad | None]
 def top(
     url: Url = DEFAULT_URL,
     once: Annotated[bool, flag("--once", help="Show the pipelines once.")] = False,
-    as_json: Annotated[bool, flag("--json", help="Print every snapshot as a line of JSON, as GET /activity returns it.")] = False,
+    as_json: Annotated[
+        bool,
+        flag("--json", help="Print every snapshot as a line of JSON, as GET /activity returns it."),
+    ] = False,
     key: Key = None,
     key_file: KeyFile = None,
 ) -> None:
     """Show what the pipelines of a running server do, until interrupted."""
     console = Console(highlight=False)
-    with nullcontext() if once else until_interrupted(), make_client(url, auth_headers(key, key_file)) as client:
+    with (
+        nullcontext() if once else until_interrupted(),
+        make_client(url, auth_headers(key, key_file)) as client,
+    ):
         snapshots = islice(poll_activity(client), 1 if once else None)
         if as_json:
             _print_json(snapshots)
         else:
-            _show(render(snapshots, str(client.base_url), console.width, _load_source(client)), console, once)
+            _show(
+                render(snapshots, str(client.base_url), console.width, _load_source(client)),
+                console,
+                once,
+            )
 
 
 def _print_json(snapshots: Iterable[Snapshot]) -> None:
     for snapshot in snapshots:
         if isinstance(snapshot, str):
-            Console(stderr=True, highlight=False).print(f"note: {snapshot}", markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(
+                f"note: {snapshot}", markup=False, soft_wrap=True
+            )
         else:
             print(snapshot.model_dump_json(), flush=True)
 
@@ -74,7 +98,9 @@ def _show(frames: Iterator[Group], console: Console, once: bool) -> None:
 
 
 def _load_source(client: httpx.Client) -> FetchLoad:
-    """Return a function that fetches the expert load: None if it cannot be had, and always if there are no experts."""
+    """Return a function that fetches the expert load: None if it cannot be had, and always if there
+    are no experts.
+    """
     has_experts = True
 
     def fetch() -> MeasuredLoad | None:
@@ -97,22 +123,32 @@ class History:
         self._batches: deque[MicroBatchActivity] = deque()
 
     def add(self, pipeline: PipelineActivity, now: float) -> None:
-        """Add new micro-batches, in order of completion. Numbers that start again are those of another router."""
+        """Add new micro-batches, in order of completion. Numbers that start again are those of
+        another router.
+        """
         new = pipeline.micro_batches
         if new and self._batches and new[0].number <= self._batches[-1].number:
             self._batches.clear()
         self._batches.extend(new)
-        while self._batches and all(at + elapsed_s < now - WINDOW_S for _, at, _, elapsed_s in self._batches[0].stages):
+        while self._batches and all(
+            at + elapsed_s < now - WINDOW_S for _, at, _, elapsed_s in self._batches[0].stages
+        ):
             self._batches.popleft()
 
     def timeline(self, stage: int, now: float, width: int) -> Text:
-        """Render the last ``WINDOW_S`` seconds of a stage. Columns start at fixed times, so that drawn ones only move."""
+        """Render the last ``WINDOW_S`` seconds of a stage. Columns start at fixed times, so that
+        drawn ones only move.
+        """
         column_s = WINDOW_S / width
         starts_at = now // column_s * column_s - WINDOW_S
-        return render_timeline(bin_activity(self._batches, stage, starts_at, column_s, width), column_s)
+        return render_timeline(
+            bin_activity(self._batches, stage, starts_at, column_s, width), column_s
+        )
 
 
-def render(snapshots: Iterable[Snapshot], url: str, width: int, fetch: FetchLoad) -> Iterator[Group]:
+def render(
+    snapshots: Iterable[Snapshot], url: str, width: int, fetch: FetchLoad
+) -> Iterator[Group]:
     """Render each snapshot; ``fetch`` returns the load of the experts, or None."""
     histories: dict[str, History] = {}
     recent, shown = LoadWindow(), Group()
@@ -124,7 +160,10 @@ def render(snapshots: Iterable[Snapshot], url: str, width: int, fetch: FetchLoad
         histories |= {name: known[name] for name in histories.keys() & known.keys()}
         for pipeline in snapshot.pipelines:
             histories[pipeline.name].add(pipeline, snapshot.now)
-        shown = Group(_head(snapshot, url), *(_pipeline(p, histories[p.name], snapshot.now, width) for p in snapshot.pipelines))
+        shown = Group(
+            _head(snapshot, url),
+            *(_pipeline(p, histories[p.name], snapshot.now, width) for p in snapshot.pipelines),
+        )
         if (load := fetch()) is not None:
             recent.add(snapshot.now, load)
             shown = Group(shown, _experts(recent, load, width))
@@ -133,23 +172,34 @@ def render(snapshots: Iterable[Snapshot], url: str, width: int, fetch: FetchLoad
 
 def _head(snapshot: Activity, url: str) -> Text:
     count = len(snapshot.pipelines)
-    running = "no pipeline runs now" if not count else f"{count} pipelines" if count > 1 else "1 pipeline"
+    running = (
+        "no pipeline runs now" if not count else f"{count} pipelines" if count > 1 else "1 pipeline"
+    )
     return Text.assemble((f"{url}: {running}", "bold"), f"\nthe last {WINDOW_S:.0f} s: ", legend())
 
 
 def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: int) -> Group:
     name = Text.assemble("\n", (pipeline.name, "bold"))
     numbers = Text(
-        f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
-        f"{pipeline.pages_held} of {pipeline.pages} pages, {_recoveries(pipeline.recoveries)}"
+        f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting}"
+        f" waiting, {pipeline.pages_held} of {pipeline.pages} pages,"
+        f" {_recoveries(pipeline.recoveries)}"
     )
     pages = "1 page" if pipeline.pages_cached == 1 else f"{pipeline.pages_cached} pages"
     cached = Text(f"{pages} cached, {_hit(pipeline)}{_right(pipeline)}")
-    waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
+    waits = Text(
+        f"first token {_percentiles(pipeline.first_token_s)}, between tokens"
+        f" {_percentiles(pipeline.inter_token_s)}"
+    )
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
     columns = max(width - labels - BAR_WIDTH - 8, 10)
     stages = [
-        Text.assemble(f"{stage.label:<{labels}} {busy:>4.0%} ", _bar(busy), " ", history.timeline(stage.stage, now, columns))
+        Text.assemble(
+            f"{stage.label:<{labels}} {busy:>4.0%} ",
+            _bar(busy),
+            " ",
+            history.timeline(stage.stage, now, columns),
+        )
         for stage, busy in zip(pipeline.stages, pipeline.busy, strict=True)
     ]
     return Group(name, numbers, waits, cached, *stages)
@@ -157,7 +207,11 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
 
 def _hit(pipeline: PipelineActivity) -> str:
     queries = pipeline.prefix_cache_queries
-    return f"{pipeline.prefix_cache_hits / queries:.0%} of prompt tokens hit" if queries else "no prompt yet"
+    return (
+        f"{pipeline.prefix_cache_hits / queries:.0%} of prompt tokens hit"
+        if queries
+        else "no prompt yet"
+    )
 
 
 def _right(pipeline: PipelineActivity) -> str:
@@ -185,6 +239,10 @@ def _bar(share: float) -> Text:
 
 def _experts(recent: LoadWindow, load: MeasuredLoad, width: int) -> Group:
     """Render the recent load, or after one sample that since the stages were loaded."""
-    tokens, when = (recent.tokens, f"the last {recent.span_s:.0f} s") if recent.span_s else (load.tokens, "since loading")
+    tokens, when = (
+        (recent.tokens, f"the last {recent.span_s:.0f} s")
+        if recent.span_s
+        else (load.tokens, "since loading")
+    )
     title = Text(f"\n{when}: % of each layer's tokens by expert", style="bold")
     return Group(title, heat_map(tokens, width), Text(busiest_summary(tokens)), heat_legend())

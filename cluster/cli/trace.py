@@ -1,7 +1,9 @@
-"""``tramontane trace``: record what stages do, as JSON with trace events, which Perfetto and chrome://tracing open.
+"""``tramontane trace``: record what stages do, as JSON with trace events, which Perfetto and
+chrome://tracing open.
 
-A pipeline is a process of the trace, a stage is a thread, a stage's work on a micro-batch is a slice, and an arrow follows
-each micro-batch through its stages. Times are microseconds since the trace began.
+A pipeline is a process of the trace, a stage is a thread, a stage's work on a micro-batch is a
+slice, and an arrow follows each micro-batch through its stages. Times are microseconds since the
+trace began.
 """
 
 import json
@@ -36,14 +38,22 @@ POLL_INTERVAL_S = 0.5  # a server reports 1000 micro-batches at once
 WRITER = {"writer": "tramontane trace"}
 FILE_START = '{"otherData": {"writer": "tramontane trace"'
 MAX_LANES = 1000  # threads of one stage
-# Start and end of a stage's work are not read from one clock: its next work may seem to start this much before the end.
+# Start and end of a stage's work are not read from one clock: its next work may seem to start this
+# much before the end.
 CLOCK_TOLERANCE_S = 1e-3
 
 Event = dict[str, Any]
 
 
 def trace(
-    output: Annotated[Path, option("-o", "--output", help="File to write. A file that is not such a trace is not overwritten.")],
+    output: Annotated[
+        Path,
+        option(
+            "-o",
+            "--output",
+            help="File to write. A file that is not such a trace is not overwritten.",
+        ),
+    ],
     seconds: Annotated[float, option("--seconds", help="Length of the recording.")] = 5.0,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -51,14 +61,17 @@ def trace(
 ) -> None:
     """Record what the stages of a running server do for some seconds, as a trace for Perfetto."""
     if not 0 < seconds <= MAX_SECONDS:
-        raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
+        raise ConfigError(
+            f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}"
+        )
     check_replaceable(output, FILE_START, "-o")
     status = Console(stderr=True, highlight=False).status(f"recording for {seconds:g} s")
     with make_client(url, auth_headers(key, key_file)) as client, status:
         data = build_trace(list(_poll(client, seconds)))
     if not num_slices(data):
         raise PipelineUnavailableError(
-            f"nothing ran in these {seconds:g} s, so {output} was not written; trace while requests run"
+            f"nothing ran in these {seconds:g} s, so {output} was not written; trace while"
+            " requests run"
         )
     with writing(output, "-o"):
         output.write_text(json.dumps(data), encoding="utf-8")
@@ -104,7 +117,10 @@ def build_trace(snapshots: Sequence[Activity]) -> dict[str, Any]:
             for pipeline in snapshot.pipelines
             if pipeline.name == name
         ]
-        events += [_metadata("process_name", process, 0, name=name), *_pipeline(process, [each for _, each in reports], began_at)]
+        events += [
+            _metadata("process_name", process, 0, name=name),
+            *_pipeline(process, [each for _, each in reports], began_at),
+        ]
         events += [_counter(process, at_s, pipeline) for at_s, pipeline in reports]
     other = WRITER | {"began_at": datetime.fromtimestamp(began_at, UTC).isoformat()}
     return {"otherData": other, "displayTimeUnit": "ms", "traceEvents": events}
@@ -115,15 +131,33 @@ def num_slices(data: dict[str, Any]) -> int:
     return sum(event["ph"] == "X" for event in data["traceEvents"])
 
 
-def _pipeline(process: int, reports: Sequence[PipelineActivity], began_at: float) -> Iterator[Event]:
-    """Yield the events of one pipeline. A router that restarts numbers micro-batches from 1 again, in a later epoch."""
-    batches = {(batch.epoch, batch.number): batch for pipeline in reports for batch in pipeline.micro_batches}
+def _pipeline(
+    process: int, reports: Sequence[PipelineActivity], began_at: float
+) -> Iterator[Event]:
+    """Yield the events of one pipeline. A router that restarts numbers micro-batches from 1 again,
+    in a later epoch.
+    """
+    batches = {
+        (batch.epoch, batch.number): batch
+        for pipeline in reports
+        for batch in pipeline.micro_batches
+    }
     slices: dict[tuple[int, int], list[Event]] = {key: [] for key in batches}
     for stage in reports[0].stages:
-        works = [work for batch in batches.values() for work in _stage_slices(batch, began_at) if work.stage == stage.stage]
+        works = [
+            work
+            for batch in batches.values()
+            for work in _stage_slices(batch, began_at)
+            if work.stage == stage.stage
+        ]
         for number, lane in enumerate(assign_lanes(works)):
             thread = stage.stage * MAX_LANES + number
-            yield _metadata("thread_name", process, thread, name=stage.label + (f" ({number + 1})" if number else ""))
+            yield _metadata(
+                "thread_name",
+                process,
+                thread,
+                name=stage.label + (f" ({number + 1})" if number else ""),
+            )
             yield _metadata("thread_sort_index", process, thread, sort_index=thread)
             for work, event in zip(lane, _slices(process, thread, lane), strict=True):
                 slices[work.batch.epoch, work.batch.number].append(event)
@@ -139,13 +173,16 @@ def _stage_slices(batch: MicroBatchActivity, began_at: float) -> Iterator[StageS
 
 
 def assign_lanes(works: Iterable[StageSlice]) -> list[list[StageSlice]]:
-    """Assign slices to lanes in which they do not overlap: a stage that waits for expert actors has two at a time.
+    """Assign slices to lanes in which they do not overlap: a stage that waits for expert actors has
+    two at a time.
 
     0..3, 1..4 and 3..5 are [0..3, 3..5] and [1..4].
     """
     lanes: list[list[StageSlice]] = []
     for work in sorted(works, key=lambda each: each.began_s):
-        free = next((lane for lane in lanes if lane[-1].ended_s <= work.began_s + CLOCK_TOLERANCE_S), None)
+        free = next(
+            (lane for lane in lanes if lane[-1].ended_s <= work.began_s + CLOCK_TOLERANCE_S), None
+        )
         if free is None:
             lanes.append([work])
         else:
@@ -161,7 +198,15 @@ def _slices(process: int, thread: int, lane: Sequence[StageSlice]) -> Iterator[E
         batch = work.batch
         args = batch.model_dump(exclude={"stages"}) | {"busy_ms": 1e3 * work.busy_s}
         times = {"ts": _us(work.began_s), "dur": round(_us(ended_s) - _us(work.began_s), 3)}
-        yield {"ph": "X", "name": _kind(batch), "cat": "stage", "pid": process, "tid": thread, **times, "args": args}
+        yield {
+            "ph": "X",
+            "name": _kind(batch),
+            "cat": "stage",
+            "pid": process,
+            "tid": thread,
+            **times,
+            "args": args,
+        }
 
 
 def _kind(batch: MicroBatchActivity) -> str:
@@ -175,9 +220,22 @@ def _arrow(key: str, path: Sequence[Event]) -> Iterator[Event]:
     if len(path) < 2:
         return
     for index, event in enumerate(path):
-        end = {"ph": "s"} if index == 0 else {"ph": "f", "bp": "e"} if index == len(path) - 1 else {"ph": "t"}
+        end = (
+            {"ph": "s"}
+            if index == 0
+            else {"ph": "f", "bp": "e"}
+            if index == len(path) - 1
+            else {"ph": "t"}
+        )
         at = round(event["ts"] + event["dur"] / 2, 3)
-        yield end | {"name": "micro-batch", "cat": "flow", "id": key, "pid": event["pid"], "tid": event["tid"], "ts": at}
+        yield end | {
+            "name": "micro-batch",
+            "cat": "flow",
+            "id": key,
+            "pid": event["pid"],
+            "tid": event["tid"],
+            "ts": at,
+        }
 
 
 def _counter(process: int, at_s: float, pipeline: PipelineActivity) -> Event:

@@ -1,4 +1,6 @@
-"""How busy an event loop and its machine are: what may be done at once while there is time, and in larger pieces otherwise."""
+"""How busy an event loop and its machine are: what may be done at once while there is time, and in
+larger pieces otherwise.
+"""
 
 import asyncio
 import itertools
@@ -28,8 +30,9 @@ logger = logging.getLogger(__name__)
 class CpuTimes(NamedTuple):
     """Seconds since some moment: of the clock, and of processors.
 
-    ``loop_s``: used by the thread that reads. ``proxy_s``: by Ray Serve's proxy of this machine, 0 if there is none.
-    ``idle_s``: by nothing, of all ``num_cores``. ``throttled_s``: in which this container had used up its cores.
+    ``loop_s``: used by the thread that reads. ``proxy_s``: by Ray Serve's proxy of this machine, 0
+    if there is none. ``idle_s``: by nothing, of all ``num_cores``. ``throttled_s``: in which this
+    container had used up its cores.
     """
 
     at_s: float
@@ -67,7 +70,9 @@ class CpuReader:
         machine = psutil.cpu_times()
         idle_s = machine.idle + getattr(machine, "iowait", 0.0)  # Linux alone has the latter
         num_cores = psutil.cpu_count() or 1
-        return CpuTimes(time.monotonic(), time.thread_time(), self._proxy_s(), idle_s, _throttled_s(), num_cores)
+        return CpuTimes(
+            time.monotonic(), time.thread_time(), self._proxy_s(), idle_s, _throttled_s(), num_cores
+        )
 
     def find_proxy(self) -> None:
         """Look for the proxy's process, which takes milliseconds where there are many processes."""
@@ -94,7 +99,14 @@ def _is_proxy(process: psutil.Process) -> bool:
 
 def _throttled_s() -> float:
     with suppress(OSError, ValueError, KeyError):
-        return int(dict(line.split() for line in THROTTLED.read_text(encoding="ascii").splitlines())["throttled_usec"]) / 1e6
+        return (
+            int(
+                dict(line.split() for line in THROTTLED.read_text(encoding="ascii").splitlines())[
+                    "throttled_usec"
+                ]
+            )
+            / 1e6
+        )
     return 0.0
 
 
@@ -109,11 +121,12 @@ class FullLoad:
 
 
 class LoadMeter:
-    """The ``level`` of load from 0, where there is time for anything, to 1. It is measured while ``watching``.
+    """The ``level`` of load from 0, where there is time for anything, to 1. It is measured while
+    ``watching``.
 
-    The load is high while the event loop's thread, or the proxy, which is one thread too, uses more than 0.7 of its time, or
-    less than a tenth of the machine's cores is idle: then the level rises by half every 0.1 s. It falls by a sixth where all
-    have time again. Between the two it stays.
+    The load is high while the event loop's thread, or the proxy, which is one thread too, uses more
+    than 0.7 of its time, or less than a tenth of the machine's cores is idle: then the level rises
+    by half every 0.1 s. It falls by a sixth where all have time again. Between the two it stays.
 
     At 1 and with time for everything it is 0.16 after a second, 0.03 after two, and 0 after 2.6 s.
     """
@@ -129,7 +142,8 @@ class LoadMeter:
         """Measure during the block, in the event loop that runs."""
         self._num_watching += 1
         if self._measuring is None:
-            self._measuring = asyncio.create_task(self._measure(), context=Context())  # of no request
+            # of no request
+            self._measuring = asyncio.create_task(self._measure(), context=Context())
         try:
             yield
         finally:
@@ -149,7 +163,9 @@ class LoadMeter:
                 self.level = next_level(self.level, before, now)
                 before = now
         except Exception:
-            logger.warning("the load of this process cannot be measured; it counts as full", exc_info=True)
+            logger.warning(
+                "the load of this process cannot be measured; it counts as full", exc_info=True
+            )
             self.level = 1.0
 
 
@@ -160,7 +176,8 @@ FULL_LOAD = FullLoad()
 def next_level(level: float, before: CpuTimes, now: CpuTimes) -> float:
     """Return the level after the time between two readings.
 
-    In 0.1 s the loop used 0.06 s, the proxy 0.08, and of 4 cores 0.1 s were idle: the proxy is at 0.8, so 0.2 becomes 0.3.
+    In 0.1 s the loop used 0.06 s, the proxy 0.08, and of 4 cores 0.1 s were idle: the proxy is at
+    0.8, so 0.2 becomes 0.3.
     """
     elapsed_s = now.at_s - before.at_s
     thread = max(now.loop_s - before.loop_s, now.proxy_s - before.proxy_s) / elapsed_s

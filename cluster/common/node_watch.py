@@ -1,4 +1,5 @@
-"""Detection of dead nodes, whose operating systems cannot close the connections of peers that wait for an answer.
+"""Detection of dead nodes, whose operating systems cannot close the connections of peers that wait
+for an answer.
 
 Imports no Ray, so that the API server does not load it.
 """
@@ -14,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 ACK_TIMEOUT_S = 2.0  # a living peer announces its node at once
-RECENT_DEATH_S = 30.0  # for so long Ray Serve may still send requests to a replica on a node that has died
+# for so long Ray Serve may still send requests to a replica on a node that has died
+RECENT_DEATH_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -29,11 +31,14 @@ class _Waiter:
 class NodeLossDetector:
     """Whether a node that something uses has died between two checks.
 
-    ``list_used`` returns the nodes that it uses now, ``list_dead`` all dead ones. Nodes a and b were used, b has died, and what
-    was there runs on c: the check returns True, and the next one does only if a or c has died.
+    ``list_used`` returns the nodes that it uses now, ``list_dead`` all dead ones. Nodes a and b
+    were used, b has died, and what was there runs on c: the check returns True, and the next one
+    does only if a or c has died.
     """
 
-    def __init__(self, list_used: Callable[[], set[str]], list_dead: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, list_used: Callable[[], set[str]], list_dead: Callable[[], set[str]]
+    ) -> None:
         self._list_used, self._list_dead = list_used, list_dead
         self._used: set[str] = set()
 
@@ -45,9 +50,13 @@ class NodeLossDetector:
 
 
 class DeadNodeWatcher:
-    """Nodes that Ray has declared dead. One task calls ``list_dead`` for all callers, and only while one waits."""
+    """Nodes that Ray has declared dead. One task calls ``list_dead`` for all callers, and only
+    while one waits.
+    """
 
-    def __init__(self, list_dead: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, list_dead: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._list_dead, self._clock = list_dead, clock
         self._waiters: set[_Waiter] = set()
         self._polling: asyncio.Task[None] | None = None
@@ -56,13 +65,15 @@ class DeadNodeWatcher:
     async def wait_until_dead(self, node: Callable[[], str | None]) -> None:
         """Wait until a peer's node is declared dead.
 
-        While ``node`` returns None, as the peer has not announced its node, ACK_TIMEOUT_S have to pass; then the death of
-        any node within RECENT_DEATH_S before the call, or since, ends the wait.
+        While ``node`` returns None, as the peer has not announced its node, ACK_TIMEOUT_S have to
+        pass; then the death of any node within RECENT_DEATH_S before the call, or since, ends the
+        wait.
         """
         waiter = _Waiter(node, self._clock(), asyncio.get_running_loop().create_future())
         self._waiters.add(waiter)
         if self._polling is None or self._polling.done():
-            self._polling = asyncio.create_task(self._poll(), context=Context())  # not of the caller, which it outlives
+            # not of the caller, which it outlives
+            self._polling = asyncio.create_task(self._poll(), context=Context())
         try:
             await waiter.ended
         finally:
@@ -75,8 +86,12 @@ class DeadNodeWatcher:
             polled_at = self._clock()
             try:
                 dead = await asyncio.to_thread(self._list_dead)
-            except Exception as error:  # of Ray, while its head node is away: no node counts as dead for that
-                logger.warning("Ray could not list the cluster's nodes, so dead ones are not detected: %s", error)
+            # of Ray, while its head node is away: no node counts as dead for that
+            except Exception as error:
+                logger.warning(
+                    "Ray could not list the cluster's nodes, so dead ones are not detected: %s",
+                    error,
+                )
                 continue
             for node in dead:
                 self._died_at.setdefault(node, polled_at)
@@ -88,4 +103,6 @@ class DeadNodeWatcher:
         if (known := waiter.node()) is not None:
             return known in self._died_at
         has_waited = self._clock() - waiter.began >= ACK_TIMEOUT_S
-        return has_waited and any(at > waiter.began - RECENT_DEATH_S for at in self._died_at.values())
+        return has_waited and any(
+            at > waiter.began - RECENT_DEATH_S for at in self._died_at.values()
+        )

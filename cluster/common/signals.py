@@ -43,7 +43,9 @@ class Interrupts:
 
     @contextmanager
     def cancelling_only(self, part: "asyncio.Task[Any]") -> Iterator[None]:
-        """Make Ctrl-C cancel only ``part`` while the block runs; other signals cancel everything."""
+        """Make Ctrl-C cancel only ``part`` while the block runs; other signals cancel
+        everything.
+        """
         self._part = part
         try:
             yield
@@ -59,9 +61,11 @@ class Interrupts:
 
 @contextmanager
 def until_interrupted() -> Iterator[None]:
-    """Let the first signal end the block, which is no error, and ignore the others, so that none interrupts the clean-up.
+    """Let the first signal end the block, which is no error, and ignore the others, so that none
+    interrupts the clean-up.
 
-    The default action would leave a terminal without a cursor. ``timeout`` sends two signals: to its command and to the group.
+    The default action would leave a terminal without a cursor. ``timeout`` sends two signals: to
+    its command and to the group.
     """
 
     def interrupt(_number: int, _frame: object) -> None:
@@ -80,10 +84,14 @@ class SignalCounter:
     """A context in which the signals interrupt nothing and are queued instead."""
 
     def __init__(self) -> None:
-        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # reentrant, so that a handler may use it
+        # reentrant, so that a handler may use it
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, lambda number, _: self._received.put(number)) for number in SIGNALS}
+        self._previous = {
+            number: signal.signal(number, lambda number, _: self._received.put(number))
+            for number in SIGNALS
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,11 +109,12 @@ class SignalCounter:
 
 @contextmanager
 def defer_signals(note: str) -> Iterator[None]:
-    """Finish the block before the first signal takes effect, and print ``note`` at once; a second signal ends the process.
+    """Finish the block before the first signal takes effect, and print ``note`` at once; a second
+    signal ends the process.
 
-    It is for blocks that block the event loop, and holds for signals that Python answers with KeyboardInterrupt or that a loop
-    handles, which sees them after the block. Other handlers of signals are left alone. After a first signal a second one ends
-    the process in the clean-up, too.
+    It is for blocks that block the event loop, and holds for signals that Python answers with
+    KeyboardInterrupt or that a loop handles, which sees them after the block. Other handlers of
+    signals are left alone. After a first signal a second one ends the process in the clean-up, too.
     """
     received: list[int] = []
 
@@ -116,7 +125,8 @@ def defer_signals(note: str) -> Iterator[None]:
         with suppress(OSError):  # standard error is closed
             os.write(2, f"{note}\n".encode())  # print may be what was interrupted
 
-    in_main = threading.current_thread() is threading.main_thread()  # others may not set handlers, and are not interrupted
+    # others may not set handlers, and are not interrupted
+    in_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if in_main}
     deferred = {number: handler for number, handler in handlers.items() if _is_default(handler)}
     for number in deferred:
@@ -131,8 +141,13 @@ def defer_signals(note: str) -> Iterator[None]:
 
 
 def _is_default(handler: object) -> bool:
-    """Return True for Python's handler of Ctrl-C, and for what stands in for the handlers of a running event loop."""
-    return handler is signal.default_int_handler or getattr(handler, "__module__", "") == "asyncio.unix_events"
+    """Return True for Python's handler of Ctrl-C, and for what stands in for the handlers of a
+    running event loop.
+    """
+    return (
+        handler is signal.default_int_handler
+        or getattr(handler, "__module__", "") == "asyncio.unix_events"
+    )
 
 
 @contextmanager
@@ -158,15 +173,20 @@ def _end_at_once() -> None:
 
 @contextmanager
 def keep_handler(number: int) -> Iterator[None]:
-    """Install the handler of a signal again after the block, in which native code may have replaced it.
+    """Install the handler of a signal again after the block, in which native code may have replaced
+    it.
 
-    Ray's library does that with SIGTERM as it starts: it prints its stack, calls the handler that it found, and aborts the
-    process three seconds later, in the middle of a clean-up that takes longer. Only the main thread can install handlers.
+    Ray's library does that with SIGTERM as it starts: it prints its stack, calls the handler that
+    it found, and aborts the process three seconds later, in the middle of a clean-up that takes
+    longer. Only the main thread can install handlers.
     """
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(number)) is not None:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and (handler := signal.getsignal(number)) is not None
+        ):
             signal.signal(number, handler)
 
 

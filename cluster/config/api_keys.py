@@ -22,17 +22,21 @@ Stamp = tuple[int, ...]
 
 
 class ApiKeys:
-    """The keys that clients may use; the file is checked at every request and read again when it has changed.
+    """The keys that clients may use; the file is checked at every request and read again when it
+    has changed.
 
-    A file that has become invalid changes nothing: the keys that were valid remain so. Only digests are kept, no keys.
-    Without keys and file every request is allowed. Raises ConfigError, without a key in its message, for keys and files
-    that cannot be used.
+    A file that has become invalid changes nothing: the keys that were valid remain so. Only digests
+    are kept, no keys. Without keys and file every request is allowed. Raises ConfigError, without a
+    key in its message, for keys and files that cannot be used.
     """
 
     def __init__(self, keys: Iterable[SecretStr] = (), file: Path | None = None) -> None:
         texts = [key.get_secret_value() for key in keys]
         if len(texts) > MAX_KEYS or not all(map(KEY.fullmatch, texts)):
-            raise ConfigError(f"--api-key must be printable ASCII without spaces, and may be given {MAX_KEYS} times at most")
+            raise ConfigError(
+                f"--api-key must be printable ASCII without spaces, and may be given {MAX_KEYS}"
+                " times at most"
+            )
         self._fixed = frozenset(map(_digest, texts))
         self._file = file
         self._file_version: Stamp | None = None
@@ -47,17 +51,22 @@ class ApiKeys:
         return bool(self._fixed) or self._file is not None
 
     def authenticate(self, authorization: str | None) -> Identity | None:
-        """Return the identity of the key in the header ``Authorization: Bearer KEY``; None if it has no valid key.
+        """Return the identity of the key in the header ``Authorization: Bearer KEY``; None if it
+        has no valid key.
 
-        Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 if there are not several,
-        or none is needed. Invalid headers take the same time, however they differ.
+        Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 if
+        there are not several, or none is needed. Invalid headers take the same time, however they
+        differ.
         """
         if not self.is_enabled:
             return Identity()
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         digest_of_key = _digest(key.strip())
-        number = sum(index * hmac.compare_digest(digest_of_key, digest) for index, digest in enumerate(self._known, 1))
+        number = sum(
+            index * hmac.compare_digest(digest_of_key, digest)
+            for index, digest in enumerate(self._known, 1)
+        )
         if not number or scheme.lower() != "bearer":
             return None
         return Identity(number if len(self._known) > 1 else 0, digest_of_key.hex())
@@ -68,7 +77,8 @@ class ApiKeys:
         stamp = _file_version(self._file)
         if stamp == self._file_version:
             return
-        self._file_version = stamp  # so that an invalid file is logged once, and not at every request
+        # so that an invalid file is logged once, and not at every request
+        self._file_version = stamp
         try:
             self._known = sorted(self._fixed | _digests(self._file))
         except ConfigError as error:
@@ -102,11 +112,16 @@ def read_key_file(file: Path) -> list[str]:
         raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file {file} holds characters that no key can have") from None
-    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
+    keys = {
+        number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")
+    }
     if not keys:
         raise ConfigError(f"--api-key-file {file} holds no key")
     if len(content) > MAX_FILE or len(keys) > MAX_KEYS:
         raise ConfigError(f"--api-key-file {file} holds more than {MAX_KEYS} keys")
     if bad := [number for number, key in keys.items() if not KEY.fullmatch(key)]:
-        raise ConfigError(f"--api-key-file {file}: line {bad[0]} is not a key; keys are printable ASCII without spaces")
+        raise ConfigError(
+            f"--api-key-file {file}: line {bad[0]} is not a key; keys are printable ASCII without"
+            " spaces"
+        )
     return list(keys.values())

@@ -9,8 +9,21 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from tramontane.cluster.config.engine_keys import DEMO_MODEL, SEQS_ON_CPUS, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
-from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, describe_wrong_value, keys_with
+from tramontane.cluster.config.engine_keys import (
+    DEMO_MODEL,
+    SEQS_ON_CPUS,
+    BatchingKeys,
+    ExpertKeys,
+    PipelineKeys,
+    RunKeys,
+)
+from tramontane.cluster.config.key import (
+    KeyGroup,
+    absolute_database,
+    absolute_folder,
+    describe_wrong_value,
+    keys_with,
+)
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
@@ -19,7 +32,16 @@ from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 from tramontane.proto.plan import MAX_DRAFTED_STEPS
 
 GROUPS: tuple[type[KeyGroup], ...] = (
-    *(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys, ServingKeys, ScalingKeys, JobKeys, LoggingKeys),
+    *(
+        PipelineKeys,
+        ExpertKeys,
+        BatchingKeys,
+        RunKeys,
+        ServingKeys,
+        ScalingKeys,
+        JobKeys,
+        LoggingKeys,
+    ),
 )
 PIPELINES_PER_INGRESS = 16
 SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
@@ -45,19 +67,27 @@ class EngineConfig(
         """The names by which clients may call the model."""
         if self.served_model_name is not None:
             return tuple(name.strip() for name in self.served_model_name.split(","))
-        return ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name,)
+        return (
+            "demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name,
+        )
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of a sequence in flight: as many micro-batches have some as there are stages, if that is known."""
+        """The most drafts of a sequence in flight: as many micro-batches have some as there are
+        stages, if that is known.
+        """
         if self.speculative_config is None:
             return 0
-        return self.speculative_config.max_drafts(1 if self.local else self.stages or MAX_DRAFTED_STEPS)
+        return self.speculative_config.max_drafts(
+            1 if self.local else self.stages or MAX_DRAFTED_STEPS
+        )
 
     @property
     def num_draft_models(self) -> int:
         """The actors of a pipeline that draft: 1 with a draft model."""
-        return int(self.speculative_config is not None and self.speculative_config.method == "draft_model")
+        return int(
+            self.speculative_config is not None and self.speculative_config.method == "draft_model"
+        )
 
     @property
     def max_pipelines(self) -> int:
@@ -66,24 +96,32 @@ class EngineConfig(
 
     @property
     def num_ingresses(self) -> int:
-        """The ingress replicas: as the key says, else 1 for one pipeline, 2 for up to 32 pipelines, 4 for 64.
+        """The ingress replicas: as the key says, else 1 for one pipeline, 2 for up to 32 pipelines,
+        4 for 64.
 
-        One is one process, which takes part of the tokens of all pipelines. Two serve on while one of them is replaced.
+        One is one process, which takes part of the tokens of all pipelines. Two serve on while one
+        of them is replaced.
         """
         if self.ingress_replicas is not None or self.max_pipelines == 1:
             return self.ingress_replicas or 1
         return max(2, math.ceil(self.max_pipelines / PIPELINES_PER_INGRESS))
 
     def single_pipeline(self) -> Self:
-        """Return the configuration with one pipeline: the file may have been written for ``serve``."""
+        """Return the configuration with one pipeline: the file may have been written for
+        ``serve``.
+        """
         return self.model_copy(update={"replicas": 1, "max_replicas": None})
 
     def sized_for(self, num_seqs: int, length: int | None = None) -> Self:
-        """Return the configuration with no more cache than ``num_seqs`` sequences of ``length`` positions fill.
+        """Return the configuration with no more cache than ``num_seqs`` sequences of ``length``
+        positions fill.
 
-        Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before. Drafts have rows, too.
+        Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as
+        before. Drafts have rows, too.
         """
-        num_rows = num_seqs * (1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0))
+        num_rows = num_seqs * (
+            1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+        )
         most = num_rows if num_rows <= SEQS_ON_CPUS else None  # None: left to the planner
         sizes = {
             "max_num_seqs": most if self.max_num_seqs is None else min(self.max_num_seqs, num_rows),
@@ -123,7 +161,8 @@ class EngineConfig(
 
     @classmethod
     def build(cls, file: "ConfigFile | None", flags: dict[str, Any]) -> Self:
-        """Merge the keys of the file, if there is one, with the flags that were given (None: not given), which override it.
+        """Merge the keys of the file, if there is one, with the flags that were given (None: not
+        given), which override it.
 
         Raises ConfigError for values that are not allowed, alone or together.
         """
@@ -131,26 +170,38 @@ class EngineConfig(
         try:
             config = cls(**keys)
         except ValidationError as error:
-            raise ConfigError("; ".join(_format_error(problem) for problem in error.errors())) from None
+            raise ConfigError(
+                "; ".join(_format_error(problem) for problem in error.errors())
+            ) from None
         config.check_combinations()
         return config
 
     def check_combinations(self) -> None:
         """Raise ConfigError for values that are not allowed together."""
         if self.max_pipelines < self.replicas:
-            raise ConfigError(f"--max-replicas is {self.max_replicas}; it must be at least --replicas, which is {self.replicas}")
-        if self.served_model_name is not None and (not all(names := self.model_names) or len(set(names)) < len(names)):
             raise ConfigError(
-                f"--served-model-name is {self.served_model_name!r}; it must be names, all different, with commas between them"
+                f"--max-replicas is {self.max_replicas}; it must be at least --replicas, which is"
+                f" {self.replicas}"
+            )
+        if self.served_model_name is not None and (
+            not all(names := self.model_names) or len(set(names)) < len(names)
+        ):
+            raise ConfigError(
+                f"--served-model-name is {self.served_model_name!r}; it must be names, all"
+                " different, with commas between them"
             )
         if self.local:
             self._check_local()
         if self.dashboard and self.address:
-            raise ConfigError("--dashboard is for a Ray cluster that serve starts; the one at --address has its own, or none")
+            raise ConfigError(
+                "--dashboard is for a Ray cluster that serve starts; the one at --address has its"
+                " own, or none"
+            )
         if self.address and self.inline_limit is not None:
             raise ConfigError(
-                "--inline-limit is for a Ray cluster that this command starts; for another give ray start --head "
-                f"--system-config='{{\"max_direct_call_object_size\": {self.inline_limit:d}}}'"
+                "--inline-limit is for a Ray cluster that this command starts; for another give"
+                ' ray start --head --system-config=\'{"max_direct_call_object_size":'
+                f" {self.inline_limit:d}}}'"
             )
         if self.load_format == "auto" and is_preset(self.model):
             raise ConfigError(
@@ -165,16 +216,23 @@ class EngineConfig(
         if self.inline_limit is not None:
             raise ConfigError("--local runs without Ray, so --inline-limit cannot be used with it")
         if self.link == "direct":
-            raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
+            raise ConfigError(
+                "--local keeps all stages in one process without links, so --link direct cannot be"
+                " used with it"
+            )
         if self.expert_actors:
-            raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
+            raise ConfigError(
+                "--local keeps everything in one process, so --expert-actors cannot be used with it"
+            )
         if self.num_draft_models:
             raise ConfigError(
-                "--local keeps everything in one process, so --speculative-config cannot have a draft model with it"
+                "--local keeps everything in one process, so --speculative-config cannot have a"
+                " draft model with it"
             )
 
 
-STAGE_TIME_KEYS = tuple(field.name for field in fields(StageTime))  # the only keys that are inside the value of another
+# the only keys that are inside the value of another
+STAGE_TIME_KEYS = tuple(field.name for field in fields(StageTime))
 PIPELINE_KEYS = keys_with(EngineConfig, defines_pipeline=True)
 CLI_ONLY_KEYS = keys_with(EngineConfig, in_serve_config=False)
 
@@ -188,34 +246,49 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the file. Raises ConfigError if it cannot be read, is not valid YAML or has unknown keys."""
+        """Read the file. Raises ConfigError if it cannot be read, is not valid YAML or has unknown
+        keys.
+        """
         try:
             text = path.read_text(encoding="utf-8")
-            keys, twice = yaml.safe_load(text) or {}, _repeated_key(yaml.compose(text, yaml.SafeLoader))
+            keys, twice = (
+                yaml.safe_load(text) or {},
+                _repeated_key(yaml.compose(text, yaml.SafeLoader)),
+            )
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
         except yaml.MarkedYAMLError as error:
             raise ConfigError(f"--config {path} is not valid YAML{_position(error)}") from None
         except (yaml.YAMLError, UnicodeDecodeError):
-            raise ConfigError(f"--config {path} is not valid YAML: it holds characters that are not allowed") from None
+            raise ConfigError(
+                f"--config {path} is not valid YAML: it holds characters that are not allowed"
+            ) from None
         if twice:
             raise ConfigError(f"--config {path} has {twice} twice; remove one of them")
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
-            raise ConfigError("; ".join(f"{key} (in {path}): no such key{_hint(key)}" for key in unknown))
+            raise ConfigError(
+                "; ".join(f"{key} (in {path}): no such key{_hint(key)}" for key in unknown)
+            )
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
-        """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in file.yaml) is 9``.
+        """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in
+        file.yaml) is 9``.
 
-        ``--measured[0].last`` becomes ``measured[0].last (in file.yaml)``. An option that was given as a flag keeps its dashes.
+        ``--measured[0].last`` becomes ``measured[0].last (in file.yaml)``. An option that was given
+        as a flag keeps its dashes.
         """
 
         def name(option: re.Match[str]) -> str:
             key = option[1].replace("-", "_")
-            return f"{key}{option[2]} (in {self.path})" if key in self.keys.keys() - _given(flags).keys() else option[0]
+            return (
+                f"{key}{option[2]} (in {self.path})"
+                if key in self.keys.keys() - _given(flags).keys()
+                else option[0]
+            )
 
         return re.sub(r"--([a-z][a-z-]*)((?:\[\d+\]|\.\w+)*)", name, message)
 
@@ -230,7 +303,9 @@ def _hint(unknown: str) -> str:
 
 
 def _repeated_key(node: yaml.Node | None) -> str:
-    """Return a key that a mapping of the file has twice, with - or with _, and the line of the second; else nothing."""
+    """Return a key that a mapping of the file has twice, with - or with _, and the line of the
+    second; else nothing.
+    """
     if isinstance(node, yaml.SequenceNode):
         return next(filter(None, map(_repeated_key, node.value)), "")
     if not isinstance(node, yaml.MappingNode):
@@ -252,7 +327,7 @@ def _position(error: yaml.MarkedYAMLError) -> str:
     return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
-def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
+def _format_error(problem: Any) -> str:  # pydantic's ErrorDetails is private
     first, *inner = problem["loc"]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
     name = f"--{str(first).replace('_', '-')}{path}"
@@ -261,7 +336,10 @@ def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetail
     if first in SECRETS:
         return f"{name} must be a text that is not empty"
     if problem["type"] == "unexpected_keyword_argument":
-        hint = did_you_mean(str(inner[-1]), STAGE_TIME_KEYS) or f"; its keys are {', '.join(STAGE_TIME_KEYS)}"
+        hint = (
+            did_you_mean(str(inner[-1]), STAGE_TIME_KEYS)
+            or f"; its keys are {', '.join(STAGE_TIME_KEYS)}"
+        )
         return f"{name} is not a key of a stage's time{hint}"
     if problem["type"] == "missing":
         return f"{name} is missing"

@@ -1,6 +1,8 @@
-"""The keys of ``EngineConfig`` for every command, in groups; those of servers are in ``serving_keys.py``.
+"""The keys of ``EngineConfig`` for every command, in groups; those of servers are in
+``serving_keys.py``.
 
-Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these declarations.
+Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these
+declarations.
 """
 
 from pathlib import Path
@@ -21,7 +23,12 @@ from tramontane.cluster.config.key import (
     parse_gpu_memory,
     parse_gpu_speed,
 )
-from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
+from tramontane.cluster.config.measurements import (
+    ExpertLoad,
+    StageTime,
+    parse_load_option,
+    parse_stage_times_option,
+)
 from tramontane.cluster.config.speculative_config import parse_speculative_config
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import KvCacheDtype, Link, SpeculativeConfig
@@ -30,7 +37,8 @@ from tramontane.proto.step import STEP_TIMEOUT_S
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 MAX_STAGES_PER_GPU = 64  # each of them is a process
 
-# What applies without a GPU where the user gives nothing; on GPUs ``planning/batch_limits.py`` chooses, no fewer sequences.
+# What applies without a GPU where the user gives nothing; on GPUs ``planning/batch_limits.py``
+# chooses, no fewer sequences.
 SEQS_ON_CPUS, BATCHED_TOKENS_ON_CPUS = 64, 512
 MAX_SEQS_ON_GPUS = 256
 
@@ -51,7 +59,8 @@ class PipelineKeys(KeyGroup):
     )
     load_format: Literal["auto", "dummy"] = key(
         "auto",
-        "auto: the weights of the folder. dummy: random weights, created by every stage in place, at full size.",
+        "auto: the weights of the folder. dummy: random weights, created by every stage in place,"
+        " at full size.",
         defines_pipeline=True,
     )
     stages: SmallInt | None = key(
@@ -62,8 +71,8 @@ class PipelineKeys(KeyGroup):
     )
     stages_per_gpu: Annotated[int, Field(ge=1, le=MAX_STAGES_PER_GPU)] = key(
         1,
-        "Stages that share a GPU, for small models and tests. Without --stages, each GPU gets this many. "
-        "No effect without a GPU.",
+        "Stages that share a GPU, for small models and tests. Without --stages, each GPU gets this"
+        " many. No effect without a GPU.",
         defines_pipeline=True,
     )
     address: str | None = key(
@@ -73,46 +82,58 @@ class PipelineKeys(KeyGroup):
         in_serve_config=False,
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "bfloat16, float16 or float32, which keeps bfloat16 matrices. auto: the checkpoint's.", defines_pipeline=True
+        "auto",
+        "bfloat16, float16 or float32, which keeps bfloat16 matrices. auto: the checkpoint's.",
+        defines_pipeline=True,
     )
-    quantize: Quantization | None = key(None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
+    quantize: Quantization | None = key(
+        None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True
+    )
     batch_invariant: bool | None = key(
         None,
-        "The same tokens for a request whatever else is computed at the same time, however its prompt is divided, on any number "
-        "of stages (docs/batch-invariance.md). A stage that cannot have it refuses to start; GPUs then use slower kernels of "
-        "their own. With --no-batch-invariant stages choose the fastest kernels.",
+        "The same tokens for a request whatever else is computed at the same time, however its"
+        " prompt is divided, on any number of stages (docs/batch-invariance.md). A stage that"
+        " cannot have it refuses to start; GPUs then use slower kernels of their own. With"
+        " --no-batch-invariant stages choose the fastest kernels.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )
-    max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)
+    max_model_len: PositiveInt | None = key(
+        None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True
+    )
     page_size: PageSize = key(16, "Positions per cache page, at most 1024.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(
-        None, "Bytes of the page pool per stage, such as 512MiB.", unset="planned", metavar="SIZE", defines_pipeline=True
+        None,
+        "Bytes of the page pool per stage, such as 512MiB.",
+        unset="planned",
+        metavar="SIZE",
+        defines_pipeline=True,
     )
     kv_cache_dtype: KvCacheDtype = key(
         "auto",
-        "fp8: keys and values in 8 bits with a scale for each vector, so about twice as many fit as in bfloat16, and they differ "
-        "(docs/quantization.md). auto: in the dtype of activations.",
+        "fp8: keys and values in 8 bits with a scale for each vector, so about twice as many fit as"
+        " in bfloat16, and they differ (docs/quantization.md). auto: in the dtype of activations.",
         defines_pipeline=True,
     )
     threads_per_stage: SmallInt | None = key(
         None,
-        "CPU threads of a stage, at most the machine's cores. Stages take turns if there are not enough cores for all.",
+        "CPU threads of a stage, at most the machine's cores. Stages take turns if there are not"
+        " enough cores for all.",
         unset="cores / stages; on k8s and cluster-yaml 4, or 1 with --cpu",
         defines_pipeline=True,
     )
     placement_timeout: PositiveSeconds = key(
         60.0,
-        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for it. A command does not wait "
-        "where all nodes together are too small, unless Ray's autoscaler may add some. "
-        "k8s writes 3600 into its overlays.",
+        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for"
+        " it. A command does not wait where all nodes together are too small, unless Ray's"
+        " autoscaler may add some. k8s writes 3600 into its overlays.",
         has_flag=False,
     )
     gpu_memory: Annotated[Numbers, BeforeValidator(parse_gpu_memory)] = key(
         None,
-        "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size for all. "
-        "With --stages-per-gpu it is that of each GPU. Without a GPU it is what a stage may use. "
-        "No GPU counts for more than it has.",
+        "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size for"
+        " all. With --stages-per-gpu it is that of each GPU. Without a GPU it is what a stage may"
+        " use. No GPU counts for more than it has.",
         unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
@@ -124,26 +145,33 @@ class PipelineKeys(KeyGroup):
         metavar="LIST",
         defines_pipeline=True,
     )
-    measured: Annotated[tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)] = key(
-        None, "Output of bench --json, by which layers are split.", unset="by size", metavar="FILE", defines_pipeline=True
+    measured: Annotated[tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)] = (
+        key(
+            None,
+            "Output of bench --json, by which layers are split.",
+            unset="by size",
+            metavar="FILE",
+            defines_pipeline=True,
+        )
     )
     link: Link = key(
         "object-store",
-        "How hidden states travel between stages: object-store (through Ray) or direct (from stage to stage).",
+        "How hidden states travel between stages: object-store (through Ray) or direct (from stage"
+        " to stage).",
         defines_pipeline=True,
     )
     inline_limit: Annotated[ByteSize, Field(ge=1, le=2**26)] | None = key(
         None,
-        "Size from which hidden states go through Ray's object store, and not with the calls of the router, on a cluster "
-        "that this command starts. The head of another sets it.",
+        "Size from which hidden states go through Ray's object store, and not with the calls of the"
+        " router, on a cluster that this command starts. The head of another sets it.",
         unset="1MiB",
         in_serve_config=False,
     )
     step_timeout: PositiveSeconds = key(
         STEP_TIMEOUT_S,
-        "Seconds after which a micro-batch that has not returned is given up. Every process that does not answer, or has "
-        "computed all that time, is replaced. Never less than four times the slowest micro-batch so far, and four times as "
-        "long for the first.",
+        "Seconds after which a micro-batch that has not returned is given up. Every process that"
+        " does not answer, or has computed all that time, is replaced. Never less than four times"
+        " the slowest micro-batch so far, and four times as long for the first.",
     )
 
 
@@ -157,14 +185,15 @@ class ExpertKeys(KeyGroup):
     )
     expert_replicas: Annotated[Literal["auto"] | int, BeforeValidator(parse_expert_replicas)] = key(
         1,
-        "Actors that hold each expert. auto: more for those with more than 1.5 times the mean load of their layer, "
-        "as memory allows.",
+        "Actors that hold each expert. auto: more for those with more than 1.5 times the mean load"
+        " of their layer, as memory allows.",
         metavar="N|auto",
         defines_pipeline=True,
     )
     expert_memory: Annotated[Numbers, BeforeValidator(parse_expert_memory)] = key(
         None,
-        "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU it is what an actor may use.",
+        "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU it is"
+        " what an actor may use.",
         unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
@@ -176,7 +205,9 @@ class ExpertKeys(KeyGroup):
         metavar="FILE",
         defines_pipeline=True,
     )
-    ping_pong: SmallInt = key(2, "Micro-batches that a stage keeps open while expert actors work.", defines_pipeline=True)
+    ping_pong: SmallInt = key(
+        2, "Micro-batches that a stage keeps open while expert actors work.", defines_pipeline=True
+    )
 
 
 class BatchingKeys(KeyGroup):
@@ -193,34 +224,43 @@ class BatchingKeys(KeyGroup):
     max_num_batched_tokens: PositiveInt | None = key(
         None,
         "Tokens in one micro-batch, of which several may be in flight.",
-        unset="512 without a GPU; on GPUs 2048 to 8192, by their speed and memory (docs/planning.md)",
+        unset=(
+            "512 without a GPU; on GPUs 2048 to 8192, by their speed and memory (docs/planning.md)"
+        ),
     )
     enable_prefix_caching: bool = key(
         True,
-        "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
-        "Only pages that no request needs are kept.",
+        "Keep the cache pages of text that is known, and let requests that begin with it begin"
+        " there (docs/prefix-caching.md). Only pages that no request needs are kept.",
     )
     async_scheduling: bool = key(
         True,
-        "Submit the next step before the tokens of the last one are known, where that hides a share of the time that matters "
-        "(docs/async-scheduling.md). Only in pipelines of one stage or of stages that share one GPU, without expert actors, "
-        "speculation or max_in_flight, and not where all stages are in one process without Ray.",
+        "Submit the next step before the tokens of the last one are known, where that hides a share"
+        " of the time that matters (docs/async-scheduling.md). Only in pipelines of one stage or of"
+        " stages that share one GPU, without expert actors, speculation or max_in_flight, and not"
+        " where all stages are in one process without Ray.",
     )
-    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
+    speculative_config: Annotated[
+        SpeculativeConfig | None, BeforeValidator(parse_speculative_config)
+    ] = key(
         None,
-        "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's keys: "
-        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, or "method": '
-        '"draft_model" with the folder of one as "model". The tokens are those '
-        "that requests get without it. A sequence drafts where stages would wait, and while its drafts are right.",
+        "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's"
+        ' keys: {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2,'
+        ' "prompt_lookup_max": 5}, or "method": "draft_model" with the folder of one as "model".'
+        " The tokens are those that requests get without it. A sequence drafts where stages would"
+        " wait, and while its drafts are right.",
         unset="off",
         metavar="JSON",
         defines_pipeline=True,
     )
-    max_in_flight: SmallInt | None = key(None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False)
+    max_in_flight: SmallInt | None = key(
+        None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False
+    )
     itl_target_ms: Annotated[float, Field(gt=0)] | None = key(
         None,
-        "Milliseconds between a sequence's tokens that prefill may not exceed, as far as stage times can be predicted. "
-        "Prefill chunks become small, which costs throughput. The time that decodes alone take is not bounded.",
+        "Milliseconds between a sequence's tokens that prefill may not exceed, as far as stage"
+        " times can be predicted. Prefill chunks become small, which costs throughput. The time"
+        " that decodes alone take is not bounded.",
         unset="no target",
     )
 
@@ -232,8 +272,18 @@ class RunKeys(KeyGroup):
 
     local: bool = key(
         False,
-        "Run all stages in one process without Ray. Not with --address, --link direct or --expert-actors; not for serve.",
+        "Run all stages in one process without Ray. Not with --address, --link direct or"
+        " --expert-actors; not for serve.",
         in_serve_config=False,
     )
-    seed: int = key(0, "Seed of sampling, and of bench's prompts. Over HTTP it is random.", in_serve_config=False)
-    json_output: bool = key(False, "Write machine-readable output to standard output.", alias="json", in_serve_config=False)
+    seed: int = key(
+        0,
+        "Seed of sampling, and of bench's prompts. Over HTTP it is random.",
+        in_serve_config=False,
+    )
+    json_output: bool = key(
+        False,
+        "Write machine-readable output to standard output.",
+        alias="json",
+        in_serve_config=False,
+    )

@@ -1,4 +1,6 @@
-"""How a key of the configuration is declared, and parsers of values that can be written in several ways."""
+"""How a key of the configuration is declared, and parsers of values that can be written in several
+ways.
+"""
 
 import re
 from pathlib import Path
@@ -17,7 +19,8 @@ PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", r
 # Larger numbers are mistakes: what is allocated in advance has to stay small.
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
 SmallInt = Annotated[int, Field(ge=1, le=2**14)]
-PageSize = Annotated[int, Field(ge=1, le=2**10)]  # a sequence wastes half a page, and only full pages are found again
+# a sequence wastes half a page, and only full pages are found again
+PageSize = Annotated[int, Field(ge=1, le=2**10)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Text = Annotated[str, Field(min_length=1)]
@@ -25,7 +28,7 @@ SecretText = Annotated[SecretStr, Field(min_length=1)]
 
 
 def key(
-    default: Any,  # noqa: ANN401 - of the field's type
+    default: Any,  # of the field's type
     description: str,
     *,
     unset: str = "",
@@ -34,18 +37,22 @@ def key(
     has_flag: bool = True,
     in_serve_config: bool = True,
     defines_pipeline: bool = False,
-) -> Any:  # noqa: ANN401 - pydantic's Field is declared so, too
-    """Declare a key: its default, its description, and what flags and documentation need to know about it.
+) -> Any:  # pydantic's Field is declared so, too
+    """Declare a key: its default, its description, and what flags and documentation need to know
+    about it.
 
     Args:
         default: The value if the key is not given.
         description: Full sentences for ``--help`` and docs/configuration.md.
-        unset: What applies if the key is not given, in words, where the default value does not show it.
-        metavar: How ``--help`` names the value; its choices, or else the type's name, if it is None.
+        unset: What applies if the key is not given, in words, where the default value does not show
+            it.
+        metavar: How ``--help`` names the value; its choices, or else the type's name, if it is
+            None.
         alias: The name in files and flags if it cannot be the field's.
         has_flag: False for a key that only files may have.
         in_serve_config: False if a Ray Serve config must not have the key.
-        defines_pipeline: True if pipelines with different values of the key are different pipelines.
+        defines_pipeline: True if pipelines with different values of the key are different
+            pipelines.
     """
     extra = {
         "unset": unset,
@@ -75,14 +82,21 @@ _EXPECTED = (  # by the beginning of the type of pydantic's error; the braces ho
 )
 
 
-def describe_wrong_value(name: str, problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
-    """Return what pydantic found, in our words: ``--stages is 'two'; it must be a whole number``."""
+def describe_wrong_value(name: str, problem: Any) -> str:  # pydantic's ErrorDetails is private
+    """Return what pydantic found, in our words: ``--stages is 'two'; it must be a whole
+    number``.
+    """
     for kind, expected in _EXPECTED:
         if problem["type"].startswith(kind):
-            return f"{name} is {problem['input']!r}; it must be {expected.format(**problem.get('ctx', {}))}"
+            return (
+                f"{name} is {problem['input']!r}; it must be"
+                f" {expected.format(**problem.get('ctx', {}))}"
+            )
     if problem["type"] == "value_error":  # of typer's choices: 'x' is not one of 'full', 'small'.
         return f"{name}: {problem['ctx']['error']}".rstrip(".")
-    return f"{name} is {problem['input']!r}; this value is not allowed here, see docs/configuration.md"
+    return (
+        f"{name} is {problem['input']!r}; this value is not allowed here, see docs/configuration.md"
+    )
 
 
 class KeyGroup(BaseModel):
@@ -99,8 +113,14 @@ def extra(field: FieldInfo) -> dict[str, Any]:
 
 
 def keys_with(keys: type[BaseModel], **words: bool) -> set[str]:
-    """Return the fields for which ``key`` was given these words, such as ``has_flag=False``, by their names in files."""
-    return {field.alias or name for name, field in keys.model_fields.items() if words.items() <= extra(field).items()}
+    """Return the fields for which ``key`` was given these words, such as ``has_flag=False``, by
+    their names in files.
+    """
+    return {
+        field.alias or name
+        for name, field in keys.model_fields.items()
+        if words.items() <= extra(field).items()
+    }
 
 
 def has_password(url: str) -> bool:
@@ -120,10 +140,17 @@ def expand_home(path: Path) -> Path:
 
 
 def absolute_database(url: SecretStr) -> SecretStr:
-    """Return ``sqlite:///jobs.sqlite`` with the absolute path: three slashes and a path without one in front are relative."""
+    """Return ``sqlite:///jobs.sqlite`` with the absolute path: three slashes and a path without one
+    in front are relative.
+    """
     text = url.get_secret_value()
     driver, mark, path = text.partition(":///")
-    is_relative = driver.startswith("sqlite") and mark and path and not path.startswith(("/", ":memory:", "file:"))
+    is_relative = (
+        driver.startswith("sqlite")
+        and mark
+        and path
+        and not path.startswith(("/", ":memory:", "file:"))
+    )
     return SecretStr(f"{driver}{mark}{Path.cwd() / path}") if is_relative else url
 
 
@@ -131,21 +158,33 @@ def absolute_folder(url: SecretStr) -> SecretStr:
     """Return the absolute path of a folder; other URLs stay as they are."""
     text = url.get_secret_value()
     path = text.removeprefix("file://").removeprefix("file:")
-    return url if "::" in path or "://" in path else SecretStr(str(Path(path).expanduser().absolute()))
+    return (
+        url if "::" in path or "://" in path else SecretStr(str(Path(path).expanduser().absolute()))
+    )
 
 
 def parse_gpu_memory(value: object) -> tuple[int, ...] | None:
     """Return bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
-    return None if value is None else tuple(_parse_size(part, "--gpu-memory") for part in _parts(value))
+    return (
+        None
+        if value is None
+        else tuple(_parse_size(part, "--gpu-memory") for part in _parts(value))
+    )
 
 
 def parse_expert_memory(value: object) -> tuple[int, ...] | None:
     """Return bytes, as ``parse_gpu_memory`` does. Raises ConfigError."""
-    return None if value is None else tuple(_parse_size(part, "--expert-memory") for part in _parts(value))
+    return (
+        None
+        if value is None
+        else tuple(_parse_size(part, "--expert-memory") for part in _parts(value))
+    )
 
 
 def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int, ...]:
-    """Return one size per actor. Raises ConfigError if there is neither one for all nor one for each."""
+    """Return one size per actor. Raises ConfigError if there is neither one for all nor one for
+    each.
+    """
     if len(sizes) not in (1, num_actors):
         raise ConfigError(
             f"--expert-memory is for {len(sizes)} actors and --expert-actors is {num_actors}; "
@@ -158,7 +197,10 @@ def parse_expert_replicas(value: object) -> object:
     """Return a number, or ``auto``. Raises ConfigError."""
     text = str(value)
     if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_EXPERT_REPLICAS):
-        raise ConfigError(f"--expert-replicas is {value!r}; it must be a whole number from 1 to {MAX_EXPERT_REPLICAS}, or auto")
+        raise ConfigError(
+            f"--expert-replicas is {value!r}; it must be a whole number from 1 to"
+            f" {MAX_EXPERT_REPLICAS}, or auto"
+        )
     return text if text == "auto" else int(text)
 
 
@@ -168,15 +210,21 @@ def parse_gpu_speed(value: object) -> tuple[int, ...] | None:
 
 
 def parse_api_keys(value: object) -> tuple[SecretStr, ...]:
-    """Return keys, from a text or a list of them. Raises ConfigError, which does not repeat them."""
-    keys = [key for key in (value if isinstance(value, list | tuple) else [value]) if key is not None]
+    """Return keys, from a text or a list of them. Raises ConfigError, which does not repeat
+    them.
+    """
+    keys = [
+        key for key in (value if isinstance(value, list | tuple) else [value]) if key is not None
+    ]
     if not all(isinstance(key, str | SecretStr) for key in keys):
         raise ConfigError("--api-key must be a text, or a list of texts; in a file, between quotes")
     return tuple(key if isinstance(key, SecretStr) else SecretStr(str(key)) for key in keys)
 
 
 def parse_url_prefixes(value: object) -> tuple[str, ...]:
-    """Return prefixes, from ``file:///data/in,s3://bucket/in`` or a list. Raises ConfigError, which does not repeat them."""
+    """Return prefixes, from ``file:///data/in,s3://bucket/in`` or a list. Raises ConfigError, which
+    does not repeat them.
+    """
     prefixes = tuple(part for part in _parts(value) if part) if value else ()
     if any(map(has_password, prefixes)):
         raise ConfigError(
@@ -187,7 +235,10 @@ def parse_url_prefixes(value: object) -> tuple[str, ...]:
 
 
 def _parts(value: object) -> list[str]:
-    return [str(part).strip() for part in (value if isinstance(value, list | tuple) else str(value).split(","))]
+    return [
+        str(part).strip()
+        for part in (value if isinstance(value, list | tuple) else str(value).split(","))
+    ]
 
 
 def _parse_size(text: str, flag: str) -> int:
@@ -196,11 +247,16 @@ def _parse_size(text: str, flag: str) -> int:
     except ValidationError:
         size = 0
     if size < MIN_GPU_BYTES:
-        raise ConfigError(f"{flag} has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+        raise ConfigError(
+            f"{flag} has {text!r}; it must be a size such as 24GiB, or sizes with commas between"
+            " them"
+        )
     return size
 
 
 def _parse_speed(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_GPU_SPEED:
-        raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
+        raise ConfigError(
+            f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3"
+        )
     return int(text)

@@ -12,7 +12,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 ROOT_LOGGER = "tramontane"  # the parent of all loggers of ours
 TEXT = "%(levelname)s %(asctime)s %(component)s -- %(message)s"
-MORE_FIELDS = ("name", "created")  # in addition to Ray's: the logger, and the time in seconds since 1970
+# in addition to Ray's: the logger, and the time in seconds since 1970
+MORE_FIELDS = ("name", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +24,28 @@ class LogSettings:
     level: LogLevel = "warning"
 
     def for_ray_serve(self) -> dict[str, Any]:
-        """Return Ray Serve's ``LoggingConfig``. It logs warnings only: our ingress has an access log of its own."""
+        """Return Ray Serve's ``LoggingConfig``. It logs warnings only: our ingress has an access
+        log of its own.
+        """
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         as_json = {"encoding": "JSON", "additional_log_standard_attrs": list(MORE_FIELDS)}
         return quiet | as_json if self.format == "json" else quiet
 
     def to_stderr(self, component: str, **fields: object) -> None:
-        """Log to standard error, in processes that are no replicas of Ray Serve. Ray keeps an actor's next to its own logs."""
+        """Log to standard error, in processes that are no replicas of Ray Serve. Ray keeps an
+        actor's next to its own logs.
+        """
         handler = logging.StreamHandler()
-        handler.setFormatter(json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT))
+        handler.setFormatter(
+            json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT)
+        )
         handler.addFilter(ContextFilter({"component": component, **fields}))
         self.install(handler)
 
     def to_stderr_with_serve(self, component: str) -> None:
-        """Log to standard error, and have Ray Serve's warnings in this process written in the same format."""
+        """Log to standard error, and have Ray Serve's warnings in this process written in the same
+        format.
+        """
         self.to_stderr(component)
         ray_serve = serve_logger()
         ray_serve.handlers[:] = logging.getLogger(ROOT_LOGGER).handlers

@@ -1,27 +1,36 @@
-"""Settings of Ray and Ray Serve. Imports no Ray, for the commands that only write the settings to files."""
+"""Settings of Ray and Ray Serve. Imports no Ray, for the commands that only write the settings to
+files.
+"""
 
 from types import MappingProxyType
 
-MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # bytes from a client; Ray Serve forwards it in messages of its own, of up to 4 MiB
-# Ray Serve on fewer threads, over gRPC, and with a controller that runs its loop less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores. The proxy ignores Ray Serve's headers if clients send them. A proxy
-# whose start takes longer than Ray Serve's 5 s, on a busy node, would be replaced, and the start of Ray Serve refused.
+# bytes from a client; Ray Serve forwards it in messages of its own, of up to 4 MiB
+MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16
+# Ray Serve on fewer threads, over gRPC, and with a controller that runs its loop less often than
+# ten times a second: about 1.25 times the streamed tokens on two cores. The proxy ignores Ray
+# Serve's headers if clients send them. A proxy whose start takes longer than Ray Serve's 5 s, on a
+# busy node, would be replaced, and the start of Ray Serve refused.
 SERVE_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that hangs would keep its pipeline
+    # else a router that hangs would keep its pipeline
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_patches.proxy:proxy_middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
+        "tramontane.cluster.serve_patches.proxy:proxy_middlewares"
+    ),
 }
-INLINE_LIMIT = "max_direct_call_object_size"  # results of this size and above are put into the object store
+# results of this size and above are put into the object store
+INLINE_LIMIT = "max_direct_call_object_size"
 RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes
     {
         INLINE_LIMIT: 2**20,  # hidden states below 1 MiB are sent inline
         "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is reported at once
-        "health_check_initial_delay_ms": 1000,  # a dead node is reported within three or four seconds
+        # a dead node is reported within three or four seconds
+        "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,
         "health_check_timeout_ms": 1000,
         "health_check_failure_threshold": 3,
@@ -33,8 +42,11 @@ CORE_DASHBOARD_UID, CORE_DASHBOARD_TITLE = "tramontane-ray-core", "Ray Core with
 PROMETHEUS, GRAFANA = "http://localhost:9090", "http://localhost:3000"  # Ray's own defaults
 
 
-def monitoring_settings(prometheus: str = PROMETHEUS, grafana: str = GRAFANA, grafana_of_browsers: str = "") -> dict[str, str]:
-    """Return the environment of a head node whose dashboard shows the stages: addresses as the head reaches them.
+def monitoring_settings(
+    prometheus: str = PROMETHEUS, grafana: str = GRAFANA, grafana_of_browsers: str = ""
+) -> dict[str, str]:
+    """Return the environment of a head node whose dashboard shows the stages: addresses as the head
+    reaches them.
 
     ``grafana_of_browsers``: Grafana's address as a user's browser reaches it, if that is another.
     """

@@ -1,6 +1,7 @@
 """The keys of ``EngineConfig`` that only servers have, in groups.
 
-Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these declarations.
+Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these
+declarations.
 """
 
 from pathlib import Path
@@ -28,23 +29,34 @@ class ServingKeys(KeyGroup):
 
     title = "Serving"
 
-    served_model_name: Text | None = key(None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model")
+    served_model_name: Text | None = key(
+        None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model"
+    )
     host: Text = key("127.0.0.1", "Address on which HTTP and gRPC listen.", in_serve_config=False)
     port: Annotated[int, Field(ge=1, le=65535)] = key(8000, "HTTP port.", in_serve_config=False)
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(
         9000, "gRPC port, on the same host. 0: no gRPC.", in_serve_config=False
     )
     ingress_replicas: SmallInt | None = key(
-        None, "Ingress replicas.", unset="1; for more pipelines, or GPUs and many cores, 2 or more", has_flag=False
+        None,
+        "Ingress replicas.",
+        unset="1; for more pipelines, or GPUs and many cores, 2 or more",
+        has_flag=False,
     )
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = key(
         256, "Sequences that may wait for a slot, per pipeline. More are refused with 429."
     )
-    max_queued_tokens: PositiveInt = key(2**17, "Prompt tokens that may wait, per pipeline. More are refused with 429.")
-    share_prefixes: bool = key(
-        False, "Let requests with other API keys begin with the same cached text; how fast they start then shows what is cached."
+    max_queued_tokens: PositiveInt = key(
+        2**17, "Prompt tokens that may wait, per pipeline. More are refused with 429."
     )
-    max_body_bytes: PositiveInt = key(8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False)
+    share_prefixes: bool = key(
+        False,
+        "Let requests with other API keys begin with the same cached text; how fast they start then"
+        " shows what is cached.",
+    )
+    max_body_bytes: PositiveInt = key(
+        8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False
+    )
     stream_writes_per_s: PositiveInt | None = key(
         None,
         "Writes to streams per second of one ingress replica.",
@@ -52,17 +64,30 @@ class ServingKeys(KeyGroup):
         has_flag=False,
     )
     drain_timeout: Seconds | None = key(
-        None, "Seconds to finish running requests at the stop.", unset="30 for serve, 600 in a Ray Serve config"
+        None,
+        "Seconds to finish running requests at the stop.",
+        unset="30 for serve, 600 in a Ray Serve config",
     )
-    slow_reader_timeout: PositiveSeconds = key(60.0, "Seconds after which a client is dropped that leaves its answer unread.")
-    dashboard: bool = key(False, "Start Ray's dashboard with the cluster that serve starts.", in_serve_config=False)
+    slow_reader_timeout: PositiveSeconds = key(
+        60.0, "Seconds after which a client is dropped that leaves its answer unread."
+    )
+    dashboard: bool = key(
+        False, "Start Ray's dashboard with the cluster that serve starts.", in_serve_config=False
+    )
     move_experts: bool = key(False, "Let clients redistribute experts by POST /experts.")
-    public_metrics: bool = key(False, "Answer /metrics without an API key, for gateways and for Prometheus.")
+    public_metrics: bool = key(
+        False, "Answer /metrics without an API key, for gateways and for Prometheus."
+    )
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = key(
-        (), "A key that clients must send. May be repeated. It is never shown.", unset="none", in_serve_config=False
+        (),
+        "A key that clients must send. May be repeated. It is never shown.",
+        unset="none",
+        in_serve_config=False,
     )
     api_key_file: Path | None = key(
-        None, "Keys, one per line; lines with # are comments. The file is read again when it changes.", unset="none"
+        None,
+        "Keys, one per line; lines with # are comments. The file is read again when it changes.",
+        unset="none",
     )
 
 
@@ -71,20 +96,29 @@ class ScalingKeys(KeyGroup):
 
     title = "Autoscaling"
 
-    replicas: SmallInt = key(1, "Pipelines behind the ingress; the minimum where --max-replicas is larger.")
+    replicas: SmallInt = key(
+        1, "Pipelines behind the ingress; the minimum where --max-replicas is larger."
+    )
     max_replicas: SmallInt | None = key(
         None,
         "Pipelines under high load. GPUs, cores and memory are shared out for this many.",
         unset="the value of replicas",
     )
     target_load: Annotated[float, Field(gt=0, le=100)] = key(
-        0.75, "How full each pipeline is to be where their number changes. Above 1, some sequences wait."
+        0.75,
+        "How full each pipeline is to be where their number changes. Above 1, some sequences wait.",
     )
     target_tokens: PositiveInt | None = key(
-        None, "Tokens in flight that one pipeline is meant for, in addition to the load.", unset="tokens do not count"
+        None,
+        "Tokens in flight that one pipeline is meant for, in addition to the load.",
+        unset="tokens do not count",
     )
-    upscale_delay: Seconds = key(30.0, "Seconds for which more pipelines have to be needed before one is added.")
-    downscale_delay: Seconds = key(600.0, "Seconds for which fewer pipelines have to be enough before one is removed.")
+    upscale_delay: Seconds = key(
+        30.0, "Seconds for which more pipelines have to be needed before one is added."
+    )
+    downscale_delay: Seconds = key(
+        600.0, "Seconds for which fewer pipelines have to be enough before one is removed."
+    )
 
 
 class JobKeys(KeyGroup):
@@ -94,14 +128,16 @@ class JobKeys(KeyGroup):
 
     jobs_database: SecretText | None = key(
         None,
-        "Database of batch jobs: sqlite:////FILE or postgresql://USER:PASSWORD@HOST/NAME. Other users of the machine may "
-        "see it on the command line for a moment, so a password is better kept in ~/.pgpass.",
+        "Database of batch jobs: sqlite:////FILE or postgresql://USER:PASSWORD@HOST/NAME. Other"
+        " users of the machine may see it on the command line for a moment, so a password is better"
+        " kept in ~/.pgpass.",
         unset="~/.tramontane/jobs.sqlite, created with its folder for the first job or file",
         metavar="URL",
     )
     jobs_storage: SecretText | None = key(
         None,
-        "Files of batch jobs: a folder, or a URL that fsspec knows, such as s3://bucket/jobs (with its library, s3fs).",
+        "Files of batch jobs: a folder, or a URL that fsspec knows, such as s3://bucket/jobs (with"
+        " its library, s3fs).",
         unset="~/.tramontane/jobs",
         metavar="URL",
     )
@@ -111,19 +147,25 @@ class JobKeys(KeyGroup):
         unset="a quarter more than max_num_seqs of all pipelines that there may be",
     )
     jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = key(
-        30, "Days for which jobs are kept after their end, and files after their creation. 0: forever."
+        30,
+        "Days for which jobs are kept after their end, and files after their creation. 0: forever.",
     )
-    jobs_max_open: PositiveInt = key(1000, "Batch jobs that one API key may have open. More are refused with 429.")
-    jobs_max_lines: PositiveInt = key(2**24, "Lines in the open batch jobs of one API key. More are refused with 429.")
+    jobs_max_open: PositiveInt = key(
+        1000, "Batch jobs that one API key may have open. More are refused with 429."
+    )
+    jobs_max_lines: PositiveInt = key(
+        2**24, "Lines in the open batch jobs of one API key. More are refused with 429."
+    )
     jobs_max_bytes: Annotated[ByteSize, Field(ge=1)] = key(
         ByteSize(2**36),
-        "Bytes that files, lines and results of one API key may occupy. Beyond, new jobs and files are refused with 429.",
+        "Bytes that files, lines and results of one API key may occupy. Beyond, new jobs and files"
+        " are refused with 429.",
         metavar="SIZE",
     )
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(parse_url_prefixes)] = key(
         (),
-        "URL prefixes from which jobs may read their input: file:///data/in,s3://bucket/in. A prefix with a password is "
-        "refused, since clients would have to name it too.",
+        "URL prefixes from which jobs may read their input: file:///data/in,s3://bucket/in. A"
+        " prefix with a password is refused, since clients would have to name it too.",
         unset="none",
         metavar="URLS",
     )
@@ -135,10 +177,17 @@ class LoggingKeys(KeyGroup):
     title = "Logging and tracing"
 
     log_format: LogFormat = key("text", "text, or json: one object per line.")
-    log_level: LogLevel = key("warning", "debug, info, warning or error: the lowest level that Tramontane logs.")
+    log_level: LogLevel = key(
+        "warning", "debug, info, warning or error: the lowest level that Tramontane logs."
+    )
     tracing_exporter: Text | None = key(
-        None, "Where OpenTelemetry spans go: otlp, file or MODULE:FUNCTION.", unset="no tracing", in_serve_config=False
+        None,
+        "Where OpenTelemetry spans go: otlp, file or MODULE:FUNCTION.",
+        unset="no tracing",
+        in_serve_config=False,
     )
     tracing_sampling_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.01, "Share of the requests without a trace of their own that is traced.", in_serve_config=False
+        0.01,
+        "Share of the requests without a trace of their own that is traced.",
+        in_serve_config=False,
     )

@@ -1,4 +1,6 @@
-"""The client of batch jobs, which retries, and the outputs of results: whole lines, each once, across lost connections."""
+"""The client of batch jobs, which retries, and the outputs of results: whole lines, each once,
+across lost connections.
+"""
 
 import time
 import uuid
@@ -10,11 +12,17 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from tramontane.cluster.console.server_client import base_url, is_other_protocol, no_answer, raise_if_unauthorized
+from tramontane.cluster.console.server_client import (
+    base_url,
+    is_other_protocol,
+    no_answer,
+    raise_if_unauthorized,
+)
 from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineError
 
-TIMEOUT = httpx.Timeout(30.0, read=600.0)  # the server stores a job of a million lines before it answers
+# the server stores a job of a million lines before it answers
+TIMEOUT = httpx.Timeout(30.0, read=600.0)
 RETRY_TIMEOUT_S = 600.0  # since the first failure, or the last time that the server asked to retry
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 WATCH_INTERVAL_S = 1.0
@@ -26,7 +34,8 @@ Job = dict[str, Any]
 
 
 class ResumableFile:
-    """A file with another name until it is complete; an interrupted command leaves it, and the next one continues it.
+    """A file with another name until it is complete; an interrupted command leaves it, and the next
+    one continues it.
 
     Lines arrive in pieces, cut anywhere.
     """
@@ -101,7 +110,8 @@ ResultSink = ResumableFile | StdoutSink
 class BatchClient:
     """A client that retries, and calls ``notice`` when a connection is lost.
 
-    Methods raise ConfigError for errors that the server reports, ConnectionLostError if the server does not answer.
+    Methods raise ConfigError for errors that the server reports, ConnectionLostError if the server
+    does not answer.
     """
 
     def __init__(self, url: str, headers: dict[str, str], notice: Callable[[str], None]) -> None:
@@ -121,7 +131,9 @@ class BatchClient:
 
         def upload() -> httpx.Response:
             with file.open("rb") as opened:
-                return self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": (file.name, opened)})
+                return self._http.post(
+                    "/v1/files", data={"purpose": "batch"}, files={"file": (file.name, opened)}
+                )
 
         try:
             with file.open("rb") as opened:
@@ -130,8 +142,15 @@ class BatchClient:
             file_id = self._with_retries(upload)["id"]
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", "keeps_order": keeps_order}
-        return self._with_retries(lambda: self._http.post("/v1/batches", json=body, headers={"idempotency-key": key}))
+        body = {
+            "input_file_id": file_id,
+            "endpoint": endpoint,
+            "completion_window": "24h",
+            "keeps_order": keeps_order,
+        }
+        return self._with_retries(
+            lambda: self._http.post("/v1/batches", json=body, headers={"idempotency-key": key})
+        )
 
     def get(self, job_id: str) -> Job:
         """Return the job."""
@@ -163,7 +182,9 @@ class BatchClient:
             time.sleep(WATCH_INTERVAL_S)
 
     def results(self, job_id: str, output: ResultSink) -> int:
-        """Write all results, as they are ready, and return their number. Those that the output has are not sent again."""
+        """Write all results, as they are ready, and return their number. Those that the output has
+        are not sent again.
+        """
         num_lines = output.count_lines()
         while True:
             before = num_lines
@@ -174,12 +195,18 @@ class BatchClient:
                 num_lines = output.count_lines()
                 if num_lines == before:
                     self.get(job_id)  # retries until the server answers, or raises
-                self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); reconnecting")
+                self._notice(
+                    f"the connection was lost after {num_lines} results"
+                    f" ({error or type(error).__name__}); reconnecting"
+                )
                 time.sleep(MIN_WAIT_S)
         total = self.get(job_id)["request_counts"]["total"]
         if num_lines != total:
             output.discard()
-            raise PipelineError(f"the server sent {num_lines} results of a job of {total} lines; run the command again")
+            raise PipelineError(
+                f"the server sent {num_lines} results of a job of {total} lines; run the command"
+                " again"
+            )
         output.finish()
         return num_lines
 
@@ -212,11 +239,18 @@ class BatchClient:
                 if is_wrong_url and not self._has_answered:  # else it is a server that restarts
                     raise no_answer(self._http, error) from error
                 if failing_since is None:
-                    self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
+                    self._notice(
+                        f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f}"
+                        " minutes"
+                    )
                 is_busy = isinstance(error, _RetryLater) and error.is_busy
-                failing_since = time.monotonic() if failing_since is None or is_busy else failing_since
+                failing_since = (
+                    time.monotonic() if failing_since is None or is_busy else failing_since
+                )
                 if time.monotonic() - failing_since > RETRY_TIMEOUT_S:
-                    raise ConnectionLostError(f"--url {self._http.base_url} does not answer: {why}") from error
+                    raise ConnectionLostError(
+                        f"--url {self._http.base_url} does not answer: {why}"
+                    ) from error
             time.sleep(next(delays))
 
     def _raise_for_status(self, answer: httpx.Response) -> None:
@@ -232,7 +266,9 @@ class BatchClient:
 
 
 class _RetryLater(Exception):
-    """The server cannot answer now. ``is_busy``: it reported so itself, and that a retry can succeed."""
+    """The server cannot answer now. ``is_busy``: it reported so itself, and that a retry can
+    succeed.
+    """
 
     def __init__(self, message: str, is_busy: bool) -> None:
         super().__init__(message)
@@ -245,5 +281,7 @@ def _parse(answer: httpx.Response) -> Job:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{answer.url} is not a Tramontane server: its answer is not a JSON object")
+        raise ConfigError(
+            f"{answer.url} is not a Tramontane server: its answer is not a JSON object"
+        )
     return parsed

@@ -1,4 +1,6 @@
-"""Charts: heat maps of expert load and timelines of stages for a terminal, and figures in files (``--plot``)."""
+"""Charts: heat maps of expert load and timelines of stages for a terminal, and figures in files
+(``--plot``).
+"""
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -32,7 +34,8 @@ Column = tuple[float, float]  # seconds of computing prompts and decodes
 
 
 def heat_map(load: ExpertLoad, width: int) -> Text:
-    """Render a row per layer and a column per expert, in each cell the percentage of its layer's tokens.
+    """Render a row per layer and a column per expert, in each cell the percentage of its layer's
+    tokens.
 
     No line is longer than ``width`` characters, which must be at least 12.
 
@@ -41,13 +44,20 @@ def heat_map(load: ExpertLoad, width: int) -> Text:
     num_experts = max(map(len, load))
     num_blocks = -(-num_experts // max((width - LABEL) // CELL, 1))
     block_size = -(-num_experts // num_blocks)
-    blocks = [range(first, min(first + block_size, num_experts)) for first in range(0, num_experts, block_size)]
+    blocks = [
+        range(first, min(first + block_size, num_experts))
+        for first in range(0, num_experts, block_size)
+    ]
     return Text("\n\n").join(_block(load, experts) for experts in blocks)
 
 
 def _block(load: ExpertLoad, experts: range) -> Text:
-    head = Text("layer".ljust(LABEL) + "".join(f"{expert:>{CELL - 1}} " for expert in experts), style="bold")
-    return Text("\n").join([head, *(_row(layer, tokens, experts) for layer, tokens in enumerate(load) if tokens)])
+    head = Text(
+        "layer".ljust(LABEL) + "".join(f"{expert:>{CELL - 1}} " for expert in experts), style="bold"
+    )
+    return Text("\n").join(
+        [head, *(_row(layer, tokens, experts) for layer, tokens in enumerate(load) if tokens)]
+    )
 
 
 def _row(layer: int, tokens: tuple[int, ...], experts: range) -> Text:
@@ -79,17 +89,25 @@ def heat_legend() -> Text:
 def busiest_summary(load: ExpertLoad) -> str:
     """Return the expert with the highest load relative to its layer's mean, over all layers."""
     shares = ((tokens, sum(tokens), layer) for layer, tokens in enumerate(load))
-    peaks = [(max(tokens) * len(tokens) / total, layer, tokens.index(max(tokens))) for tokens, total, layer in shares if total]
+    peaks = [
+        (max(tokens) * len(tokens) / total, layer, tokens.index(max(tokens)))
+        for tokens, total, layer in shares
+        if total
+    ]
     if not peaks:
         return "no expert has received a token"
     times, layer, expert = max(peaks, key=lambda peak: peak[0])
     return f"busiest: expert {expert} of layer {layer}, {times:.2f} times its layer's mean"
 
 
-def bin_activity(batches: Iterable[MicroBatchActivity], stage: int, began_at: float, column_s: float, num: int) -> list[Column]:
-    """Return the seconds that a stage computed in each of ``num`` columns. A mixed micro-batch is split by its tokens.
+def bin_activity(
+    batches: Iterable[MicroBatchActivity], stage: int, began_at: float, column_s: float, num: int
+) -> list[Column]:
+    """Return the seconds that a stage computed in each of ``num`` columns. A mixed micro-batch is
+    split by its tokens.
 
-    Columns of 1 s from 10 on; 3 tokens of a prompt and a decode, computed from 10.5 to 12: [(0.375, 0.125), (0.75, 0.25)].
+    Columns of 1 s from 10 on; 3 tokens of a prompt and a decode, computed from 10.5 to 12: [(0.375,
+    0.125), (0.75, 0.25)].
     """
     prompts, decodes = [0.0] * num, [0.0] * num
     for batch in batches:
@@ -123,9 +141,13 @@ def timeline_legend() -> Text:
 
 
 def check_plot_target(path: Path) -> None:
-    """Check, before anything is measured, that a figure can be written, with matplotlib, an extra. Raises ConfigError."""
+    """Check, before anything is measured, that a figure can be written, with matplotlib, an extra.
+    Raises ConfigError.
+    """
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'tramontane[plot]'")
+        raise ConfigError(
+            "--plot needs matplotlib; install it with: pip install 'tramontane[plot]'"
+        )
     from matplotlib.backend_bases import FigureCanvasBase
 
     endings = sorted(FigureCanvasBase.get_supported_filetypes())

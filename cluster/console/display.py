@@ -1,4 +1,6 @@
-"""The terminal output of commands: text on standard output, progress and notes on standard error."""
+"""The terminal output of commands: text on standard output, progress and notes on standard
+error.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from tramontane.cluster.console.token_colors import TokenColors
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
-STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
+STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {
+    ord("\r"): ""
+}
 READY = "ready"  # as a worker reports it
 LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
 class LoadingWorker(Protocol):
-    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it does until it is ready."""
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it
+    does until it is ready.
+    """
 
     @property
     def label(self) -> str:
@@ -46,8 +52,9 @@ class LoadingWorker(Protocol):
 class Display:
     """Progress, and the texts of prompts.
 
-    ``live`` means that standard output is a terminal. One prompt always streams. Several stream in a terminal, and are
-    otherwise printed as blocks in input order. Colored texts are always blocks, since colors are known only at the end.
+    ``live`` means that standard output is a terminal. One prompt always streams. Several stream in
+    a terminal, and are otherwise printed as blocks in input order. Colored texts are always blocks,
+    since colors are known only at the end.
     """
 
     def __init__(self, live: bool, silent: bool = False) -> None:
@@ -65,7 +72,9 @@ class Display:
         self._printed = 0
 
     def report(self, activity: str) -> None:
-        """Show what the command waits for. It may have names that others gave, of which no control character is shown."""
+        """Show what the command waits for. It may have names that others gave, of which no control
+        character is shown.
+        """
         self._stop_bars()
         activity = activity.translate(STRIP_CONTROL | {ord("\n"): " "})
         if self._status is None and self.stderr.is_terminal:
@@ -77,7 +86,8 @@ class Display:
             self.stderr.print(f"{activity} ...", soft_wrap=True, markup=False)
 
     def loading(self, stages: Sequence[LoadingWorker]) -> None:
-        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes.
+        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all
+        their bytes.
 
         Once these are loaded, what the stages do until they are ready.
         """
@@ -108,7 +118,9 @@ class Display:
             self.note(text)
 
     def start(self, prompts: list[str], colors: "TokenColors | None" = None) -> None:
-        """Start to show texts. With ``colors`` and in a terminal, ``end`` gets the colored texts."""
+        """Start to show texts. With ``colors`` and in a terminal, ``end`` gets the colored
+        texts.
+        """
         self._stop_waiting()
         self._texts, self._ended = list(prompts), [False] * len(prompts)
         if self._silent:
@@ -119,7 +131,12 @@ class Display:
         if self._streams:
             self._write(prompts[0])
         elif self._live_wanted:
-            self._live = Live(console=self.stdout, transient=True, get_renderable=self._render_tails, refresh_per_second=12)
+            self._live = Live(
+                console=self.stdout,
+                transient=True,
+                get_renderable=self._render_tails,
+                refresh_per_second=12,
+            )
             self._live.start()
 
     def add(self, index: int, piece: str) -> None:
@@ -160,7 +177,10 @@ class Display:
     def _explain(self, colors: "TokenColors") -> None:
         self.stderr.print(colors.legend(), soft_wrap=True)
         if not self._live_wanted:
-            self.note("standard output is not a terminal, so its text is not colored; --json lists the experts")
+            self.note(
+                "standard output is not a terminal, so its text is not colored; --json lists the"
+                " experts"
+            )
 
     def _render_tails(self) -> Group:
         """Return the last lines of every text, so that all texts fit on the screen."""
@@ -168,13 +188,17 @@ class Display:
         blocks = []
         for number, text in enumerate(self._texts, start=1):
             lines = Text(text).wrap(self.stdout, width)
-            blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
+            blocks.append(
+                Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:]))
+            )
         return Group(*blocks)
 
     def _start_bars(self, stages: Sequence[LoadingWorker]) -> None:
         self._stop_waiting()  # rich can show only one live display at a time
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        self._bars = Progress(*columns, TextColumn("{task.fields[activity]}"), console=self.stderr, transient=True)
+        self._bars = Progress(
+            *columns, TextColumn("{task.fields[activity]}"), console=self.stderr, transient=True
+        )
         for stage in stages:
             self._bars.add_task(stage.label, total=stage.total_bytes, activity="")
         self._bars.start()
@@ -196,14 +220,18 @@ class Display:
 
 
 def _activities(stages: Sequence[LoadingWorker]) -> str:
-    """Return what those of the stages do that are not ready, once all have loaded their weights; "" before and at the end."""
+    """Return what those of the stages do that are not ready, once all have loaded their weights; ""
+    before and at the end.
+    """
     if any(not stage.activity for stage in stages):
         return ""
     return ", ".join(dict.fromkeys(stage.activity for stage in stages if stage.activity != READY))
 
 
 def sanitize(text: str) -> str:
-    """Remove control characters if standard output is a terminal, since a model can emit any text."""
+    """Remove control characters if standard output is a terminal, since a model can emit any
+    text.
+    """
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return text.translate(STRIP_CONTROL)

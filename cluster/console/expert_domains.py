@@ -1,6 +1,8 @@
-"""Which experts a running server chooses for texts of several kinds, and how often consecutive tokens share one.
+"""Which experts a running server chooses for texts of several kinds, and how often consecutive
+tokens share one.
 
-The shares by kind of text are figure 7 of the Mixtral paper (arXiv 2401.04088), the repetitions its table 5.
+The shares by kind of text are figure 7 of the Mixtral paper (arXiv 2401.04088), the repetitions its
+table 5.
 """
 
 import math
@@ -25,12 +27,15 @@ MAX_PIECE_CHARS = 1024  # of a text, in one request
 CHARS_PER_TOKEN = 0.25  # at least: a character that no token has takes up to four
 NUM_REQUESTS = 8  # at once
 
-Choices = Mapping[str, Sequence[Sequence[int]]]  # experts of each token, the heaviest first, by layer
+# experts of each token, the heaviest first, by layer
+Choices = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class DomainChoices:
-    """The experts that the tokens of one text chose. Of each piece the first token, which may begin every text, is left out."""
+    """The experts that the tokens of one text chose. Of each piece the first token, which may begin
+    every text, is left out.
+    """
 
     name: str
     num_tokens: int
@@ -40,10 +45,13 @@ class DomainChoices:
     any_repeated: tuple[int, ...]  # by layer: pairs that share an expert
 
 
-def count_choices(name: str, pieces: Iterable[Choices], num_experts: Sequence[int]) -> DomainChoices:
+def count_choices(
+    name: str, pieces: Iterable[Choices], num_experts: Sequence[int]
+) -> DomainChoices:
     """Count the choices of a text's pieces. ``num_experts``: by layer.
 
-    One layer, tokens [0, 1], [0, 2], [2, 1], [3, 0]: the last three are counted, of two pairs the first shares expert 2.
+    One layer, tokens [0, 1], [0, 2], [2, 1], [3, 0]: the last three are counted, of two pairs the
+    first shares expert 2.
     """
     tokens = [[0] * number for number in num_experts]
     first_repeated, any_repeated = [0] * len(tokens), [0] * len(tokens)
@@ -62,11 +70,15 @@ def count_choices(name: str, pieces: Iterable[Choices], num_experts: Sequence[in
         num_tokens += len(chosen)
         num_pairs += max(len(chosen) - 1, 0)
     rows = tuple(map(tuple, tokens))
-    return DomainChoices(name, num_tokens, rows, num_pairs, tuple(first_repeated), tuple(any_repeated))
+    return DomainChoices(
+        name, num_tokens, rows, num_pairs, tuple(first_repeated), tuple(any_repeated)
+    )
 
 
 def repetition_if_uniform(num_experts: int, num_chosen: int) -> tuple[float, float]:
-    """Return how often the heaviest expert, and any, would be repeated by chance. 2 of 8: 0.125 and 1 - 15/28 = 0.464."""
+    """Return how often the heaviest expert, and any, would be repeated by chance. 2 of 8: 0.125 and
+    1 - 15/28 = 0.464.
+    """
     others = math.comb(num_experts - num_chosen, num_chosen)
     return 1 / num_experts, 1 - others / math.comb(num_experts, num_chosen)
 
@@ -91,16 +103,23 @@ def split_text(text: str, max_chars: int) -> list[str]:
 
 
 def piece_size(max_model_len: int) -> int:
-    """Return the characters of a piece whose tokens fit into the context, after two of the tokenizer's own. Of 512: 127."""
+    """Return the characters of a piece whose tokens fit into the context, after two of the
+    tokenizer's own. Of 512: 127.
+    """
     return max(min(int((max_model_len - 3) * CHARS_PER_TOKEN), MAX_PIECE_CHARS), 1)
 
 
 def fetch_choices(
-    client: httpx.Client, texts: Mapping[str, str], num_experts: Sequence[int], on_piece: Callable[[int, int], None]
+    client: httpx.Client,
+    texts: Mapping[str, str],
+    num_experts: Sequence[int],
+    on_piece: Callable[[int, int], None],
 ) -> list[DomainChoices]:
-    """Let the server compute every text, and count the experts. ``on_piece`` gets how many of how many pieces are done.
+    """Let the server compute every text, and count the experts. ``on_piece`` gets how many of how
+    many pieces are done.
 
-    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if it cannot compute now.
+    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if
+    it cannot compute now.
     """
     size = piece_size(_max_model_len(client))
     pieces = {name: split_text(text, size) for name, text in texts.items()}
@@ -117,7 +136,11 @@ def fetch_choices(
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         try:
             return [
-                count_choices(name, counted(pool.map(lambda piece: _choices(client, piece, layers), own)), num_experts)
+                count_choices(
+                    name,
+                    counted(pool.map(lambda piece: _choices(client, piece, layers), own)),
+                    num_experts,
+                )
                 for name, own in pieces.items()
             ]
         finally:
@@ -129,14 +152,18 @@ def _max_model_len(client: httpx.Client) -> int:
     try:
         return int(answer.json()["data"][0]["max_model_len"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--url {client.base_url} does not list its model; is it Tramontane?") from error
+        raise ConfigError(
+            f"--url {client.base_url} does not list its model; is it Tramontane?"
+        ) from error
 
 
 def _choices(client: httpx.Client, piece: str, layers: list[int]) -> Choices:
     body = {"prompt": piece, "max_tokens": 1, "temperature": 0, "return_experts": layers}
     answer = request(client, "POST", "/v1/completions", json=body, timeout=None)
     if answer.status_code in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS):
-        raise PipelineUnavailableError(f"--url {client.base_url} cannot compute texts now; try again soon")
+        raise PipelineUnavailableError(
+            f"--url {client.base_url} cannot compute texts now; try again soon"
+        )
     try:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
@@ -144,7 +171,9 @@ def _choices(client: httpx.Client, piece: str, layers: list[int]) -> Choices:
             return {str(layer): choices[str(layer)] for layer in layers}
         message = str(data["error"]["message"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--url {client.base_url} answers without expert choices; is it Tramontane?") from error
+        raise ConfigError(
+            f"--url {client.base_url} answers without expert choices; is it Tramontane?"
+        ) from error
     raise ConfigError(f"--url {client.base_url}: {message}")
 
 
@@ -154,10 +183,18 @@ def num_chosen(domain: DomainChoices) -> int:
 
 
 def repetition_table(domains: Sequence[DomainChoices]) -> Table:
-    """Render how often consecutive tokens share experts: a row for each layer, and one for chance."""
-    table = Table("layer", *(f"{domain.name}: {kind}" for domain in domains for kind in ("heaviest", "any")))
+    """Render how often consecutive tokens share experts: a row for each layer, and one for
+    chance.
+    """
+    table = Table(
+        "layer", *(f"{domain.name}: {kind}" for domain in domains for kind in ("heaviest", "any"))
+    )
     for layer in range(len(domains[0].tokens)):
-        shares = (count[layer] / max(d.num_pairs, 1) for d in domains for count in (d.first_repeated, d.any_repeated))
+        shares = (
+            count[layer] / max(d.num_pairs, 1)
+            for d in domains
+            for count in (d.first_repeated, d.any_repeated)
+        )
         table.add_row(str(layer), *(f"{share:.1%}" for share in shares))
     by_chance = repetition_if_uniform(len(domains[0].tokens[0]), num_chosen(domains[0]))
     table.add_row("chance", *(f"{share:.1%}" for _ in domains for share in by_chance))
@@ -172,7 +209,9 @@ def as_data(domains: Sequence[DomainChoices]) -> dict[str, Any]:
             "name": domain.name,
             "tokens": domain.num_tokens,
             "tokens_per_expert": [list(layer) for layer in domain.tokens],
-            "heaviest_repeated": [count / max(domain.num_pairs, 1) for count in domain.first_repeated],
+            "heaviest_repeated": [
+                count / max(domain.num_pairs, 1) for count in domain.first_repeated
+            ],
             "any_repeated": [count / max(domain.num_pairs, 1) for count in domain.any_repeated],
         }
         for domain in domains
@@ -181,7 +220,9 @@ def as_data(domains: Sequence[DomainChoices]) -> dict[str, Any]:
 
 
 def draw(domains: Sequence[DomainChoices]) -> "Figure":
-    """Draw the share of every expert by text, for the first layer, the one in the middle and the last; a line is uniform."""
+    """Draw the share of every expert by text, for the first layer, the one in the middle and the
+    last; a line is uniform.
+    """
     from matplotlib.figure import Figure
 
     with_experts = [layer for layer, tokens in enumerate(domains[0].tokens) if tokens]
@@ -191,9 +232,18 @@ def draw(domains: Sequence[DomainChoices]) -> "Figure":
     for axes, layer in zip(figure.subplots(len(layers), squeeze=False)[:, 0], layers, strict=True):
         for number, domain in enumerate(domains):
             tokens = domain.tokens[layer]
-            places = [expert + (number - (len(domains) - 1) / 2) * width for expert in range(len(tokens))]
-            axes.bar(places, [100 * count / max(sum(tokens), 1) for count in tokens], width, label=domain.name)
-        axes.axhline(100 / len(domains[0].tokens[layer]), color="gray", linestyle="--", label="uniform")
+            places = [
+                expert + (number - (len(domains) - 1) / 2) * width for expert in range(len(tokens))
+            ]
+            axes.bar(
+                places,
+                [100 * count / max(sum(tokens), 1) for count in tokens],
+                width,
+                label=domain.name,
+            )
+        axes.axhline(
+            100 / len(domains[0].tokens[layer]), color="gray", linestyle="--", label="uniform"
+        )
         axes.set_ylabel(f"layer {layer}: % of choices")
         axes.set_xticks(range(len(domains[0].tokens[layer])))
     axes.set_xlabel("expert")

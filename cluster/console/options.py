@@ -1,4 +1,6 @@
-"""Command line options, made from the keys of the configuration, and the configuration that they and ``--config`` give."""
+"""Command line options, made from the keys of the configuration, and the configuration that they
+and ``--config`` give.
+"""
 
 import inspect
 import json
@@ -19,36 +21,65 @@ from tramontane.cluster.config.key import extra
 from tramontane.proto.byte_size import format_bytes_flag
 from tramontane.proto.errors import UserError
 
-FLAG_TYPES = (bool, int, float, Path)  # what else a key may be, its flag takes as text, which EngineConfig parses
+# what else a key may be, its flag takes as text, which EngineConfig parses
+FLAG_TYPES = (bool, int, float, Path)
 REPEATED = {"api_key"}
 
 
-def option(*names: str, help: str, panel: str | None = None, **details: Any) -> Any:  # noqa: ANN401
+def option(*names: str, help: str, panel: str | None = None, **details: Any) -> Any:
     """Return an option of a command of its own. ``panel``: the title above it in ``--help``."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **details)
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:  # noqa: ANN401
-    """Return an option without a value, which typer's help would otherwise show with one: ``--json <bool>``."""
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """Return an option without a value, which typer's help would otherwise show with one: ``--json
+    <bool>``.
+    """
     return typer.Option(name, help=help, rich_help_panel=panel, metavar="")
 
 
 SAMPLING = "Sampling"  # title of a group of options
-Config = Annotated[Path | None, option("--config", help="YAML file of these options, without the dashes: max_num_seqs: 32.")]
+Config = Annotated[
+    Path | None,
+    option("--config", help="YAML file of these options, without the dashes: max_num_seqs: 32."),
+]
 Json = Annotated[bool, flag("--json", help="Write machine-readable output to standard output.")]
 Temperature = Annotated[
-    float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.", panel=SAMPLING)
+    float,
+    option(
+        "--temperature",
+        help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.",
+        panel=SAMPLING,
+    ),
 ]
-TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.", panel=SAMPLING)]
-TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 and -1 keep all.", panel=SAMPLING)]
+TopP = Annotated[
+    float,
+    option(
+        "--top-p", help="Keep the likeliest tokens up to this much probability.", panel=SAMPLING
+    ),
+]
+TopK = Annotated[
+    int,
+    option(
+        "--top-k", help="Keep this many of the likeliest tokens. 0 and -1 keep all.", panel=SAMPLING
+    ),
+]
 
-FIELDS = {field.alias or name: (field, group.title) for group in GROUPS for name, field in group.model_fields.items()}
+FIELDS = {
+    field.alias or name: (field, group.title)
+    for group in GROUPS
+    for name, field in group.model_fields.items()
+}
 Command = Callable[..., None]
 
 
 def flags_of(*groups: type[BaseModel]) -> tuple[str, ...]:
     """Return the keys of these groups that have a flag."""
-    fields = [(field.alias or name, field) for group in groups for name, field in group.model_fields.items()]
+    fields = [
+        (field.alias or name, field)
+        for group in groups
+        for name, field in group.model_fields.items()
+    ]
     return tuple(name for name, field in fields if extra(field)["has_flag"])
 
 
@@ -64,8 +95,10 @@ def default_text(field: FieldInfo) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # noqa: ANN401
-    """Return the option of a key, for commands whose option has another help, default or range than the key."""
+def key_option(name: str, help: str | None = None, **details: Any) -> Any:
+    """Return the option of a key, for commands whose option has another help, default or range than
+    the key.
+    """
     field, title = FIELDS[name]
     words, default = field.description, default_text(field)
     if help is None:
@@ -76,21 +109,28 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # no
     return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
 
 
-def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:  # noqa: ANN401
-    """Give a command the options of these keys and ``--config``, next to its own; those that are not given are None.
+def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:
+    """Give a command the options of these keys and ``--config``, next to its own; those that are
+    not given are None.
 
-    The command does not name them: ``load_config`` finds them in the context. One that it does name is its own.
+    The command does not name them: ``load_config`` finds them in the context. One that it does name
+    is its own.
     """
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command).parameters
-        kinds = {name: Annotated[_flag_type(name) | None, key_option(name)] for name in keys} | {"config": config}
+        kinds = {name: Annotated[_flag_type(name) | None, key_option(name)] for name in keys} | {
+            "config": config
+        }
         added = {name: kind for name, kind in kinds.items() if name not in own}
         keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in added.items()]
+        parameters = [
+            inspect.Parameter(name, keyword, default=None, annotation=kind)
+            for name, kind in added.items()
+        ]
 
         @wraps(command)
-        def run(**values: Any) -> None:  # noqa: ANN401
+        def run(**values: Any) -> None:
             command(**{name: value for name, value in values.items() if name in own})
 
         run.__annotations__ = command.__annotations__ | added  # typer reads both
@@ -100,7 +140,7 @@ def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Comman
     return decorate
 
 
-def _flag_type(name: str) -> Any:  # noqa: ANN401 - a type, or list[str]
+def _flag_type(name: str) -> Any:  # a type, or list[str]
     if name in REPEATED:
         return list[str]
     kinds = _plain_types(FIELDS[name][0].annotation)
@@ -110,12 +150,20 @@ def _flag_type(name: str) -> Any:  # noqa: ANN401 - a type, or list[str]
 def _choices(name: str) -> str | None:
     """Return ``<text|json>`` for a key that has one of some words."""
     kind = next(iter(_plain_types(FIELDS[name][0].annotation)))
-    words = list(kind) if isinstance(kind, EnumType) else get_args(kind) if get_origin(kind) is Literal else ()
+    words = (
+        list(kind)
+        if isinstance(kind, EnumType)
+        else get_args(kind)
+        if get_origin(kind) is Literal
+        else ()
+    )
     return f"<{'|'.join(words)}>" if words else None
 
 
-def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401
-    """Return the members of a union, without None and without what is annotated: ``PositiveInt | None`` is int."""
+def _plain_types(annotation: Any) -> set[Any]:
+    """Return the members of a union, without None and without what is annotated: ``PositiveInt |
+    None`` is int.
+    """
     if get_origin(annotation) is Annotated:
         return _plain_types(get_args(annotation)[0])
     if get_origin(annotation) in (None, Literal, tuple):
@@ -126,28 +174,43 @@ def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401
 def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """Make those keys of the file that are options of this command the defaults of these."""
     if path is not None:
-        keys = {key: value for key, value in ConfigFile.read(path).keys.items() if value is not None}
+        keys = {
+            key: value for key, value in ConfigFile.read(path).keys.items() if value is not None
+        }
         names = {parameter.name for parameter in context.command.params}
         context.default_map = {key: _as_text(value) for key, value in keys.items() if key in names}
     return path
 
 
 def _as_text(value: object) -> str:
-    """Return what the flag of a key would be given: ``24GiB,80GiB``, or JSON for a list of lists or of dictionaries."""
+    """Return what the flag of a key would be given: ``24GiB,80GiB``, or JSON for a list of lists or
+    of dictionaries.
+    """
     if not isinstance(value, list):
         return str(value)
-    return json.dumps(value) if any(isinstance(each, list | dict) for each in value) else ",".join(map(str, value))
+    return (
+        json.dumps(value)
+        if any(isinstance(each, list | dict) for each in value)
+        else ",".join(map(str, value))
+    )
 
 
 # For commands that plan or model something, of which only some keys are options.
 ConfigDefaults = Annotated[
     Path | None,
-    option("--config", is_eager=True, callback=_as_defaults, help="YAML file; those of its keys count that are options here."),
+    option(
+        "--config",
+        is_eager=True,
+        callback=_as_defaults,
+        help="YAML file; those of its keys count that are options here.",
+    ),
 ]
 
 
 def is_from_file(context: typer.Context, name: str) -> bool:
-    """Return True if an option has its value from the file of ``ConfigDefaults``, because it was not given."""
+    """Return True if an option has its value from the file of ``ConfigDefaults``, because it was
+    not given.
+    """
     source = context.get_parameter_source(name)
     return source is not None and source.name == "DEFAULT_MAP"
 
@@ -164,7 +227,9 @@ def given_keys(context: typer.Context) -> dict[str, Any]:
 
 @contextmanager
 def load_config(context: typer.Context) -> Iterator[EngineConfig]:
-    """Merge the flags with the keys of ``--config``, which they override. Errors name each where it was given."""
+    """Merge the flags with the keys of ``--config``, which they override. Errors name each where it
+    was given.
+    """
     flags, path = given_keys(context), context.params["config"]
     file = ConfigFile.read(path) if path else None
     try:

@@ -1,4 +1,6 @@
-"""Files that commands write: never over a file of another origin, and with errors that name the option."""
+"""Files that commands write: never over a file of another origin, and with errors that name the
+option.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +10,9 @@ from tramontane.proto.errors import ConfigError
 
 
 def check_replaceable(file: Path, mark: str, option: str) -> None:
-    """Raise ConfigError unless the file may be replaced: it does not exist, is empty or begins with ``mark``, as our own do."""
+    """Raise ConfigError unless the file may be replaced: it does not exist, is empty or begins with
+    ``mark``, as our own do.
+    """
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
     if not file.exists():

@@ -25,7 +25,9 @@ def read_prompts(arguments: list[str] | None) -> list[Prompt]:
     if arguments:  # standard input is not read: it may be a pipe that never ends
         return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
     lines = enumerate(_lines_of_stdin(), start=1)
-    return [Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()]
+    return [
+        Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()
+    ]
 
 
 def _lines_of_stdin() -> list[str]:
@@ -40,7 +42,9 @@ def _lines_of_stdin() -> list[str]:
         raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
 
 
-def sampling_params(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int) -> SamplingParams:
+def sampling_params(
+    max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int
+) -> SamplingParams:
     """Return the parameters of these options. Raises RequestError, which names the option."""
     try:
         return SamplingParams(max_tokens, temperature, top_p, top_k, seed=seed)
@@ -53,23 +57,37 @@ def text_model_args(config: EngineConfig) -> ModelArgs:
     """Return the arguments of a model that may have a tokenizer. Raises UserError."""
     if is_preset(config.model):
         raise ConfigError(
-            f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned into tokens; "
-            "give a folder with one, or use serve or LLM.generate, which take token ids as well"
+            f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned"
+            " into tokens; give a folder with one, or use serve or LLM.generate, which take token"
+            " ids as well"
         )
     return resolve_model_args(config.model)
 
 
-def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
-    """Tokenize. Raises UserError for prompts that could never run, before a pipeline is started for them."""
+def encode_prompts(
+    config: EngineConfig, prompts: list[Prompt]
+) -> tuple[Tokenizer, list[tuple[int, ...]]]:
+    """Tokenize. Raises UserError for prompts that could never run, before a pipeline is started for
+    them.
+    """
     args = text_model_args(config)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     tokenizer = require_tokenizer(config.model, args.vocab_size)
     if not prompts:
-        raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
-    return tokenizer, [encode_prompt(tokenizer, prompt.text, context, args.vocab_size, prompt.source) for prompt in prompts]
+        raise RequestError(
+            "there is no prompt; give it as an argument or as lines of standard input"
+        )
+    return tokenizer, [
+        encode_prompt(tokenizer, prompt.text, context, args.vocab_size, prompt.source)
+        for prompt in prompts
+    ]
 
 
-def sized_for_prompts(config: EngineConfig, prompt_ids: list[tuple[int, ...]], max_tokens: int) -> EngineConfig:
-    """Return the configuration with the cache that these prompts and their answers can fill, no more."""
+def sized_for_prompts(
+    config: EngineConfig, prompt_ids: list[tuple[int, ...]], max_tokens: int
+) -> EngineConfig:
+    """Return the configuration with the cache that these prompts and their answers can fill, no
+    more.
+    """
     longest = max(map(len, prompt_ids)) + max_tokens
     return config.sized_for(len(prompt_ids), min(longest, text_model_args(config).max_seq_len))

@@ -19,7 +19,8 @@ ExpertIds = dict[str, list[tuple[int, ...]]]  # layer to the experts of each tok
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``experts`` are those of the new tokens except the last; empty, as ``prompt_experts``, if not requested.
+    """One answer. ``experts`` are those of the new tokens except the last; empty, as
+    ``prompt_experts``, if not requested.
 
     ``error``: why ``finish`` is an error, or else "".
     """
@@ -35,7 +36,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A finished run. Seconds count from the start of the process; ``devices`` are known only where JSON is wanted."""
+    """A finished run. Seconds count from the start of the process; ``devices`` are known only where
+    JSON is wanted.
+    """
 
     completions: tuple[Completion, ...]
     plan: PipelinePlan
@@ -44,7 +47,8 @@ class GenerateResult:
     ready_after_s: float
     first_token_after_s: float
     fingerprint: str = ""  # of the pipeline; "" if it is not known
-    drafts: tuple[int, int] | None = None  # tokens that were drafted, and accepted; None without speculation
+    # tokens that were drafted, and accepted; None without speculation
+    drafts: tuple[int, int] | None = None
 
 
 def render_summary(outcome: GenerateResult) -> Group:
@@ -60,9 +64,18 @@ def cache_note(plan: PipelinePlan) -> str:
 
 
 def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
-    """Render per stage: layers, busy share, tokens and micro-batches; with expert actors also the exposed wait for them."""
+    """Render per stage: layers, busy share, tokens and micro-batches; with expert actors also the
+    exposed wait for them.
+    """
     table = Table()
-    for name in ("stage", "layers", "busy", *(("exposed wait",) if plan.experts else ()), "tokens", "micro-batches"):
+    for name in (
+        "stage",
+        "layers",
+        "busy",
+        *(("exposed wait",) if plan.experts else ()),
+        "tokens",
+        "micro-batches",
+    ):
         table.add_column(name, justify="right")
     for stage, used in zip(plan.stages, usage.stages, strict=True):
         shares = [used.busy_s, *((used.exposed_wait_s,) if plan.experts else ())]
@@ -77,7 +90,9 @@ def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
 
 
 def expert_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
-    """Render per expert actor: number of experts, busy share, and rows: a token counts once for each of its experts."""
+    """Render per expert actor: number of experts, busy share, and rows: a token counts once for
+    each of its experts.
+    """
     assert plan.experts is not None
     table = Table()
     for name in ("expert actor", "experts", "busy", "rows"):
@@ -86,11 +101,15 @@ def expert_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
     for actor in plan.experts.actors:
         _, busy_s, rows = timings.get(actor.actor_id, ExpertTiming(actor.actor_id, 0.0, 0))
         busy = f"{usage.share(busy_s):.0%}"
-        table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", str(len(actor.experts)), busy, str(rows))
+        table.add_row(
+            f"{actor.actor_id + 1}/{actor.num_actors}", str(len(actor.experts)), busy, str(rows)
+        )
     return table
 
 
-def stages_json(plan: PipelinePlan, usage: UsageMeter, devices: Sequence[StageDevice]) -> list[dict[str, Any]]:
+def stages_json(
+    plan: PipelinePlan, usage: UsageMeter, devices: Sequence[StageDevice]
+) -> list[dict[str, Any]]:
     """Return an object per stage, for JSON, with all that ``parse_stage_times`` reads."""
     return [
         {
@@ -108,7 +127,10 @@ def stages_json(plan: PipelinePlan, usage: UsageMeter, devices: Sequence[StageDe
 
 def experts_as_data(plan: PipelinePlan, usage: UsageMeter) -> dict[str, Any]:
     """Return the entry of the expert actors, for JSON; empty if there are none."""
-    actors = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
+    actors = [
+        {"actor": actor, "busy_share": usage.share(busy_s), "rows": rows}
+        for actor, busy_s, rows in usage.experts
+    ]
     return {"experts": actors} if plan.experts else {}
 
 
@@ -116,29 +138,46 @@ def _pipeline_line(outcome: GenerateResult) -> str:
     usage, drafts = outcome.usage, outcome.drafts
     accepted = f"\n{drafts[1]} of {drafts[0]} drafted tokens were accepted" if drafts else ""
     return (
-        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
-        f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s{accepted}"
+        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f}"
+        f" s\nready after {outcome.ready_after_s:.1f} s, first token after"
+        f" {outcome.first_token_after_s:.1f} s{accepted}"
     )
 
 
 def truncation_note(outcome: GenerateResult, max_tokens: int) -> str | None:
-    """Return a note if the context ended answers before ``max_tokens`` did: both have the finish reason ``length``."""
+    """Return a note if the context ended answers before ``max_tokens`` did: both have the finish
+    reason ``length``.
+    """
     answers = outcome.completions
     lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
     short = sorted(length for length in lengths if length < max_tokens)
     if not short:
         return None
-    subject = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
-    count = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
+    subject = (
+        "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
+    )
+    count = (
+        f"{short[0]} new tokens fit"
+        if short[0] == short[-1]
+        else f"{short[0]} to {short[-1]} new tokens fit"
+    )
     context = outcome.plan.max_model_len
-    return f"{subject} at the context of {context} positions: {count} after the prompt, and --max-tokens is {max_tokens}"
+    return (
+        f"{subject} at the context of {context} positions: {count} after the prompt, and"
+        f" --max-tokens is {max_tokens}"
+    )
 
 
 def as_json(outcome: GenerateResult) -> str:
     """Return the run as one line of JSON."""
     usage = outcome.usage
     completions = [
-        {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
+        {
+            "prompt": c.prompt,
+            "text": c.text,
+            "token_ids": list(c.token_ids),
+            "finish_reason": c.finish.value,
+        }
         | ({"prompt_experts": c.prompt_experts, "experts": c.experts} if c.prompt_experts else {})
         | ({"error": c.error} if c.error else {})
         for c in outcome.completions
@@ -154,5 +193,9 @@ def as_json(outcome: GenerateResult) -> str:
             "system_fingerprint": outcome.fingerprint or None,
         }
         | experts_as_data(outcome.plan, usage)
-        | ({"draft_tokens": outcome.drafts[0], "accepted_tokens": outcome.drafts[1]} if outcome.drafts else {})
+        | (
+            {"draft_tokens": outcome.drafts[0], "accepted_tokens": outcome.drafts[1]}
+            if outcome.drafts
+            else {}
+        )
     )

@@ -1,4 +1,6 @@
-"""Secrets on the command line, which every user of the machine can read, and which Ray shows on its dashboard."""
+"""Secrets on the command line, which every user of the machine can read, and which Ray shows on its
+dashboard.
+"""
 
 from collections.abc import Sequence
 from subprocess import list2cmdline
@@ -19,7 +21,9 @@ def hide_secrets_in_title(arguments: Sequence[str]) -> None:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the values of ``FLAGS`` hidden: both ``--api-key KEY`` and ``--api-key=KEY``."""
+    """Return the arguments with the values of ``FLAGS`` hidden: both ``--api-key KEY`` and
+    ``--api-key=KEY``.
+    """
     shown: list[str] = []
     for argument in arguments:
         flag, mark, _ = argument.partition("=")

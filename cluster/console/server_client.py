@@ -1,4 +1,6 @@
-"""Requests of commands to a running server: its URL, the API key, and the activity of its pipelines."""
+"""Requests of commands to a running server: its URL, the API key, and the activity of its
+pipelines.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,9 +23,15 @@ SERVER = "Running server"  # title of a group of options
 Snapshot = Activity | str  # or why there is none
 Key = Annotated[
     str | None,
-    option("--api-key", help="API key to send. Other users of the machine may see it here; a file is safer.", panel=SERVER),
+    option(
+        "--api-key",
+        help="API key to send. Other users of the machine may see it here; a file is safer.",
+        panel=SERVER,
+    ),
 ]
-KeyFile = Annotated[Path | None, option("--api-key-file", help="File whose first API key is sent.", panel=SERVER)]
+KeyFile = Annotated[
+    Path | None, option("--api-key-file", help="File whose first API key is sent.", panel=SERVER)
+]
 Url = Annotated[str, option("--url", help="A server that tramontane serve started.", panel=SERVER)]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -40,7 +48,9 @@ def base_url(url: str) -> httpx.URL:
 
 
 def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
-    """Return the headers of every request; none without a key. Raises ConfigError, which does not repeat the key."""
+    """Return the headers of every request; none without a key. Raises ConfigError, which does not
+    repeat the key.
+    """
     if key is not None and file is not None:
         raise ConfigError("--api-key and --api-key-file both give the key; use one of them")
     if file is not None:
@@ -55,8 +65,11 @@ def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
     return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT_S)
 
 
-def request(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
-    """Send a request. Raises what ``no_answer`` returns if the server does not answer, ConfigError if it requires another key."""
+# httpx's own
+def request(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
+    """Send a request. Raises what ``no_answer`` returns if the server does not answer, ConfigError
+    if it requires another key.
+    """
     try:
         answer = client.request(method, path, **options)
     except httpx.HTTPError as error:
@@ -65,18 +78,27 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
     return answer
 
 
-def no_answer(client: httpx.Client | httpx.AsyncClient, error: Exception) -> ConfigError | ConnectionLostError:
-    """Return the error for a server that did not answer: ConfigError for a port that cannot be the right one."""
+def no_answer(
+    client: httpx.Client | httpx.AsyncClient, error: Exception
+) -> ConfigError | ConnectionLostError:
+    """Return the error for a server that did not answer: ConfigError for a port that cannot be the
+    right one.
+    """
     message = f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}"
     if is_other_protocol(error):
-        return ConfigError(f"{message}; the port does not speak HTTP/1: give the --port of tramontane serve, not its --grpc-port")
+        return ConfigError(
+            f"{message}; the port does not speak HTTP/1: give the --port of tramontane serve, not"
+            " its --grpc-port"
+        )
     if isinstance(error, httpx.ConnectError):
         message += "; is tramontane serve running there?"
     return ConnectionLostError(message)
 
 
 def is_other_protocol(error: Exception) -> bool:
-    """Return True if what listens sent something else than HTTP/1, as a gRPC port does; False if it closed the connection."""
+    """Return True if what listens sent something else than HTTP/1, as a gRPC port does; False if it
+    closed the connection.
+    """
     return isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error)
 
 
@@ -89,13 +111,22 @@ def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: http
 
 
 def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) -> Activity:
-    """Return what the pipelines did since ``after``, which has the number of the last known micro-batch of each pipeline.
+    """Return what the pipelines did since ``after``, which has the number of the last known
+    micro-batch of each pipeline.
 
-    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if it cannot answer now.
+    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if
+    it cannot answer now.
     """
-    answer = request(client, "GET", "/activity", params=[("after", f"{name}:{last}") for name, last in after.items()])
+    answer = request(
+        client,
+        "GET",
+        "/activity",
+        params=[("after", f"{name}:{last}") for name, last in after.items()],
+    )
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        raise PipelineUnavailableError(f"--url {client.base_url} answers GET /activity with HTTP 503; try again soon")
+        raise PipelineUnavailableError(
+            f"--url {client.base_url} answers GET /activity with HTTP 503; try again soon"
+        )
     try:
         if answer.status_code == httpx.codes.OK:
             activity = Activity.model_validate_json(answer.content)
@@ -108,8 +139,8 @@ def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) ->
 
 def _no_activity(client: httpx.Client, answer: httpx.Response) -> ConfigError:
     return ConfigError(
-        f"--url {client.base_url} answers GET /activity with HTTP {answer.status_code} and no activity; "
-        "is it Tramontane, and of this version?"
+        f"--url {client.base_url} answers GET /activity with HTTP {answer.status_code} and no"
+        " activity; is it Tramontane, and of this version?"
     )
 
 
@@ -119,7 +150,9 @@ def last_seen(activity: Activity) -> dict[str, int]:
 
 
 def poll_activity(client: httpx.Client) -> Iterator[Snapshot]:
-    """Yield what is new once a second. Errors of the first request are raised, later ones yielded: the server may restart."""
+    """Yield what is new once a second. Errors of the first request are raised, later ones yielded:
+    the server may restart.
+    """
     activity = ask_activity(client)
     yield activity
     while True:

@@ -1,4 +1,6 @@
-"""Lines typed into a terminal. What is typed while none is asked for waits, unseen, for the next prompt."""
+"""Lines typed into a terminal. What is typed while none is asked for waits, unseen, for the next
+prompt.
+"""
 
 import sys
 import termios
@@ -33,10 +35,12 @@ class TerminalInput:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Do not show what is typed into standard input during the block, except at prompts, which get all of it.
+    """Do not show what is typed into standard input during the block, except at prompts, which get
+    all of it.
 
-    The terminal's own editing of lines is off too: a prompt that comes later edits. Ctrl-C is still a signal. The terminal is
-    as before after the block, however that ends. Nothing happens if standard input is no terminal.
+    The terminal's own editing of lines is off too: a prompt that comes later edits. Ctrl-C is still
+    a signal. The terminal is as before after the block, however that ends. Nothing happens if
+    standard input is no terminal.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield

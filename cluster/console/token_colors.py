@@ -25,8 +25,12 @@ class TokenColors:
     num_experts: int
 
     def style(self, expert: int) -> Style:
-        """Return black on the expert's hue; every second one is darker, so that neighbors differ if there are many experts."""
-        red, green, blue = colorsys.hsv_to_rgb(expert / self.num_experts, 0.55, 0.75 if expert % 2 else 1.0)
+        """Return black on the expert's hue; every second one is darker, so that neighbors differ if
+        there are many experts.
+        """
+        red, green, blue = colorsys.hsv_to_rgb(
+            expert / self.num_experts, 0.55, 0.75 if expert % 2 else 1.0
+        )
         return Style(color=BLACK, bgcolor=Color.from_rgb(255 * red, 255 * green, 255 * blue))
 
     def legend(self) -> Text:
@@ -35,7 +39,9 @@ class TokenColors:
         return Text.assemble(f"layer {self.layer}, the heaviest expert of each token: ", *experts)
 
     def colorize(self, pieces: Sequence[str], experts: Sequence[int]) -> Segments:
-        """Color one piece per token; pieces after the last expert are plain. A color ends at the end of its line."""
+        """Color one piece per token; pieces after the last expert are plain. A color ends at the
+        end of its line.
+        """
         segments = []
         for piece, expert in zip_longest(pieces, experts):
             style = None if expert is None else self.style(expert)
@@ -51,5 +57,8 @@ def check_layer(config: EngineConfig, layer: int) -> int:
         raise ConfigError(f"--show-experts {layer}: the model {config.model_name} has no experts")
     if layer not in args.moe_layers:
         first, last = args.moe_layers.start, args.moe_layers.stop - 1
-        raise ConfigError(f"--show-experts {layer}: that layer has no experts; the model's layers {first} to {last} have some")
+        raise ConfigError(
+            f"--show-experts {layer}: that layer has no experts; the model's layers {first} to"
+            f" {last} have some"
+        )
     return args.moe.num_experts

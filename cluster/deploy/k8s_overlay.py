@@ -1,4 +1,6 @@
-"""A kustomize overlay for the KubeRay operator: the files of a folder, from the model and its pipeline. Pure."""
+"""A kustomize overlay for the KubeRay operator: the files of a folder, from the model and its
+pipeline. Pure.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +19,16 @@ MARK = "# Written by: "
 NAME = "tramontane"  # of the RayService
 MODEL_FILE = "model.yaml"
 FILES = ("kustomization.yaml", "rayservice.yaml", "disruption-budget.yaml", MODEL_FILE)
-NODES_TIMEOUT_S = 3600.0  # nodes with GPUs may have to be started, and the operator deploys a config only once
+# nodes with GPUs may have to be started, and the operator deploys a config only once
+NODES_TIMEOUT_S = 3600.0
 IDLE_TIMEOUT_S = 300  # of a node that Ray's autoscaler has started
 REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A served model. ``args`` are the keys of the application, ``config`` is made of them and of the number of pipelines.
+    """A served model. ``args`` are the keys of the application, ``config`` is made of them and of
+    the number of pipelines.
 
     ``model`` is the name of the model's folder; None for the demo model.
     """
@@ -58,8 +62,12 @@ def overlay_files(overlay: Overlay) -> dict[str, str]:
 
 
 def serve_config(overlay: Overlay) -> Document:
-    """Return the Ray Serve config. The number of pipelines is not in ``args``: a change there would replace all of them."""
-    args: Document = {} if overlay.model is None else {"model": f"{pods.MODELS_FOLDER}/{overlay.model}"}
+    """Return the Ray Serve config. The number of pipelines is not in ``args``: a change there would
+    replace all of them.
+    """
+    args: Document = (
+        {} if overlay.model is None else {"model": f"{pods.MODELS_FOLDER}/{overlay.model}"}
+    )
     args |= {
         "api_key_file": f"{pods.KEYS_FOLDER}/{pods.KEYS_FILE}",
         "placement_timeout": NODES_TIMEOUT_S,
@@ -71,15 +79,27 @@ def serve_config(overlay: Overlay) -> Document:
         "import_path": "tramontane.cluster.serving.app:build",
         "args": args | overlay.args,
         "deployments": [
-            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _needs(pods.ROUTER_RESOURCE)},
+            {
+                "name": "Router",
+                **_pipelines(overlay),
+                "ray_actor_options": _needs(pods.ROUTER_RESOURCE),
+            },
             {"name": "Batch", "num_replicas": 1, "ray_actor_options": _needs(pods.ROUTER_RESOURCE)},
-            {"name": "Ingress", "num_replicas": pods.NUM_INGRESSES, "ray_actor_options": _needs(pods.INGRESS_RESOURCE)},
+            {
+                "name": "Ingress",
+                "num_replicas": pods.NUM_INGRESSES,
+                "ray_actor_options": _needs(pods.INGRESS_RESOURCE),
+            },
         ],
     }
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": pods.HTTP_PORT},
-        "grpc_options": {"port": pods.GRPC_PORT, "enable_reflection": False, "grpc_servicer_functions": list(GRPC_FUNCTIONS)},
+        "grpc_options": {
+            "port": pods.GRPC_PORT,
+            "enable_reflection": False,
+            "grpc_servicer_functions": list(GRPC_FUNCTIONS),
+        },
         "applications": [application],
     }
 
@@ -98,38 +118,66 @@ def _ray_service(overlay: Overlay) -> Document:
     cluster: Document = {"rayVersion": RAY_VERSION, "authOptions": {"mode": "token"}}
     if overlay.redis:
         password = {"valueFrom": {"secretKeyRef": {"name": REDIS_SECRET, "key": "password"}}}
-        cluster["gcsFaultToleranceOptions"] = {"redisAddress": f"{REDIS}:6379", "redisPassword": password}
+        cluster["gcsFaultToleranceOptions"] = {
+            "redisAddress": f"{REDIS}:6379",
+            "redisPassword": password,
+        }
     if overlay.is_autoscaled:
         cluster["enableInTreeAutoscaling"] = True
-        cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_TIMEOUT_S}
+        cluster["autoscalerOptions"] = {
+            "version": "v2",
+            "upscalingMode": "Default",
+            "idleTimeoutSeconds": IDLE_TIMEOUT_S,
+        }
     cluster["headGroupSpec"] = pods.head_group(overlay.model)
     cluster["workerGroupSpecs"] = [pods.ingress_group(overlay.model), *_actors(overlay)]
     spec = {
-        "upgradeStrategy": {"type": "None"},  # a second cluster next to this one would need as many GPUs again
+        # a second cluster next to this one would need as many GPUs again
+        "upgradeStrategy": {"type": "None"},
         "excludeHeadPodFromServeSvc": True,
         "serveConfigV2": yaml.safe_dump(serve_config(overlay), sort_keys=False),
         "rayClusterConfig": cluster,
     }
-    return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": {"name": NAME}, "spec": spec}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": NAME},
+        "spec": spec,
+    }
 
 
 def _actors(overlay: Overlay) -> list[Document]:
     config = overlay.config
-    groups = [(pods.STAGE, "stages", len(overlay.plan.stages)), (pods.EXPERT, "experts", config.expert_actors)]
+    groups = [
+        (pods.STAGE, "stages", len(overlay.plan.stages)),
+        (pods.EXPERT, "experts", config.expert_actors),
+    ]
     return [
-        pods.worker_group(role, name, count * config.replicas, count * config.max_pipelines, overlay.workers, overlay.model)
+        pods.worker_group(
+            role,
+            name,
+            count * config.replicas,
+            count * config.max_pipelines,
+            overlay.workers,
+            overlay.model,
+        )
         for role, name, count in groups
         if count
     ]
 
 
 def _kustomization(overlay: Overlay) -> Document:
-    folders = ["base", *(["models-volume"] if overlay.model is not None else []), *(["redis"] if overlay.redis else [])]
+    folders = [
+        "base",
+        *(["models-volume"] if overlay.model is not None else []),
+        *(["redis"] if overlay.redis else []),
+    ]
     name, _, tag = overlay.image.rpartition(":")
     document: Document = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "bases": [f"{overlay.base}/{folder}" for folder in folders],  # as the patches below, in the form of kubectl before 1.21
+        # as the patches below, in the form of kubectl before 1.21
+        "bases": [f"{overlay.base}/{folder}" for folder in folders],
         "resources": ["rayservice.yaml", "disruption-budget.yaml"],
     }
     if overlay.model is not None:
@@ -143,24 +191,36 @@ def _disruption_budget(overlay: Overlay) -> Document:
     roles = [{"key": pods.ROLE_LABEL, "operator": "In", "values": [pods.STAGE, pods.EXPERT]}]
     selector = {"matchLabels": {pods.APP_LABEL: NAME}, "matchExpressions": roles}
     spec = {"minAvailable": num_pods - 1, "selector": selector}
-    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "tramontane-stages"}, "spec": spec}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "tramontane-stages"},
+        "spec": spec,
+    }
 
 
 def _model_name(model: str) -> Document:
     """Return the model's name, for the job that copies it into the volume."""
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tramontane-model"}, "data": {"name": model}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "tramontane-model"},
+        "data": {"name": model},
+    }
 
 
 class _Dumper(yaml.SafeDumper):
     """Write texts of several lines as blocks, and every list and mapping in full."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+    def ignore_aliases(self, data: Any) -> bool:
         """Return True: no aliases."""
         return True
 
 
 def _as_block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Dumper.add_representer(str, _as_block)

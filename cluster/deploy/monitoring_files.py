@@ -1,4 +1,6 @@
-"""Configuration of Prometheus, Grafana and Ray's head node with which Ray's dashboard shows the stages at work."""
+"""Configuration of Prometheus, Grafana and Ray's head node with which Ray's dashboard shows the
+stages at work.
+"""
 
 import json
 import shlex
@@ -8,36 +10,61 @@ from typing import Any
 import yaml
 
 from tramontane.cluster.config.ray_settings import monitoring_settings
-from tramontane.cluster.deploy.ray_core_dashboard import MONITORING, core_dashboard, other_dashboards
+from tramontane.cluster.deploy.ray_core_dashboard import (
+    MONITORING,
+    core_dashboard,
+    other_dashboards,
+)
 
 MARK = "# Written by: tramontane monitoring"
 PROMETHEUS_FILE, GRAFANA_FILE, ENVIRONMENT_FILE = "prometheus.yml", "grafana.ini", "ray.env"
-DISCOVERY_FILE = "/tmp/ray/prom_metrics_service_discovery.json"  # Ray's list of its nodes, on the head
+# Ray's list of its nodes, on the head
+DISCOVERY_FILE = "/tmp/ray/prom_metrics_service_discovery.json"
 SCRAPE_INTERVAL = "10s"  # Ray reports its values as often
 DATA_SOURCE = "Prometheus"  # as Ray's dashboard calls it without RAY_PROMETHEUS_NAME
 
 
 def monitoring_files(folder: Path, prometheus: str, grafana: str) -> dict[str, str]:
-    """Return the content of the files by their paths in ``folder``, whose own path is in some of them.
+    """Return the content of the files by their paths in ``folder``, whose own path is in some of
+    them.
 
     ``prometheus``, ``grafana``: their addresses, as Ray's head node and browsers reach them.
     """
     dashboards = {"ray_core": core_dashboard(), **other_dashboards()}
-    files = {f"dashboards/{name}.json": json.dumps(dashboard, indent=1) + "\n" for name, dashboard in dashboards.items()}
-    provider = {"name": "Tramontane", "folder": "Ray", "type": "file", "options": {"path": str(folder / "dashboards")}}
-    source = {"name": DATA_SOURCE, "type": "prometheus", "url": prometheus, "access": "proxy", "isDefault": True}
+    files = {
+        f"dashboards/{name}.json": json.dumps(dashboard, indent=1) + "\n"
+        for name, dashboard in dashboards.items()
+    }
+    provider = {
+        "name": "Tramontane",
+        "folder": "Ray",
+        "type": "file",
+        "options": {"path": str(folder / "dashboards")},
+    }
+    source = {
+        "name": DATA_SOURCE,
+        "type": "prometheus",
+        "url": prometheus,
+        "access": "proxy",
+        "isDefault": True,
+    }
     return files | {
         PROMETHEUS_FILE: _with_mark(_prometheus(folder)),
         "alerts.yaml": (MONITORING / "alerts.yaml").read_text(encoding="utf-8"),
         GRAFANA_FILE: f"{MARK}\n{_grafana(folder)}",
-        "provisioning/dashboards/tramontane.yaml": _with_mark({"apiVersion": 1, "providers": [provider]}),
-        "provisioning/datasources/tramontane.yaml": _with_mark({"apiVersion": 1, "datasources": [source]}),
+        "provisioning/dashboards/tramontane.yaml": _with_mark(
+            {"apiVersion": 1, "providers": [provider]}
+        ),
+        "provisioning/datasources/tramontane.yaml": _with_mark(
+            {"apiVersion": 1, "datasources": [source]}
+        ),
         ENVIRONMENT_FILE: f"{MARK}\n{_environment(prometheus, grafana)}",
     }
 
 
 def _prometheus(folder: Path) -> dict[str, Any]:
-    # A folder that Ray has not made yet cannot be watched for changes, so without an interval it would be read 5 minutes later.
+    # A folder that Ray has not made yet cannot be watched for changes, so without an interval it
+    # would be read 5 minutes later.
     nodes = {"files": [DISCOVERY_FILE], "refresh_interval": SCRAPE_INTERVAL}
     return {
         "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
@@ -47,7 +74,9 @@ def _prometheus(folder: Path) -> dict[str, Any]:
 
 
 def _grafana(folder: Path) -> str:
-    """Return Grafana's own settings: Ray's dashboard shows it in frames, to users who have not logged in there."""
+    """Return Grafana's own settings: Ray's dashboard shows it in frames, to users who have not
+    logged in there.
+    """
     return (
         "[security]\nallow_embedding = true\n\n"
         "[auth.anonymous]\nenabled = true\norg_role = Viewer\n\n"
@@ -57,7 +86,10 @@ def _grafana(folder: Path) -> str:
 
 def _environment(prometheus: str, grafana: str) -> str:
     """Return the file for a shell: ``set -a; . ray.env``."""
-    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in monitoring_settings(prometheus, grafana).items())
+    return "".join(
+        f"{name}={shlex.quote(value)}\n"
+        for name, value in monitoring_settings(prometheus, grafana).items()
+    )
 
 
 def _with_mark(settings: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Ray's Core dashboard for Grafana, with the stages of the pipelines in its first row.
 
-The Metrics page of Ray's dashboard embeds the dashboard of Grafana whose UID is in RAY_GRAFANA_DEFAULT_DASHBOARD_UID.
+The Metrics page of Ray's dashboard embeds the dashboard of Grafana whose UID is in
+RAY_GRAFANA_DEFAULT_DASHBOARD_UID.
 """
 
 import json
@@ -31,20 +32,28 @@ def other_dashboards() -> dict[str, dict[str, Any]]:
 
 
 def merge_row(core: Mapping[str, Any], row: Sequence[Panel]) -> dict[str, Any]:
-    """Return ``core`` with the panels of ``row`` above its own, which are moved down by their height and not changed otherwise.
+    """Return ``core`` with the panels of ``row`` above its own, which are moved down by their
+    height and not changed otherwise.
 
-    Our panels end at y = 17: Ray's first row moves from y = 0 to 17, and the panels below it from 1 to 18.
+    Our panels end at y = 17: Ray's first row moves from y = 0 to 17, and the panels below it from 1
+    to 18.
     """
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in row)
     ids = [panel["id"] for panel in _with_nested([*row, *core["panels"]])]
     assert len(set(ids)) == len(ids), "Grafana needs different ids"
-    assert core["uid"] != CORE_DASHBOARD_UID or core["title"] != CORE_DASHBOARD_TITLE, "the row is there already"
+    assert core["uid"] != CORE_DASHBOARD_UID or core["title"] != CORE_DASHBOARD_TITLE, (
+        "the row is there already"
+    )
     panels = [*row, *(_moved_down(panel, height) for panel in core["panels"])]
     return {**core, "uid": CORE_DASHBOARD_UID, "title": CORE_DASHBOARD_TITLE, "panels": panels}
 
 
 def _moved_down(panel: Panel, height: int) -> Panel:
-    nested = {"panels": [_moved_down(each, height) for each in panel["panels"]]} if "panels" in panel else {}
+    nested = (
+        {"panels": [_moved_down(each, height) for each in panel["panels"]]}
+        if "panels" in panel
+        else {}
+    )
     return {**panel, **nested, "gridPos": {**panel["gridPos"], "y": panel["gridPos"]["y"] + height}}
 
 

@@ -1,4 +1,6 @@
-"""Files for ``ray up``: the machine types of the clouds, and the values of the template ``clouds/ray_up.yaml.j2``."""
+"""Files for ``ray up``: the machine types of the clouds, and the values of the template
+``clouds/ray_up.yaml.j2``.
+"""
 
 import json
 import shlex
@@ -15,15 +17,18 @@ from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS,
 from tramontane.proto.byte_size import GIB
 
 MARK = "# Written by: "
-SETTINGS_FILE, SERVE_FILE = "tramontane.env", "tramontane.yaml"  # in the home folder of every node, and of the head
+# in the home folder of every node, and of the head
+SETTINGS_FILE, SERVE_FILE = "tramontane.env", "tramontane.yaml"
 ROLE_LABEL = "tramontane-role"
 GCS_PORT = 6379
 STORE_BYTES = GIB  # Ray's object store on each node: some micro-batches of hidden states
 DISK_GIB = 256
-# ``ray down`` does not switch machines of one's own off: a node that misses its head for this time ends,
-# and what Ray leaves running on it is stopped, unless Ray has been started again.
+# ``ray down`` does not switch machines of one's own off: a node that misses its head for this time
+# ends, and what Ray leaves running on it is stopped, unless Ray has been started again.
 ORPHAN_TIMEOUT_S = 15
-STOP_ORPHANS = "tail --pid=$(pgrep -nx raylet) -f /dev/null; sleep 15; pgrep -x raylet || ray stop --force"
+STOP_ORPHANS = (
+    "tail --pid=$(pgrep -nx raylet) -f /dev/null; sleep 15; pgrep -x raylet || ray stop --force"
+)
 SDKS = MappingProxyType(  # with which Ray's autoscaler on the head node starts machines
     {
         "aws": ("boto3",),
@@ -38,7 +43,9 @@ SDKS = MappingProxyType(  # with which Ray's autoscaler on the head node starts 
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """A machine with one GPU; ``memory`` is what CUDA reports of it, rounded down: less than the nominal size."""
+    """A machine with one GPU; ``memory`` is what CUDA reports of it, rounded down: less than the
+    nominal size.
+    """
 
     name: str
     memory: int
@@ -63,15 +70,17 @@ MACHINES = MappingProxyType(  # the smallest GPU first
         ),
     }
 )
-HEAD_INSTANCES = MappingProxyType({"aws": "m7i.xlarge", "gcp": "n2-standard-4", "azure": "Standard_D4s_v5"})
+HEAD_INSTANCES = MappingProxyType(
+    {"aws": "m7i.xlarge", "gcp": "n2-standard-4", "azure": "Standard_D4s_v5"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RayUpSpec:
     """A cluster for ``ray up``.
 
-    ``serve`` holds the keys of ``tramontane serve --config``. ``memory`` is what a stage without a GPU may use.
-    ``hosts`` are addresses of existing machines, the head's first; empty for clouds.
+    ``serve`` holds the keys of ``tramontane serve --config``. ``memory`` is what a stage without a
+    GPU may use. ``hosts`` are addresses of existing machines, the head's first; empty for clouds.
     """
 
     command: str
@@ -88,14 +97,18 @@ class RayUpSpec:
 
     @property
     def stage_on_head(self) -> bool:
-        """True if there are no more hosts than stages. A cloud's head is a small machine in addition to them."""
+        """True if there are no more hosts than stages. A cloud's head is a small machine in
+        addition to them.
+        """
         return bool(self.hosts) and len(self.hosts) == self.num_nodes
 
 
 def render(spec: RayUpSpec) -> str:
     """Return the text of the file."""
     is_url = "://" in spec.wheel
-    ray_settings = dict(RAY_SETTINGS) | ({"gcs_rpc_server_reconnect_timeout_s": ORPHAN_TIMEOUT_S} if spec.hosts else {})
+    ray_settings = dict(RAY_SETTINGS) | (
+        {"gcs_rpc_server_reconnect_timeout_s": ORPHAN_TIMEOUT_S} if spec.hosts else {}
+    )
     return _template().render(
         asdict(spec),
         stage_on_head=spec.stage_on_head,
@@ -113,7 +126,11 @@ def render(spec: RayUpSpec) -> str:
 def _template() -> Template:
     folder = FileSystemLoader(Path(__file__).parents[1] / "clouds")
     environment = Environment(
-        loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=folder,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters |= {"json": json.dumps, "shell": shlex.quote, "yaml": _to_yaml}
     environment.globals |= {name: value for name, value in globals().items() if name.isupper()}

@@ -14,17 +14,23 @@ from tramontane.proto.steady_clock import steady_time
 from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
-AfterByPipeline = Mapping[str, int]  # the number of the last micro-batch that the client knows, by pipeline
+# the number of the last micro-batch that the client knows, by pipeline
+AfterByPipeline = Mapping[str, int]
 GetActivity = Callable[[AfterByPipeline], Awaitable[list[PipelineActivity]]]
 
 AFTER = re.compile(r"(.+):([0-9]{1,15})")
 MAX_AFTER = 1000  # pipelines
-AFTER_SCHEMA: JsonSchema = {"type": "array", "maxItems": MAX_AFTER, "items": {"type": "string", "pattern": f"^{AFTER.pattern}$"}}
+AFTER_SCHEMA: JsonSchema = {
+    "type": "array",
+    "maxItems": MAX_AFTER,
+    "items": {"type": "string", "pattern": f"^{AFTER.pattern}$"},
+}
 
 ACTIVITY_OPERATIONS: Operations = MappingProxyType(
     {
         ("GET", "/activity"): Operation(
-            "Recent micro-batches of the pipelines; after=NAME:N: only those of pipeline NAME that follow its number N",
+            "Recent micro-batches of the pipelines; after=NAME:N: only those of pipeline NAME that"
+            " follow its number N",
             Activity,
             (400,),
             query={"after": AFTER_SCHEMA},
@@ -34,7 +40,9 @@ ACTIVITY_OPERATIONS: Operations = MappingProxyType(
 
 
 class ActivityEndpoint:
-    """The endpoint, whose route is added to an ``HttpApp``. ``get_activity``: see ``RouterQueries.activity``."""
+    """The endpoint, whose route is added to an ``HttpApp``. ``get_activity``: see
+    ``RouterQueries.activity``.
+    """
 
     def __init__(self, get_activity: GetActivity) -> None:
         self._get_activity = get_activity
@@ -57,6 +65,8 @@ def _parse_after(given: Sequence[str]) -> AfterByPipeline:
     matches = [AFTER.fullmatch(each) for each in given[: MAX_AFTER + 1]]
     if None in matches or len(matches) > MAX_AFTER:
         raise ParameterError(
-            f"after must be NAME:N, for at most {MAX_AFTER} pipelines; GET /activity has names and last numbers", "after"
+            f"after must be NAME:N, for at most {MAX_AFTER} pipelines; GET /activity has names and"
+            " last numbers",
+            "after",
         )
     return {match[1]: int(match[2]) for match in matches if match}

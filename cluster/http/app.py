@@ -1,4 +1,6 @@
-"""The API server: bytes in, OpenAI's objects out. It is plain Starlette, so that it runs and is tested without Ray."""
+"""The API server: bytes in, OpenAI's objects out. It is plain Starlette, so that it runs and is
+tested without Ray.
+"""
 
 import json
 import logging
@@ -19,7 +21,13 @@ from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.config.measurements import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
+from tramontane.cluster.config.measurements import (
+    KEY,
+    NO_EXPERTS,
+    ExpertLoad,
+    MeasuredLoad,
+    parse_load,
+)
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,
@@ -45,13 +53,24 @@ from tramontane.router.openai.responses import (
     MoveExpertsResponse,
     Version,
 )
-from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
-from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from tramontane.router.openai.served_model import (
+    ServedModel,
+    check_model_name,
+    model_entry,
+    model_list,
+)
+from tramontane.router.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from tramontane.router.tokenization.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-# Rebalances experts for a load; returns how many experts were loaded for that, and by how many pipelines.
+# Rebalances experts for a load; returns how many experts were loaded for that, and by how many
+# pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 
 
@@ -59,10 +78,11 @@ MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 class HttpAppConfig:
     """What an ``HttpApp`` serves, and its bounds.
 
-    ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts have been given so far.
-    ``move_experts``: None if clients may not rebalance experts. ``chat``: how conversations become prompts. ``extra_routes``
-    are endpoints of others behind the same keys, and ``extra_operations`` describes them in ``/openapi.json``.
-    ``sends_request_id`` and ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
+    ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts
+    have been given so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
+    how conversations become prompts. ``extra_routes`` are endpoints of others behind the same keys,
+    and ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
+    ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
     ``BackpressureMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
     """
 
@@ -90,10 +110,13 @@ class HttpApp:
 
     def __init__(self, config: HttpAppConfig) -> None:
         self._config, self._model = config, config.model
-        limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))  # one largest body fits
+        # one largest body fits
+        limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         self._bodies = BodyReader(limiter, config.max_body_bytes, config.model.counts)
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
-        self.tokens = TokenEndpoints(config.model, config.source, self._chat, self._bodies, config.pacer)
+        self.tokens = TokenEndpoints(
+            config.model, config.source, self._chat, self._bodies, config.pacer
+        )
         self._openapi_page: dict[str, Any] | None = None
         self._started_at = int(time.time())
 
@@ -107,7 +130,12 @@ class HttpApp:
         }
         middleware = [
             Middleware(NodeAnnouncer, config.node, config.model_digest),
-            Middleware(AuthMiddleware, keys=config.keys, sends_id=config.sends_request_id, public_paths=config.public_paths),
+            Middleware(
+                AuthMiddleware,
+                keys=config.keys,
+                sends_id=config.sends_request_id,
+                public_paths=config.public_paths,
+            ),
             Middleware(BackpressureMiddleware, limit_s=config.slow_client_timeout_s),
         ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
@@ -127,7 +155,11 @@ class HttpApp:
             root_route(),
             *docs_routes(),
             *ui_routes(),
-            Route("/experts", self.experts, methods=["GET", *(["POST"] if self._config.move_experts else [])]),
+            Route(
+                "/experts",
+                self.experts,
+                methods=["GET", *(["POST"] if self._config.move_experts else [])],
+            ),
             *self._config.extra_routes,
         ]
 
@@ -142,34 +174,51 @@ class HttpApp:
         return JSONResponse(model_entry(self._model, self._started_at, name).as_json())
 
     async def openapi(self, _request: Request) -> Response:
-        """Answer ``GET /openapi.json``; the page is built for the first request, which few ingresses ever get."""
+        """Answer ``GET /openapi.json``; the page is built for the first request, which few
+        ingresses ever get.
+        """
         if self._openapi_page is None:
             operations, config = {**OPERATIONS, **self._config.extra_operations}, self._config
             public = config.public_paths if config.keys.is_enabled else None
-            self._openapi_page = openapi(self._routes(), operations, self._model.name, version("tramontane"), public)
+            self._openapi_page = openapi(
+                self._routes(), operations, self._model.name, version("tramontane"), public
+            )
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
         """Answer ``GET /health``: 200 if tokens can be made now, or else 503."""
         if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
-        return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
+        return json_error(
+            503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"}
+        )
 
     async def version(self, _request: Request) -> Response:
         """Answer ``GET /version``."""
         return JSONResponse(Version(version=version("tramontane")).as_json())
 
     async def experts(self, request: Request) -> Response:
-        """Answer ``GET /experts`` with the measured load; ``POST /experts`` rebalances experts for the load in its body."""
+        """Answer ``GET /experts`` with the measured load; ``POST /experts`` rebalances experts for
+        the load in its body.
+        """
         if request.method == "POST":
             return await self._rebalance_experts(request)
         load = await self._config.expert_load()
         if not load.num_pipelines:
-            return json_error(503, "no pipeline can report its load now", "server_error", headers={"retry-after": "1"})
+            return json_error(
+                503,
+                "no pipeline can report its load now",
+                "server_error",
+                headers={"retry-after": "1"},
+            )
         if not load.tokens:
-            return json_error(404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS)
+            return json_error(
+                404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS
+            )
         tokens = [list(layer) for layer in load.tokens]
-        return JSONResponse(ExpertTokens(tokens_per_expert=tokens, pipelines=load.num_pipelines).as_json())
+        return JSONResponse(
+            ExpertTokens(tokens_per_expert=tokens, pipelines=load.num_pipelines).as_json()
+        )
 
     async def _rebalance_experts(self, request: Request) -> Response:
         assert self._config.move_experts is not None
@@ -195,4 +244,6 @@ def _parse_expert_load(body: bytes) -> ExpertLoad:
     try:
         return parse_load(json.loads(body.decode()))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigError(f"the body must be JSON with {KEY}: a list of whole numbers for each layer") from error
+        raise ConfigError(
+            f"the body must be JSON with {KEY}: a list of whole numbers for each layer"
+        ) from error

@@ -1,4 +1,6 @@
-"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, results while a job runs, and their part of ``/openapi.json``."""
+"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, results while a job runs, and their part
+of ``/openapi.json``.
+"""
 
 import logging
 from collections.abc import AsyncGenerator, Iterator
@@ -35,7 +37,10 @@ TEXT: JsonSchema = {"type": "string"}
 ORDER: JsonSchema = {"enum": ["asc", "desc"]}
 LIMIT_SCHEMA: JsonSchema = {"type": "integer", "minimum": 1, "maximum": schema.MAX_FILE_LIST}
 FILE_QUERY = {"limit": LIMIT_SCHEMA, "after": TEXT, "order": ORDER, "purpose": TEXT}
-BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": schema.MAX_LIST}, "after": TEXT}
+BATCH_QUERY = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": schema.MAX_LIST},
+    "after": TEXT,
+}
 RESULTS_QUERY = {"offset": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}}
 BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 
@@ -66,28 +71,49 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
             FileUpload,
             body_type="multipart/form-data",
         ),
-        ("GET", "/v1/files"): Operation("The files", schema.FileList, (400, 404, 503), query=FILE_QUERY),
+        ("GET", "/v1/files"): Operation(
+            "The files", schema.FileList, (400, 404, 503), query=FILE_QUERY
+        ),
         ("GET", "/v1/files/{file_id}"): Operation("A file", schema.StoredFile, (404, 503)),
         ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", DeletedFile, (404, 503)),
-        ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", errors=(404, 503), answer_type=JSONL),
-        ("POST", "/v1/batches"): Operation(
-            "Start a batch job", schema.Batch, (400, 404, 408, 413, 429, 503), schema.BatchRequest, BATCH_EXAMPLE
+        ("GET", "/v1/files/{file_id}/content"): Operation(
+            "What is in a file", errors=(404, 503), answer_type=JSONL
         ),
-        ("GET", "/v1/batches"): Operation("The batch jobs", schema.BatchList, (400, 404, 503), query=BATCH_QUERY),
+        ("POST", "/v1/batches"): Operation(
+            "Start a batch job",
+            schema.Batch,
+            (400, 404, 408, 413, 429, 503),
+            schema.BatchRequest,
+            BATCH_EXAMPLE,
+        ),
+        ("GET", "/v1/batches"): Operation(
+            "The batch jobs", schema.BatchList, (400, 404, 503), query=BATCH_QUERY
+        ),
         ("GET", "/v1/batches/{job_id}"): Operation("A batch job", schema.Batch, (404, 503)),
-        ("POST", "/v1/batches/{job_id}/cancel"): Operation("Cancel a batch job", schema.Batch, (404, 503)),
+        ("POST", "/v1/batches/{job_id}/cancel"): Operation(
+            "Cancel a batch job", schema.Batch, (404, 503)
+        ),
         ("GET", "/v1/batches/{job_id}/results"): Operation(
-            "Results of a batch job, while it runs", errors=(400, 404, 429, 503), answer_type=JSONL, query=RESULTS_QUERY
+            "Results of a batch job, while it runs",
+            errors=(400, 404, 429, 503),
+            answer_type=JSONL,
+            query=RESULTS_QUERY,
         ),
     }
 )
 
 
 class BatchEndpoints:
-    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees those of its API key only."""
+    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees those of
+    its API key only.
+    """
 
     def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
-        self._shared_service, self._limits, self._bodies = service, service.limits, bodies or BodyLimiter()
+        self._shared_service, self._limits, self._bodies = (
+            service,
+            service.limits,
+            bodies or BodyLimiter(),
+        )
         self._keep_s = service.limits.keep_s
 
     def _service(self, request: Request) -> BatchService:
@@ -109,17 +135,25 @@ class BatchEndpoints:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Answer ``POST /v1/files``, a form with ``file`` and ``purpose``. Files above 1 MiB are spooled to disk."""
+        """Answer ``POST /v1/files``, a form with ``file`` and ``purpose``. Files above 1 MiB are
+        spooled to disk.
+        """
         _require_multipart(request.headers.get("content-type", ""))
         service = self._service(request)
-        await service.check_upload(min(_min_file_size(request), self._limits.max_bytes))  # before the body is read
+        # before the body is read
+        await service.check_upload(min(_min_file_size(request), self._limits.max_bytes))
         with service.uploading():
             record = await self._store(request, service)
         return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
 
     async def _store(self, request: Request, service: BatchService) -> FileRecord:
         max_body = self._limits.max_bytes + MULTIPART_OVERHEAD
-        parser = MultiPartParser(request.headers, self._bodies.stream(request, max_body), max_files=1, max_fields=MAX_FIELDS)
+        parser = MultiPartParser(
+            request.headers,
+            self._bodies.stream(request, max_body),
+            max_files=1,
+            max_fields=MAX_FIELDS,
+        )
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, UnicodeError) as error:
@@ -138,8 +172,14 @@ class BatchEndpoints:
         newest_first = schema.parse_choice(query, "order", "asc", "desc") != "asc"
         if "\0" in (purpose := query.get("purpose", "")):
             raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
-        files = await self._service(request).list_files(limit + 1, query.get("after"), purpose or None, newest_first)
-        return JSONResponse(schema.FileList.of([schema.file_answer(file, self._keep_s) for file in files], limit).as_json())
+        files = await self._service(request).list_files(
+            limit + 1, query.get("after"), purpose or None, newest_first
+        )
+        return JSONResponse(
+            schema.FileList.of(
+                [schema.file_answer(file, self._keep_s) for file in files], limit
+            ).as_json()
+        )
 
     async def file(self, request: Request) -> Response:
         """Answer ``GET /v1/files/{file_id}``."""
@@ -161,17 +201,27 @@ class BatchEndpoints:
         return StreamingResponse(pieces, media_type=JSONL, headers=headers)
 
     async def create(self, request: Request) -> Response:
-        """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before returns the same job."""
+        """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before
+        returns the same job.
+        """
         parsed = await self._bodies.parse(request, MAX_BATCH_BODY, schema.parse_batch)
         key = request.headers.get("idempotency-key")
-        return self._batch(await self._service(request).submit_file(parsed.input_file_id, parsed.options, key))
+        return self._batch(
+            await self._service(request).submit_file(parsed.input_file_id, parsed.options, key)
+        )
 
     async def list_batches(self, request: Request) -> Response:
         """Answer ``GET /v1/batches``."""
         schema.check_query(request.query_params, "limit", "after")
         limit = schema.parse_limit(request.query_params, 20, schema.MAX_LIST)
-        jobs = await self._service(request).list_stored(limit + 1, request.query_params.get("after"))
-        return JSONResponse(schema.BatchList.of([schema.batch_answer(job, self._keep_s) for job in jobs], limit).as_json())
+        jobs = await self._service(request).list_stored(
+            limit + 1, request.query_params.get("after")
+        )
+        return JSONResponse(
+            schema.BatchList.of(
+                [schema.batch_answer(job, self._keep_s) for job in jobs], limit
+            ).as_json()
+        )
 
     async def batch(self, request: Request) -> Response:
         """Answer ``GET /v1/batches/{job_id}``."""
@@ -179,14 +229,20 @@ class BatchEndpoints:
 
     async def cancel(self, request: Request) -> Response:
         """Answer ``POST /v1/batches/{job_id}/cancel``."""
-        return self._batch(await self._service(request).cancel_stored(request.path_params["job_id"]))
+        return self._batch(
+            await self._service(request).cancel_stored(request.path_params["job_id"])
+        )
 
     async def results(self, request: Request) -> Response:
-        """Stream answers and errors as lines of the output file, from ``offset`` on until the job has ended."""
+        """Stream answers and errors as lines of the output file, from ``offset`` on until the job
+        has ended.
+        """
         schema.check_query(request.query_params, "offset")
         offset = request.query_params.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
-            raise ParameterError(f"offset is {offset!r:.60}; it must be a whole number from 0", "offset")
+            raise ParameterError(
+                f"offset is {offset!r:.60}; it must be a whole number from 0", "offset"
+            )
         service = self._service(request)
         job_id = (await service.get_stored(request.path_params["job_id"])).job.job_id
         lines = _result_lines(service, job_id, int(offset))
@@ -200,11 +256,17 @@ class BatchEndpoints:
 def _min_file_size(request: Request) -> int:
     """Return how large the form's file is at least, by the request's headers."""
     length = request.headers.get("content-length", "")
-    return max(int(length) - MULTIPART_OVERHEAD, 0) if length.isascii() and length.isdecimal() and len(length) < 16 else 0
+    return (
+        max(int(length) - MULTIPART_OVERHEAD, 0)
+        if length.isascii() and length.isdecimal() and len(length) < 16
+        else 0
+    )
 
 
 def _require_multipart(content_type: str) -> None:
-    """Raise JobRefusedError for another type, or a charset other than utf-8: some of Python's decode any bytes to names."""
+    """Raise JobRefusedError for another type, or a charset other than utf-8: some of Python's
+    decode any bytes to names.
+    """
     kind, parameters = parse_options_header(content_type)
     if kind.lower() != b"multipart/form-data":
         raise JobRefusedError("the body must be multipart/form-data with file and purpose")
@@ -222,7 +284,9 @@ def _file_of(form: FormData) -> UploadFile:
     if "\0" in (file.filename or ""):
         raise ParameterError("the file's name has a character that no name may have", "file")
     if unknown := sorted(set(form) - {"purpose", "file"}):
-        raise ParameterError(f"{unknown[0]!r:.60} is not a parameter of this endpoint", unknown[0][:64])
+        raise ParameterError(
+            f"{unknown[0]!r:.60} is not a parameter of this endpoint", unknown[0][:64]
+        )
     return file
 
 
@@ -231,14 +295,19 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-async def _result_lines(service: BatchService, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-    """Yield an empty piece once one more stream is admitted, then the lines. Raises OverloadedError if it is not."""
+async def _result_lines(
+    service: BatchService, job_id: str, offset: int
+) -> AsyncGenerator[bytes, None]:
+    """Yield an empty piece once one more stream is admitted, then the lines. Raises OverloadedError
+    if it is not.
+    """
     with service.streaming():
         yield b""
         async with aclosing(service.stored_results(job_id, offset)) as results:
             try:
                 async for result in results:
                     yield schema.result_line(job_id, result)
-            except TramontaneError as error:  # the client sees a stream that broke off, and may ask again
+            # the client sees a stream that broke off, and may ask again
+            except TramontaneError as error:
                 logger.warning("results of %s broke off: %s", job_id, error)
                 raise

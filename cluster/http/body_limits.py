@@ -1,4 +1,6 @@
-"""Bounds on request bodies while they are read: their size, their slowness, and the memory of all together."""
+"""Bounds on request bodies while they are read: their size, their slowness, and the memory of all
+together.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -30,19 +32,24 @@ class BodyTooSlowError(RequestError):
 class BodyLimiter:
     """The bounds on the bodies that one API server reads at the same time.
 
-    ``max_held``: bytes of all bodies that are incomplete or wait for the thread that parses large ones.
-    ``progress_timeout_s``: how soon the next ``MIN_PROGRESS_BYTES`` of a body, or its end, have to arrive. The timeout restarts
-    with each such step, so a large body may take long, and one that comes byte by byte is not waited for forever.
+    ``max_held``: bytes of all bodies that are incomplete or wait for the thread that parses large
+    ones. ``progress_timeout_s``: how soon the next ``MIN_PROGRESS_BYTES`` of a body, or its end,
+    have to arrive. The timeout restarts with each such step, so a large body may take long, and one
+    that comes byte by byte is not waited for forever.
     """
 
-    def __init__(self, max_held: int = MAX_HELD_BYTES, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+    def __init__(
+        self, max_held: int = MAX_HELD_BYTES, progress_timeout_s: float = PROGRESS_TIMEOUT_S
+    ) -> None:
         self._max_held, self._progress_timeout_s = max_held, progress_timeout_s
         self.num_held = 0
 
     async def parse(self, request: Request, max_body: int, parse: Callable[[bytes], T]) -> T:
-        """Read a whole body and parse it; a large one in the thread for large bodies, until when it counts as held.
+        """Read a whole body and parse it; a large one in the thread for large bodies, until when it
+        counts as held.
 
-        Raises what ``parse`` raises, BodyTooLargeError, BodyTooSlowError, or OverloadedError if too many bytes are held.
+        Raises what ``parse`` raises, BodyTooLargeError, BodyTooSlowError, or OverloadedError if too
+        many bytes are held.
         """
         async with self._read(request, max_body) as body:
             return await run_off_loop(len(body), lambda: parse(body))
@@ -54,7 +61,9 @@ class BodyLimiter:
             async with aclosing(self.stream(request, max_body)) as parts:
                 async for part in parts:
                     if self.num_held + len(part) > self._max_held:
-                        raise OverloadedError("the server is reading too many large bodies at once", RETRY_AFTER_S)
+                        raise OverloadedError(
+                            "the server is reading too many large bodies at once", RETRY_AFTER_S
+                        )
                     self.num_held += len(part)
                     body += part
             yield bytes(body)
@@ -64,7 +73,8 @@ class BodyLimiter:
     async def stream(self, request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
         """Yield a body's parts, for a caller that does not keep them: they do not count as held.
 
-        Raises BodyTooSlowError, and BodyTooLargeError as soon as it is known, from ``content-length`` without reading anything.
+        Raises BodyTooSlowError, and BodyTooLargeError as soon as it is known, from
+        ``content-length`` without reading anything.
         """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_body:
@@ -80,19 +90,21 @@ class BodyLimiter:
     async def _timely_parts(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the parts within the timeout of each step of 64 KiB.
 
-        Of parts of 40 KiB the second completes a step (80 KiB), and the fourth the next one (160 KiB).
+        Of parts of 40 KiB the second completes a step (80 KiB), and the fourth the next one (160
+        KiB).
         """
         clock = asyncio.get_running_loop().time
         num_bytes, deadline = 0, clock() + self._progress_timeout_s
         async with aclosing(request.stream()) as parts:
             while True:
                 try:
-                    async with asyncio.timeout_at(deadline):  # a part that is there already is taken, however late
+                    # a part that is there already is taken, however late
+                    async with asyncio.timeout_at(deadline):
                         part = await anext(parts, None)
                 except TimeoutError:
                     raise BodyTooSlowError(
-                        f"the body comes too slowly; send {format_bytes(MIN_PROGRESS_BYTES)}, or the rest, "
-                        f"within {self._progress_timeout_s:g} s"
+                        f"the body comes too slowly; send {format_bytes(MIN_PROGRESS_BYTES)}, or"
+                        f" the rest, within {self._progress_timeout_s:g} s"
                     ) from None
                 if part is None:
                     return

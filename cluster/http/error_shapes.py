@@ -1,4 +1,6 @@
-"""How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in two ways, and Anthropic's."""
+"""How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in
+two ways, and Anthropic's.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -30,8 +32,8 @@ TYPES: Mapping[int, str] = MappingProxyType(
 class ErrorShape(NamedTuple):
     """Errors of one API.
 
-    ``body``: of a response. ``event``: with the body of a response and the event's number, where events have numbers.
-    ``number_after``: a number above those of all events of so many tokens.
+    ``body``: of a response. ``event``: with the body of a response and the event's number, where
+    events have numbers. ``number_after``: a number above those of all events of so many tokens.
     """
 
     body: Callable[[HttpErrorSpec, str], dict[str, Any]]
@@ -67,7 +69,9 @@ def _responses_event(body: bytes, number: int) -> bytes:
 
 
 def _number_after(num_tokens: int) -> int:
-    """Return a number for the next event, without knowledge of the blocks, of which a token hardly begins two."""
+    """Return a number for the next event, without knowledge of the blocks, of which a token hardly
+    begins two.
+    """
     return responses_events.next_number(num_tokens, 2 * num_tokens + 2)
 
 

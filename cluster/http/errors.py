@@ -14,7 +14,13 @@ from starlette.types import ExceptionHandler
 
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
 from tramontane.cluster.http.error_shapes import error_shape
-from tramontane.proto.errors import DEFECT, DrainingError, OverloadedError, PipelineError, TramontaneError
+from tramontane.proto.errors import (
+    DEFECT,
+    DrainingError,
+    OverloadedError,
+    PipelineError,
+    TramontaneError,
+)
 from tramontane.proto.request import Identity, request_fields
 from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
@@ -25,14 +31,16 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
 METRICS = (
-    "Ray exports the metrics of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
-    "see Metrics in docs/observability.md"
+    "Ray exports the metrics of every node, at /metrics of the port in"
+    " /tmp/ray/session_latest/metrics_export_port_* there; see Metrics in docs/observability.md"
 )
 DRAIN_RETRY_S = "5"  # another server may have taken over by then
 
 
 def error_response(error: TramontaneError, path: str = "") -> JSONResponse:
-    """Return the response for an error at a path, with ``retry-after`` where a client should try again."""
+    """Return the response for an error at a path, with ``retry-after`` where a client should try
+    again.
+    """
     spec = _error_spec(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
@@ -52,15 +60,21 @@ def _error_spec(error: TramontaneError) -> HttpErrorSpec:
 
 
 def log_and_respond(error: TramontaneError, request_id: str, path: str = "") -> JSONResponse:
-    """Return ``error_response``, and log errors that are not the client's fault, unless the server refuses on purpose."""
+    """Return ``error_response``, and log errors that are not the client's fault, unless the server
+    refuses on purpose.
+    """
     response = error_response(error, path)
-    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
+    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(
+        error, DrainingError
+    ):
         logger.warning("request %s failed: %s", request_id, error, extra=request_fields(request_id))
     return response
 
 
 def request_id(request: Request) -> str:
-    """Return the request's id: the client's or a proxy's, or the one that ``AuthMiddleware`` made."""
+    """Return the request's id: the client's or a proxy's, or the one that ``AuthMiddleware``
+    made.
+    """
     return str(getattr(request.state, "request_id", "-"))
 
 
@@ -81,7 +95,9 @@ async def _client_closed(_request: Request, _error: Exception) -> Response:
 
 
 # Handlers that every application of ours has.
-ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _client_closed})
+ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType(
+    {TramontaneError: _failed, ClientDisconnect: _client_closed}
+)
 
 
 def json_error(
@@ -94,10 +110,14 @@ def json_error(
     path: str = "",
 ) -> JSONResponse:
     """Return an error response in the shape of the API that the path belongs to."""
-    return JSONResponse(error_shape(path).body(HttpErrorSpec(status, type, param, code), message), status, headers)
+    return JSONResponse(
+        error_shape(path).body(HttpErrorSpec(status, type, param, code), message), status, headers
+    )
 
 
-def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
+def not_found_handler(
+    routes: Sequence[Route],
+) -> Callable[[Request, Exception], Awaitable[Response]]:
     """Make the handler for paths that do not exist, and for methods that a path does not have."""
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -105,11 +125,23 @@ def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception],
         path = f"{request.url.path!r:.100}"
         if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
             message = f"{path} is not here; {_advice(request.url.path)}"
-            return json_error(error.status_code, message, "invalid_request_error", path=request.url.path)
-        methods = _methods(routes, request)  # of all routes with this path; the error has those of one
-        message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
+            return json_error(
+                error.status_code, message, "invalid_request_error", path=request.url.path
+            )
+        # of all routes with this path; the error has those of one
+        methods = _methods(routes, request)
+        message = (
+            f"{path} does not take {request.method:.20}; it takes"
+            f" {' and '.join(m for m in methods if m != 'HEAD')}"
+        )
         headers = {"allow": ", ".join(methods)}
-        return json_error(error.status_code, message, "invalid_request_error", headers=headers, path=request.url.path)
+        return json_error(
+            error.status_code,
+            message,
+            "invalid_request_error",
+            headers=headers,
+            path=request.url.path,
+        )
 
     return answer
 
@@ -125,12 +157,21 @@ def _methods(routes: Sequence[Route], request: Request) -> list[str]:
     return sorted({method for route in matching for method in route.methods or ()})
 
 
-def internal_error_handler(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Make the handler for defects. ``sends_request_id``: see ``AuthMiddleware``, which does not see this response."""
+def internal_error_handler(
+    sends_request_id: bool,
+) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Make the handler for defects. ``sends_request_id``: see ``AuthMiddleware``, which does not
+    see this response.
+    """
 
     async def answer(request: Request, error: Exception) -> Response:
         failed_id = request_id(request)
-        logger.error("request %s failed by a defect of the server", failed_id, exc_info=error, extra=request_fields(failed_id))
+        logger.error(
+            "request %s failed by a defect of the server",
+            failed_id,
+            exc_info=error,
+            extra=request_fields(failed_id),
+        )
         headers = {"x-request-id": failed_id} if sends_request_id else {}
         return json_error(500, DEFECT, "server_error", headers=headers, path=request.url.path)
 

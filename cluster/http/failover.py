@@ -1,4 +1,6 @@
-"""Failover in Ray Serve's HTTP proxy: another ingress continues a response whose ingress is lost, unseen by the client."""
+"""Failover in Ray Serve's HTTP proxy: another ingress continues a response whose ingress is lost,
+unseen by the client.
+"""
 
 import asyncio
 import logging
@@ -10,11 +12,20 @@ from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.failover_response import SCOPE_RESUME, FailoverResponse
 from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/v1/responses", "/v1/messages")
-PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before another attempt, after an ingress that was soon lost and sent no update
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/fim/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
+# before another attempt, after an ingress that was soon lost and sent no update
+PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)
 QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy until then
-MAX_ATTEMPT_S = 40.0  # an ingress that refuses after longer has retried by itself, and the next one could do no more
-MAX_INGRESSES = 20  # for one response, while none of them sends an update: the request may be what they die of
+# an ingress that refuses after longer has retried by itself, and the next one could do no more
+MAX_ATTEMPT_S = 40.0
+# for one response, while none of them sends an update: the request may be what they die of
+MAX_INGRESSES = 20
 MAX_BODY = 8 * 2**20  # as much as an ingress reads by default
 MAX_BODIES = 256 * 2**20  # of all requests together; further requests are lost with their ingress
 
@@ -22,11 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class FailoverMiddleware:
-    """ASGI middleware of a proxy. Ray Serve shows the death of an ingress as a response that does not end, or does not start.
+    """ASGI middleware of a proxy. Ray Serve shows the death of an ingress as a response that does
+    not end, or does not start.
 
-    It does not show the loss of the ingress's whole machine: nothing informs a caller that waits for a response over gRPC. So
-    the ingress is given up when Ray declares its node dead. What the first ingress answers stands; only one that was to
-    continue a response may be followed by another attempt when it is full or failing.
+    It does not show the loss of the ingress's whole machine: nothing informs a caller that waits
+    for a response over gRPC. So the ingress is given up when Ray declares its node dead. What the
+    first ingress answers stands; only one that was to continue a response may be followed by
+    another attempt when it is full or failing.
     """
 
     def __init__(self, app: ASGIApp, nodes: DeadNodeWatcher) -> None:
@@ -35,19 +48,33 @@ class FailoverMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Relay a request; one for a completion may move to another ingress."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or not scope["path"].endswith(PATHS)
+        ):
             await self._app(scope, receive, send)
             return
         body, response = _BufferedBody(receive), FailoverResponse(send, scope["path"])
-        if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):  # else every ingress would get another id
-            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.state.id.encode())]}
+        # else every ingress would get another id
+        if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):
+            scope = {
+                **scope,
+                "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.state.id.encode())],
+            }
         budget = _FailoverBudget()
         try:
             while budget.is_left:
                 is_node_lost = await self._attempt(
-                    {**scope, SCOPE_RESUME: response.state}, self._replayable_receive(body), response
+                    {**scope, SCOPE_RESUME: response.state},
+                    self._replayable_receive(body),
+                    response,
                 )
-                if response.has_ended or body.is_disconnected or not (body.is_buffered and response.is_resumable):
+                if (
+                    response.has_ended
+                    or body.is_disconnected
+                    or not (body.is_buffered and response.is_resumable)
+                ):
                     return
                 message = "the ingress of answer %s is lost; another one continues it"
                 logger.warning(message, response.state.id, extra=request_fields(_request_id(scope)))
@@ -91,7 +118,9 @@ class FailoverMiddleware:
 
 
 def _request_id(scope: Scope) -> str:
-    return next((str(value, "latin-1") for name, value in scope["headers"] if name == REQUEST_ID_HEADER), "")
+    return next(
+        (str(value, "latin-1") for name, value in scope["headers"] if name == REQUEST_ID_HEADER), ""
+    )
 
 
 class _FailoverBudget:
@@ -114,11 +143,14 @@ class _FailoverBudget:
     def next_pause(self, response: FailoverResponse, is_node_lost: bool) -> float:
         """Return how long to wait after an ingress was lost.
 
-        Neither a lost node nor an ingress that had the request for some time counts against the request.
+        Neither a lost node nor an ingress that had the request for some time counts against the
+        request.
         """
         now, pause = asyncio.get_running_loop().time(), 0.0
         has_progressed = response.num_updates > self._num_updates
-        if has_progressed or (response.node is not None and now - self._attempted_at > QUICK_FAILURE_S):
+        if has_progressed or (
+            response.node is not None and now - self._attempted_at > QUICK_FAILURE_S
+        ):
             self._pauses = iter(PAUSES_S)
         self._num_ingresses = 0 if has_progressed else self._num_ingresses
         self._num_updates = response.num_updates
@@ -132,7 +164,9 @@ class _FailoverBudget:
 
 
 class _BufferedBody:
-    """The body of one request, as far as it has been read; in one piece, since its parts may be millions of single bytes."""
+    """The body of one request, as far as it has been read; in one piece, since its parts may be
+    millions of single bytes.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -148,7 +182,9 @@ class _BufferedBody:
         return message
 
     def add(self, message: Message, max_bytes: int) -> int:
-        """Buffer a part, and return how many bytes more are buffered now. A body that gets too large is dropped whole."""
+        """Buffer a part, and return how many bytes more are buffered now. A body that gets too
+        large is dropped whole.
+        """
         part = message.get("body", b"")
         if len(self._buffer) + len(part) > MAX_BODY or len(part) > max_bytes:
             self.is_buffered = False

@@ -1,7 +1,7 @@
 """``GET /metrics``: how loaded the server is, for gateways that route by load.
 
-These are the gauges of the model server protocol of Kubernetes' Gateway API Inference Extension, in Prometheus' text format. All
-other metrics are exported by Ray, on every node.
+These are the gauges of the model server protocol of Kubernetes' Gateway API Inference Extension, in
+Prometheus' text format. All other metrics are exported by Ray, on every node.
 """
 
 import asyncio
@@ -23,11 +23,17 @@ GAUGES = MappingProxyType(
     {
         "tramontane_num_requests_running": "Sequences that hold a slot, in all pipelines.",
         "tramontane_num_requests_waiting": "Sequences in the waiting queues of all routers.",
-        "tramontane_kv_cache_usage_perc": "Share of the pages of the key/value caches that sequences hold, from 0 to 1.",
+        "tramontane_kv_cache_usage_perc": (
+            "Share of the pages of the key/value caches that sequences hold, from 0 to 1."
+        ),
     }
 )
 METRICS_OPERATIONS: Operations = MappingProxyType(
-    {("GET", "/metrics"): Operation("Load of the server, for gateways that route by it", answer_type="text/plain")}
+    {
+        ("GET", "/metrics"): Operation(
+            "Load of the server, for gateways that route by it", answer_type="text/plain"
+        )
+    }
 )
 
 
@@ -36,7 +42,8 @@ class MetricsEndpoint:
 
     def __init__(self, get_activity: GetActivity, model: str) -> None:
         self._get_activity, self._model = get_activity, model
-        self._last: dict[str, int] = {}  # number of the last micro-batch by pipeline: older ones need not be sent
+        # number of the last micro-batch by pipeline: older ones need not be sent
+        self._last: dict[str, int] = {}
         self._query: asyncio.Task[str] | None = None
         self._asked_at = 0.0
 
@@ -60,8 +67,13 @@ class MetricsEndpoint:
 
 
 def render(pipelines: Sequence[PipelineActivity], model: str) -> str:
-    """Render the gauges. Without a pipeline all pages count as used, so that a gateway chooses another server."""
-    held, pages = sum(pipeline.pages_held for pipeline in pipelines), sum(pipeline.pages for pipeline in pipelines)
+    """Render the gauges. Without a pipeline all pages count as used, so that a gateway chooses
+    another server.
+    """
+    held, pages = (
+        sum(pipeline.pages_held for pipeline in pipelines),
+        sum(pipeline.pages for pipeline in pipelines),
+    )
     values = (
         sum(pipeline.running for pipeline in pipelines),
         sum(pipeline.waiting for pipeline in pipelines),
@@ -70,5 +82,9 @@ def render(pipelines: Sequence[PipelineActivity], model: str) -> str:
     label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     lines: list[str] = []
     for (name, meaning), value in zip(GAUGES.items(), values, strict=True):
-        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} gauge", f'{name}{{model_name="{label}"}} {value:g}']
+        lines += [
+            f"# HELP {name} {meaning}",
+            f"# TYPE {name} gauge",
+            f'{name}{{model_name="{label}"}} {value:g}',
+        ]
     return "\n".join([*lines, ""])

@@ -1,4 +1,6 @@
-"""``/openapi.json``: requests and responses of the API server, built from its routes and the models that parse requests."""
+"""``/openapi.json``: requests and responses of the API server, built from its routes and the models
+that parse requests.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +21,17 @@ from tramontane.router.openai import responses
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.served_model import Model, ModelList
-from tramontane.router.openai.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
+from tramontane.router.openai.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Tokens,
+)
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 
-EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # JSON, and at the end [DONE]
+# JSON, and at the end [DONE]
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 JSON = "application/json"
 
 JsonSchema = dict[str, Any]
@@ -33,7 +41,8 @@ JsonSchema = dict[str, Any]
 class Operation:
     """One method of one path. ``body`` and ``answer`` are JSON unless their types say otherwise.
 
-    ``streams``: it may answer with server-sent events. ``example``: a valid body. ``query``: schemas of query parameters.
+    ``streams``: it may answer with server-sent events. ``example``: a valid body. ``query``:
+    schemas of query parameters.
     """
 
     summary: str
@@ -54,7 +63,11 @@ ERRORS_OF_BODY = (400, 408, 413, 429)
 ERRORS_OF_MODEL = (*ERRORS_OF_BODY, 404)
 ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 503, 504)
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 16}
-FIM_EXAMPLE = {"prompt": "def add(a, b):\n    return", "suffix": "\n\nprint(add(1, 2))", "max_tokens": 16}
+FIM_EXAMPLE = {
+    "prompt": "def add(a, b):\n    return",
+    "suffix": "\n\nprint(add(1, 2))",
+    "max_tokens": 16,
+}
 LOAD_EXAMPLE = {"tokens_per_expert": [[1, 2], [3, 0]]}
 OPERATIONS: Operations = MappingProxyType(
     {
@@ -67,7 +80,12 @@ OPERATIONS: Operations = MappingProxyType(
             streams=True,
         ),
         ("POST", "/v1/chat/completions"): Operation(
-            "Answer in a conversation", responses.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
+            "Answer in a conversation",
+            responses.ChatAnswer,
+            ERRORS_OF_TOKENS,
+            ChatRequest,
+            CHAT_EXAMPLE,
+            streams=True,
         ),
         ("POST", "/v1/fim/completions"): Operation(
             "Fill in the text between a prompt and a suffix",
@@ -102,17 +120,29 @@ OPERATIONS: Operations = MappingProxyType(
             {"messages": CHAT_EXAMPLE["messages"]},
             error=AnthropicError,
         ),
-        ("GET", "/v1/models"): Operation("The model that is served, once for each of its names", ModelList),
+        ("GET", "/v1/models"): Operation(
+            "The model that is served, once for each of its names", ModelList
+        ),
         ("GET", "/v1/models/{name}"): Operation("The model that is served", Model, (404,)),
         ("POST", "/tokenize"): Operation(
-            "Token ids of a text or a conversation", Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}
+            "Token ids of a text or a conversation",
+            Tokens,
+            ERRORS_OF_MODEL,
+            TokenizeRequest,
+            {"prompt": "What news?"},
         ),
         ("POST", "/detokenize"): Operation(
-            "The text of token ids", Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
+            "The text of token ids",
+            Detokenized,
+            ERRORS_OF_MODEL,
+            DetokenizeRequest,
+            {"tokens": [1, 300]},
         ),
         ("GET", "/health"): Operation("Whether tokens can be made now", responses.Health, (503,)),
         ("GET", "/version"): Operation("Version of Tramontane", responses.Version),
-        ("GET", "/experts"): Operation("Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)),
+        ("GET", "/experts"): Operation(
+            "Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)
+        ),
         ("POST", "/experts"): Operation(
             "Spread the experts by another load",
             responses.MoveExpertsResponse,
@@ -125,22 +155,39 @@ OPERATIONS: Operations = MappingProxyType(
 
 
 def openapi(
-    routes: Sequence[Route], operations: Operations, model: str, version: str, public_paths: frozenset[str] | None
+    routes: Sequence[Route],
+    operations: Operations,
+    model: str,
+    version: str,
+    public_paths: frozenset[str] | None,
 ) -> dict[str, Any]:
-    """Build the OpenAPI 3.1 page of all routes that are in the schema; those without an operation are only named.
+    """Build the OpenAPI 3.1 page of all routes that are in the schema; those without an operation
+    are only named.
 
-    ``model``: the name that requests may give as ``model``. ``public_paths``: those that need no API key; None: none does.
+    ``model``: the name that requests may give as ``model``. ``public_paths``: those that need no
+    API key; None: none does.
     """
-    described = [(method, path, operations.get((method, path), Operation(path))) for method, path in _route_methods(routes)]
+    described = [
+        (method, path, operations.get((method, path), Operation(path)))
+        for method, path in _route_methods(routes)
+    ]
     paths: dict[str, dict[str, Any]] = {}
     for method, path, operation in described:
         needs_key = public_paths is not None and path not in public_paths
-        operation_object = _operation_object(operation, path, sorted((*operation.errors, *((401,) if needs_key else ()))))
+        operation_object = _operation_object(
+            operation, path, sorted((*operation.errors, *((401,) if needs_key else ())))
+        )
         if public_paths is not None and not needs_key:
             operation_object["security"] = []
         paths.setdefault(path, {})[method.lower()] = operation_object
-    components: dict[str, Any] = {"schemas": _schemas([operation for _, _, operation in described], model)}
-    page: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "Tramontane", "version": version}, "paths": paths}
+    components: dict[str, Any] = {
+        "schemas": _schemas([operation for _, _, operation in described], model)
+    }
+    page: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Tramontane", "version": version},
+        "paths": paths,
+    }
     if public_paths is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
@@ -149,12 +196,16 @@ def openapi(
 
 def _route_methods(routes: Sequence[Route]) -> Iterator[tuple[str, str]]:
     for route in routes:
-        for method in sorted((route.methods or set()) - {"HEAD"}) if route.include_in_schema else ():
+        for method in (
+            sorted((route.methods or set()) - {"HEAD"}) if route.include_in_schema else ()
+        ):
             yield method, route.path_format
 
 
 def _operation_object(operation: Operation, path: str, errors: Sequence[int]) -> dict[str, Any]:
-    content = {operation.answer_type: {"schema": _ref(operation.answer) if operation.answer else {}}}
+    content = {
+        operation.answer_type: {"schema": _ref(operation.answer) if operation.answer else {}}
+    }
     if operation.streams:
         content["text/event-stream"] = {"schema": EVENT}
     statuses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
@@ -167,8 +218,13 @@ def _operation_object(operation: Operation, path: str, errors: Sequence[int]) ->
         body = {operation.body_type: {"schema": _ref(operation.body)} | example}
         described["requestBody"] = {"required": True, "content": body}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    in_path = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
-    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in names
+    ]
+    in_query = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
     if in_path or in_query:
         described["parameters"] = in_path + in_query
     return described
@@ -181,9 +237,13 @@ def _ref(model: type[BaseModel]) -> JsonSchema:
 def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
     """Build the schemas of requests as they are read, and of responses as they are written."""
     bodies = {operation.body for operation in operations if operation.body}
-    returned = {operation.answer for operation in operations if operation.answer} | {each.error for each in operations}
+    returned = {operation.answer for operation in operations if operation.answer} | {
+        each.error for each in operations
+    }
     kinds = sorted(bodies | returned, key=lambda kind: kind.__name__)
-    _, page = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REF_TEMPLATE)
+    _, page = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template=REF_TEMPLATE
+    )
     schemas: dict[str, JsonSchema] = page["$defs"]
     for name in _reachable_names(schemas, [kind.__name__ for kind in bodies]):
         _make_nullable(schemas[name])
@@ -203,7 +263,7 @@ def _reachable_names(schemas: Mapping[str, JsonSchema], names: Sequence[str]) ->
     return found
 
 
-def _refs(schema: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
+def _refs(schema: Any) -> Iterator[str]:  # any JSON
     if isinstance(schema, dict):
         if "$ref" in schema:
             yield schema["$ref"]
@@ -213,7 +273,9 @@ def _refs(schema: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
 
 
 def _make_nullable(schema: JsonSchema) -> None:
-    """Let fields with a default be null as well: clients send null for parameters that they do not set."""
+    """Let fields with a default be null as well: clients send null for parameters that they do not
+    set.
+    """
     for name, written in schema.get("properties", {}).items():
         if "default" in written and {"type": "null"} not in written.get("anyOf", ()):
             kept = {key: written.pop(key) for key in ("title", "description") if key in written}

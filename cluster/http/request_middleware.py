@@ -21,12 +21,23 @@ PUBLIC_PATHS = frozenset({"/health"}) | static_pages.PUBLIC_PATHS
 class AuthMiddleware:
     """ASGI middleware around all routes. Nothing of a request without a valid key is read.
 
-    ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that themselves. ``public_paths``: those
-    that need no key.
+    ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that
+    themselves. ``public_paths``: those that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, sends_id: bool, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
-        self._app, self._keys, self._sends_id, self._public_paths = app, keys, sends_id, public_paths
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        sends_id: bool,
+        public_paths: frozenset[str] = PUBLIC_PATHS,
+    ) -> None:
+        self._app, self._keys, self._sends_id, self._public_paths = (
+            app,
+            keys,
+            sends_id,
+            public_paths,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate the request, name it, answer it and log how."""
@@ -55,14 +66,19 @@ class AuthMiddleware:
             access_log.write(scope, request_id)
 
     async def _dispatch(self, scope: Scope, receive: Receive, respond: Send) -> None:
-        identity = Identity() if _path(scope) in self._public_paths else self._keys.authenticate(_credentials(scope))
+        identity = (
+            Identity()
+            if _path(scope) in self._public_paths
+            else self._keys.authenticate(_credentials(scope))
+        )
         if identity is not None:
             scope["state"]["identity"] = identity
             await self._app(scope, receive, respond)
         else:
             refusal = json_error(
                 401,
-                "this server wants an API key; send a valid one as Authorization: Bearer KEY, or as x-api-key: KEY",
+                "this server wants an API key; send a valid one as Authorization: Bearer KEY, or as"
+                " x-api-key: KEY",
                 "invalid_request_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
@@ -85,12 +101,18 @@ class _AccessLog:
         await self._send(message)
 
     def write(self, scope: Scope, request_id: str) -> None:
-        """Log how the request was answered; on level debug for public paths, which are polled often."""
+        """Log how the request was answered; on level debug for public paths, which are polled
+        often.
+        """
         path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._started_at, 6)
         level = logging.DEBUG if path in self._public_paths else logging.INFO
         message = "request %s: %s %r was answered with %d in %.3f s"
-        extra = request_fields(request_id, method=scope["method"], path=path, status=self._status, seconds=seconds)
-        logger.log(level, message, request_id, scope["method"], path, self._status, seconds, extra=extra)
+        extra = request_fields(
+            request_id, method=scope["method"], path=path, status=self._status, seconds=seconds
+        )
+        logger.log(
+            level, message, request_id, scope["method"], path, self._status, seconds, extra=extra
+        )
 
 
 def _request_id(scope: Scope) -> str:

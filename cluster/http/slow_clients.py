@@ -1,7 +1,9 @@
-"""Back-pressure for clients that do not read their responses: these wait, and the client is dropped after a timeout.
+"""Back-pressure for clients that do not read their responses: these wait, and the client is dropped
+after a timeout.
 
-Ray Serve passes a response on through an unbounded queue, so writing never waits; its length is observed here. Everything
-behind it waits for its reader: gRPC between replica and proxy, and the proxy's HTTP server.
+Ray Serve passes a response on through an unbounded queue, so writing never waits; its length is
+observed here. Everything behind it waits for its reader: gRPC between replica and proxy, and the
+proxy's HTTP server.
 """
 
 import asyncio
@@ -18,14 +20,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.proto.request import request_fields
 
-TIMEOUT_HEADER = "x-slow-reader-timeout"  # from an ingress to its proxy, seconds; not sent to clients
+# from an ingress to its proxy, seconds; not sent to clients
+TIMEOUT_HEADER = "x-slow-reader-timeout"
 MAX_BUFFERED = 16  # writes of a stream
 POLL_INTERVAL_S = 0.05
-PIECE_BYTES = 2**16  # an HTTP server buffers a write whole, however large, and lets only the next one wait
+# an HTTP server buffers a write whole, however large, and lets only the next one wait
+PIECE_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
 
-# Returns how many messages Ray Serve holds for the request that is being answered; set by ``track_response_queues``.
+# Returns how many messages Ray Serve holds for the request that is being answered; set by
+# ``track_response_queues``.
 buffered_messages: ContextVar[Callable[[], int]] = ContextVar("buffered_messages")
 
 
@@ -34,14 +39,21 @@ class SlowReaderError(Exception):
 
 
 def num_buffered() -> int:
-    """Return how many messages of this request's response are not fetched yet; 0 without Ray Serve."""
+    """Return how many messages of this request's response are not fetched yet; 0 without Ray
+    Serve.
+    """
     buffered = buffered_messages.get(None)
     return buffered() if buffered is not None else 0
 
 
-def with_backpressure(send: Send, limit_s: float, count_buffered: Callable[[], int] = num_buffered) -> Send:
-    """Wrap ``send`` so that it waits while too much is buffered. It raises SlowReaderError after ``limit_s``."""
-    is_queue = buffered_messages.get(None) is not None  # which takes every message at once, so that no time limit is needed
+def with_backpressure(
+    send: Send, limit_s: float, count_buffered: Callable[[], int] = num_buffered
+) -> Send:
+    """Wrap ``send`` so that it waits while too much is buffered. It raises SlowReaderError after
+    ``limit_s``.
+    """
+    # which takes every message at once, so that no time limit is needed
+    is_queue = buffered_messages.get(None) is not None
 
     async def send_and_wait(message: Message) -> None:
         if is_queue:
@@ -61,7 +73,9 @@ def with_backpressure(send: Send, limit_s: float, count_buffered: Callable[[], i
 
 
 class BackpressureMiddleware:
-    """ASGI middleware around an ingress's endpoints: responses wait for their readers, and are dropped after ``limit_s``."""
+    """ASGI middleware around an ingress's endpoints: responses wait for their readers, and are
+    dropped after ``limit_s``.
+    """
 
     def __init__(self, app: ASGIApp, limit_s: float) -> None:
         self._app, self._limit_s = app, limit_s
@@ -87,9 +101,11 @@ class BackpressureMiddleware:
 
 
 class SlowClientMiddleware:
-    """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the ingress allows.
+    """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the
+    ingress allows.
 
-    A large message is written in pieces: otherwise a whole response would stay in the HTTP server's buffer until its client goes.
+    A large message is written in pieces: otherwise a whole response would stay in the HTTP server's
+    buffer until its client goes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -107,7 +123,8 @@ class SlowClientMiddleware:
                 del headers[TIMEOUT_HEADER]
             try:
                 for piece in (message,) if limit_s is None else _pieces(message):
-                    if limit_s is None or not _num_unsent(send):  # then it is taken at once; a timer would cost more than that
+                    # then it is taken at once; a timer would cost more than that
+                    if limit_s is None or not _num_unsent(send):
                         await send(piece)
                         continue
                     async with asyncio.timeout(limit_s):
@@ -135,11 +152,16 @@ def _pieces(message: Message) -> Iterator[Message]:
     body: bytes = message.get("body", b"")
     for start in range(0, len(body) - PIECE_BYTES, PIECE_BYTES):
         yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": True}
-    yield message if len(body) <= PIECE_BYTES else {**message, "body": body[(len(body) - 1) // PIECE_BYTES * PIECE_BYTES :]}
+    yield (
+        message
+        if len(body) <= PIECE_BYTES
+        else {**message, "body": body[(len(body) - 1) // PIECE_BYTES * PIECE_BYTES :]}
+    )
 
 
 def _reset_connection(send: Send) -> None:
-    """Reset the connection at once and discard what is unsent; the application then sees a disconnected client.
+    """Reset the connection at once and discard what is unsent; the application then sees a
+    disconnected client.
 
     Uvicorn has no function for that, so the socket is reached through its transport.
     """
@@ -147,6 +169,7 @@ def _reset_connection(send: Send) -> None:
     if transport is None:
         raise SlowReaderError("a client does not read")
     if (connection := transport.get_extra_info("socket")) is not None:
-        with socket.socket(fileno=os.dup(connection.fileno())) as copy:  # without SO_LINGER the system would still send the rest
+        # without SO_LINGER the system would still send the rest
+        with socket.socket(fileno=os.dup(connection.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

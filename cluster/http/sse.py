@@ -63,16 +63,22 @@ class StreamingAnswer(Protocol):
         ...
 
     def opening(self) -> list[Event]:
-        """Return the events before those of the first changes; none if the client has received them."""
+        """Return the events before those of the first changes; none if the client has received
+        them.
+        """
         ...
 
     def events(self, changes: list[Any]) -> list[Event]:
-        """Return the events of these changes; with the last changes also those that end the stream."""
+        """Return the events of these changes; with the last changes also those that end the
+        stream.
+        """
         ...
 
 
 class ChunkStream:
-    """A completion or a chat as a stream of OpenAI's chunks, which have no names, and ``[DONE]``."""
+    """A completion or a chat as a stream of OpenAI's chunks, which have no names, and
+    ``[DONE]``.
+    """
 
     ending = b"data: [DONE]\n\n"
     next_number = 0
@@ -102,7 +108,9 @@ class ChunkStream:
         return [] if first is None else [Event("", first)]
 
     def events(self, changes: list[Any]) -> list[Event]:
-        """Return the chunk of these changes, and at the end the one with the usage if the client wants it."""
+        """Return the chunk of these changes, and at the end the one with the usage if the client
+        wants it.
+        """
         events = [Event("", self._answer.chunk(changes))]
         if self.is_finished and self._answer.includes_usage:
             events.append(Event("", self._answer.last_chunk()))
@@ -110,7 +118,9 @@ class ChunkStream:
 
 
 def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
-    """Return the header that names what made an answer, or the first tokens of a stream; none if that is not known."""
+    """Return the header that names what made an answer, or the first tokens of a stream; none if
+    that is not known.
+    """
     return {} if fingerprint is None else {FINGERPRINT_HEADER: fingerprint}
 
 
@@ -123,11 +133,13 @@ class SseChunk(NamedTuple):
 
 
 class Pacer:
-    """Spreads writes evenly over the open streams: ``writes_per_s`` under full load, and more as the load is lower.
+    """Spreads writes evenly over the open streams: ``writes_per_s`` under full load, and more as
+    the load is lower.
 
-    Every write has a fixed cost, in Ray Serve more than in most servers. Tokens that become ready while a stream waits for its
-    turn travel in one write. At 500 writes a second one stream waits 2 ms after a write, and each of 64 streams 128 ms; at half
-    of the load 64 ms, and without any load each token is written when it comes.
+    Every write has a fixed cost, in Ray Serve more than in most servers. Tokens that become ready
+    while a stream waits for its turn travel in one write. At 500 writes a second one stream waits 2
+    ms after a write, and each of 64 streams 128 ms; at half of the load 64 ms, and without any load
+    each token is written when it comes.
     """
 
     def __init__(self, writes_per_s: int, load: Load = FULL_LOAD) -> None:
@@ -155,7 +167,9 @@ class Pacer:
         return self.longest_interval_s * self._load.level
 
     async def wait_turn(self, last_write: float) -> None:
-        """Wait until a stream that wrote at ``last_write`` (of the event loop's clock) may write again."""
+        """Wait until a stream that wrote at ``last_write`` (of the event loop's clock) may write
+        again.
+        """
         wait = last_write + self.interval_s - asyncio.get_running_loop().time()
         if wait > 0:
             await asyncio.sleep(wait)
@@ -164,11 +178,17 @@ class Pacer:
 class SseResponse(StreamingResponse):
     """Server-sent events, whose sources are closed as soon as the client leaves.
 
-    Without this the garbage collector would close them, and they would keep their slots until then. The last event and the end
-    of the response travel in one message, so an ingress cannot die between the two.
+    Without this the garbage collector would close them, and they would keep their slots until then.
+    The last event and the end of the response travel in one message, so an ingress cannot die
+    between the two.
     """
 
-    def __init__(self, events: AsyncGenerator[SseChunk, None], changes: Changes, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[SseChunk, None],
+        changes: Changes,
+        fingerprint: str | None = None,
+    ) -> None:
         headers = {"cache-control": "no-cache", **fingerprint_header(fingerprint)}
         super().__init__((), media_type="text/event-stream", headers=headers)
         self.events, self._changes = events, changes
@@ -183,16 +203,31 @@ class SseResponse(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send all events; with their updates if a proxy can continue the response elsewhere."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async for piece in self.events:
-            message = {"type": "http.response.body", "body": piece.data, "more_body": not piece.is_last}
-            await send(message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message)
+            message = {
+                "type": "http.response.body",
+                "body": piece.data,
+                "more_body": not piece.is_last,
+            }
+            await send(
+                message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message
+            )
 
 
 async def sse_events(
-    pacer: Pacer, answer: StreamingAnswer, first: list[Any], changes: Changes, request_id: str, path: str = ""
+    pacer: Pacer,
+    answer: StreamingAnswer,
+    first: list[Any],
+    changes: Changes,
+    request_id: str,
+    path: str = "",
 ) -> AsyncGenerator[SseChunk, None]:
-    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``path`` is the request's."""
+    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``path``
+    is the request's.
+    """
     clock = asyncio.get_running_loop().time
     with pacer.open_stream():
         try:
@@ -209,7 +244,9 @@ async def sse_events(
 
 
 async def _write(answer: StreamingAnswer, changes: list[Any], *, is_first: bool = False) -> bytes:
-    """Return one write: the events of these changes, after those that open the stream, and with the last ones its end."""
+    """Return one write: the events of these changes, after those that open the stream, and with the
+    last ones its end.
+    """
 
     def events(encode: Callable[[dict[str, Any]], bytes]) -> bytes:
         all_events = [*(answer.opening() if is_first else ()), *answer.events(changes)]

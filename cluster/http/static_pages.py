@@ -1,9 +1,10 @@
-"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (a server at work), and ``/``, which names them.
+"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (a server at work), and ``/``,
+which names them.
 
 Browsers load nothing from elsewhere.
 
-The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server. What the page shows it
-requests with a key, as any client does.
+The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server.
+What the page shows it requests with a key, as any client does.
 """
 
 import base64
@@ -21,7 +22,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 DOCS_PACKAGE = "fastapi_offline"
 DOCS_ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 DOCS_SCRIPT = (  # without the badge that sends the page to a validation service
-    'SwaggerUIBundle({url: "openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null, persistAuthorization: false})'
+    'SwaggerUIBundle({url: "openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null,'
+    " persistAuthorization: false})"
 )
 DOCS_PAGE = f"""<!doctype html>
 <html lang="en">
@@ -40,7 +42,8 @@ DOCS_PAGE = f"""<!doctype html>
 """
 DOCS_SCRIPT_HASH = base64.b64encode(hashlib.sha256(DOCS_SCRIPT.encode()).digest()).decode()
 DOCS_POLICY = (
-    f"default-src 'self'; script-src 'self' 'sha256-{DOCS_SCRIPT_HASH}'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+    f"default-src 'self'; script-src 'self' 'sha256-{DOCS_SCRIPT_HASH}'; style-src 'self'"
+    " 'unsafe-inline'; img-src 'self' data:"
 )
 
 UI_FOLDER = Path(__file__).parent / "ui"
@@ -52,7 +55,9 @@ UI_MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 UI_ASSETS = {
-    f"/ui/{path.name}": path for path in sorted(UI_FOLDER.iterdir()) if path.suffix in UI_MEDIA_TYPES and path.name != UI_PAGE
+    f"/ui/{path.name}": path
+    for path in sorted(UI_FOLDER.iterdir())
+    if path.suffix in UI_MEDIA_TYPES and path.name != UI_PAGE
 }
 PUBLIC_PATHS = frozenset({"/", "/ui", "/ui/", *UI_ASSETS})
 UI_POLICY = (
@@ -60,7 +65,8 @@ UI_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 UI_HEADERS = {
-    "cache-control": "no-cache",  # a browser asks whether its copy is current, which it is not after an upgrade
+    # a browser asks whether its copy is current, which it is not after an upgrade
+    "cache-control": "no-cache",
     "content-security-policy": UI_POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -68,7 +74,9 @@ UI_HEADERS = {
 
 
 def root_route() -> Route:
-    """Return the route of ``/``: a browser is led to ``/ui``, other clients get paths, relative to it, where they find more."""
+    """Return the route of ``/``: a browser is led to ``/ui``, other clients get paths, relative to
+    it, where they find more.
+    """
     return _get("/", _root)
 
 
@@ -76,7 +84,9 @@ async def _root(request: Request) -> Response:
     headers = {"vary": "accept", "x-content-type-options": "nosniff"}
     if "text/html" in request.headers.get("accept", "").lower():
         return RedirectResponse("ui", headers=headers)
-    return JSONResponse({"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"}, headers=headers)
+    return JSONResponse(
+        {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"}, headers=headers
+    )
 
 
 def docs_routes() -> list[Route]:
@@ -93,7 +103,9 @@ def _get(path: str, endpoint: Endpoint) -> Route:
 
 
 def _redirect(page: str, headers: dict[str, str] | None = None) -> Endpoint:
-    """Return an endpoint that redirects to the path without a slash, to which the names of a page's files are relative."""
+    """Return an endpoint that redirects to the path without a slash, to which the names of a page's
+    files are relative.
+    """
 
     async def redirect(_request: Request) -> Response:
         return RedirectResponse(page, headers=headers)
@@ -106,7 +118,9 @@ async def _docs_page(_request: Request) -> Response:
 
 
 async def _docs_asset(request: Request) -> Response:
-    """Answer with a file of the package, which is found without importing it: it needs another framework."""
+    """Answer with a file of the package, which is found without importing it: it needs another
+    framework.
+    """
     name = request.url.path.rpartition("/")[2]
     spec = find_spec(DOCS_PACKAGE)
     assert spec is not None, "pyproject.toml names it"
@@ -116,7 +130,11 @@ async def _docs_asset(request: Request) -> Response:
 
 def ui_routes() -> list[Route]:
     """Return the routes of ``/ui`` and its files."""
-    return [_get("/ui", _ui_page), _get("/ui/", _redirect("../ui", UI_HEADERS)), *(_get(path, _ui_asset) for path in UI_ASSETS)]
+    return [
+        _get("/ui", _ui_page),
+        _get("/ui/", _redirect("../ui", UI_HEADERS)),
+        *(_get(path, _ui_asset) for path in UI_ASSETS),
+    ]
 
 
 async def _ui_page(request: Request) -> Response:
@@ -128,11 +146,16 @@ async def _ui_asset(request: Request) -> Response:
 
 
 def _ui_file(request: Request, path: Path) -> Response:
-    """Answer with a file, or with 304 if the browser has it. Files are small, so they are read each time."""
+    """Answer with a file, or with 304 if the browser has it. Files are small, so they are read each
+    time.
+    """
     content = path.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = UI_HEADERS | {"etag": tag}
-    known_tags = {each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")}
+    known_tags = {
+        each.strip().removeprefix("W/")
+        for each in request.headers.get("if-none-match", "").split(",")
+    }
     if tag in known_tags:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=UI_MEDIA_TYPES[path.suffix])

@@ -1,4 +1,6 @@
-"""Endpoints that generate tokens, whole or as a stream: completions, chats, and the APIs that are chats in another shape."""
+"""Endpoints that generate tokens, whole or as a stream: completions, chats, and the APIs that are
+chats in another shape.
+"""
 
 import asyncio
 import time
@@ -12,7 +14,14 @@ from starlette.routing import Route
 from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME
-from tramontane.cluster.http.sse import ChunkStream, Pacer, SseResponse, StreamingAnswer, fingerprint_header, sse_events
+from tramontane.cluster.http.sse import (
+    ChunkStream,
+    Pacer,
+    SseResponse,
+    StreamingAnswer,
+    fingerprint_header,
+    sse_events,
+)
 from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.block_answer import BlockAnswer
@@ -28,7 +37,11 @@ from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
+from tramontane.router.openai.request_context import (
+    TIMEOUT_HEADER,
+    RequestTokenSource,
+    parse_timeout,
+)
 from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import CHOICES_DEPTH, encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
@@ -40,7 +53,9 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
 
 
 class BodyReader:
-    """Reads and parses bodies within the bounds of a server, and counts those that are refused because too many are read."""
+    """Reads and parses bodies within the bounds of a server, and counts those that are refused
+    because too many are read.
+    """
 
     def __init__(self, limiter: BodyLimiter, max_bytes: int, counts: RequestStats) -> None:
         self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
@@ -57,8 +72,21 @@ class BodyReader:
 class TokenEndpoints:
     """The endpoints of one model. ``chat``: how conversations become prompts."""
 
-    def __init__(self, model: ServedModel, source: TokenSource, chat: ChatTemplate, bodies: BodyReader, pacer: Pacer) -> None:
-        self._model, self._source, self._chat, self._bodies, self._pacer = model, source, chat, bodies, pacer
+    def __init__(
+        self,
+        model: ServedModel,
+        source: TokenSource,
+        chat: ChatTemplate,
+        bodies: BodyReader,
+        pacer: Pacer,
+    ) -> None:
+        self._model, self._source, self._chat, self._bodies, self._pacer = (
+            model,
+            source,
+            chat,
+            bodies,
+            pacer,
+        )
 
     def routes(self) -> list[Route]:
         """Return the routes of all endpoints."""
@@ -74,7 +102,9 @@ class TokenEndpoints:
     async def completions(self, request: Request) -> Response:
         """Answer ``POST /v1/completions``."""
 
-        def prepare(parsed: CompletionRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[Completion]:
+        def prepare(
+            parsed: CompletionRequest, arrived_at: float, resumed: ResumeState
+        ) -> Awaitable[Completion]:
             return Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
 
         return await self._complete(request, parse_completion, prepare)
@@ -82,7 +112,9 @@ class TokenEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/chat/completions``."""
 
-        def prepare(parsed: ChatRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+        def prepare(
+            parsed: ChatRequest, arrived_at: float, resumed: ResumeState
+        ) -> Awaitable[ChatCompletion]:
             return ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
 
         return await self._complete(request, parse_chat, prepare)
@@ -90,7 +122,9 @@ class TokenEndpoints:
     async def fim_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/fim/completions``."""
 
-        def prepare(parsed: FimRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+        def prepare(
+            parsed: FimRequest, arrived_at: float, resumed: ResumeState
+        ) -> Awaitable[ChatCompletion]:
             return FimCompletion.of_request(self._model, parsed, arrived_at, resumed)
 
         return await self._complete(request, parse_fim, prepare)
@@ -98,7 +132,9 @@ class TokenEndpoints:
     async def responses(self, request: Request) -> Response:
         """Answer ``POST /v1/responses``."""
 
-        def prepare(parsed: Conversation, arrived_at: float, resumed: ResumeState) -> Awaitable[ResponsesAnswers]:
+        def prepare(
+            parsed: Conversation, arrived_at: float, resumed: ResumeState
+        ) -> Awaitable[ResponsesAnswers]:
             return ResponsesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
 
         return await self._complete(request, parse_responses, prepare)
@@ -106,7 +142,9 @@ class TokenEndpoints:
     async def messages(self, request: Request) -> Response:
         """Answer ``POST /v1/messages``."""
 
-        def prepare(parsed: Conversation, arrived_at: float, resumed: ResumeState) -> Awaitable[MessagesAnswers]:
+        def prepare(
+            parsed: Conversation, arrived_at: float, resumed: ResumeState
+        ) -> Awaitable[MessagesAnswers]:
             return MessagesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
 
         return await self._complete(request, parse_messages, prepare)
@@ -121,7 +159,9 @@ class TokenEndpoints:
         self,
         request: Request,
         parse: Callable[[bytes], Body],
-        prepare: Callable[[Body, float, ResumeState], Awaitable[Completion | ChatCompletion | BlockAnswer]],
+        prepare: Callable[
+            [Body, float, ResumeState], Awaitable[Completion | ChatCompletion | BlockAnswer]
+        ],
     ) -> Response:
         """Answer a request for tokens, whole or as a stream."""
         arrived_at = time.monotonic()
@@ -134,36 +174,59 @@ class TokenEndpoints:
         answer = await prepare(parsed, arrived_at, resumed)
         if not parsed.stream:
             return await _whole_answer(answer, source, request)
-        return await self._stream(request, answer if isinstance(answer, BlockAnswer) else ChunkStream(answer), source)
+        return await self._stream(
+            request, answer if isinstance(answer, BlockAnswer) else ChunkStream(answer), source
+        )
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
         """Make the request's source before its body is read.
 
-        Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
+        Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one
+        sequence could wait.
         """
-        source = RequestTokenSource(self._source, request_identity(request), _deadline(request, resumed), request_id(request))
+        source = RequestTokenSource(
+            self._source,
+            request_identity(request),
+            _deadline(request, resumed),
+            request_id(request),
+        )
         if not resumed.is_resumed:
             source.check_capacity(1)
         return source
 
-    async def _stream(self, request: Request, answer: StreamingAnswer, source: TokenSource) -> Response:
-        """Wait for the first tokens, which decide between a stream and an error with a status of its own."""
+    async def _stream(
+        self, request: Request, answer: StreamingAnswer, source: TokenSource
+    ) -> Response:
+        """Wait for the first tokens, which decide between a stream and an error with a status of
+        its own.
+        """
         changes = answer.stream(source)
         first = await anext(changes)
-        events = sse_events(self._pacer, answer, first, changes, request_id(request), request.url.path)
+        events = sse_events(
+            self._pacer, answer, first, changes, request_id(request), request.url.path
+        )
         return SseResponse(events, changes, answer.fingerprint)
 
 
-async def _whole_answer(completion: Completion | ChatCompletion | BlockAnswer, source: TokenSource, request: Request) -> Response:
+async def _whole_answer(
+    completion: Completion | ChatCompletion | BlockAnswer, source: TokenSource, request: Request
+) -> Response:
     answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
     list_depth = BlockAnswer.list_depth if isinstance(completion, BlockAnswer) else CHOICES_DEPTH
     body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer, list_depth))
-    return Response(body, media_type="application/json", headers=fingerprint_header(completion.fingerprint))
+    return Response(
+        body, media_type="application/json", headers=fingerprint_header(completion.fingerprint)
+    )
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:
-    """Return the deadline by the event loop's clock: of 30 s, an ingress that was lost has used 12, so 18 are left.
+    """Return the deadline by the event loop's clock: of 30 s, an ingress that was lost has used 12,
+    so 18 are left.
 
     Raises ParameterError.
     """
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - resumed.waited_s
+    return (
+        asyncio.get_running_loop().time()
+        + parse_timeout(request.headers.getlist(TIMEOUT_HEADER))
+        - resumed.waited_s
+    )

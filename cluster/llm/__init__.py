@@ -5,4 +5,12 @@ from tramontane.cluster.llm.inputs import SamplingParams
 from tramontane.cluster.llm.offline import LLM, CompletionOutput, GenerationOutput, TokenLogprob
 from tramontane.proto.request import FinishReason
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams", "TokenLogprob"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "FinishReason",
+    "GenerationOutput",
+    "SamplingParams",
+    "TokenLogprob",
+]

@@ -1,4 +1,6 @@
-"""An engine in a thread of its own, so that its router and its heartbeats run between the caller's calls."""
+"""An engine in a thread of its own, so that its router and its heartbeats run between the caller's
+calls.
+"""
 
 import asyncio
 import signal
@@ -18,7 +20,8 @@ Result = TypeVar("Result")
 
 
 class EngineThread:
-    """Start a pipeline in a new event loop; ``run`` executes coroutines there, ``close`` removes what was started.
+    """Start a pipeline in a new event loop; ``run`` executes coroutines there, ``close`` removes
+    what was started.
 
     Raises:
         UserError: the configuration, the checkpoint or the plan does not fit.
@@ -30,18 +33,24 @@ class EngineThread:
         self._started: Future[Engine] = Future()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._main = self._loop.create_task(self._serve())  # so that ``close`` can end it at any time
-        self._thread = threading.Thread(target=self._run_loop, name="tramontane-engine", daemon=True)
+        # so that ``close`` can end it at any time
+        self._main = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(
+            target=self._run_loop, name="tramontane-engine", daemon=True
+        )
         self._thread.start()
         try:
-            with keep_handler(signal.SIGTERM):  # the caller's thread may be the main one, and Ray starts in ours
+            # the caller's thread may be the main one, and Ray starts in ours
+            with keep_handler(signal.SIGTERM):
                 self.engine = self._started.result()
         except BaseException:  # Ctrl-C too: nothing of the pipeline stays behind
             self.close()
             raise
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result:
-        """Return what ``work`` returns. An exception in the waiting thread, such as Ctrl-C, cancels the work."""
+        """Return what ``work`` returns. An exception in the waiting thread, such as Ctrl-C, cancels
+        the work.
+        """
         if not self._thread.is_alive():
             raise PipelineError("this LLM is closed; create a new one")
         future = asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
@@ -52,7 +61,9 @@ class EngineThread:
             raise
 
     def close(self) -> None:
-        """Remove the pipeline, and a cluster that was started for it. Safe to call more than once."""
+        """Remove the pipeline, and a cluster that was started for it. Safe to call more than
+        once.
+        """
         if self._thread.is_alive():
             with suppress(RuntimeError):  # the loop was closed in this moment
                 self._loop.call_soon_threadsafe(self._request_stop)
@@ -80,7 +91,9 @@ class EngineThread:
         display = self._display
         report = display.report if display else lambda _: None
         try:
-            async with open_engine(self._config, report, show_loading=display.loading if display else None) as engine:
+            async with open_engine(
+                self._config, report, show_loading=display.loading if display else None
+            ) as engine:
                 if display:
                     display.stop()
                 self._started.set_result(engine)

@@ -1,4 +1,6 @@
-"""``LLM``: a pipeline for the Python program that creates it, without a server. Its results have the shape of vLLM's."""
+"""``LLM``: a pipeline for the Python program that creates it, without a server. Its results have
+the shape of vLLM's.
+"""
 
 import asyncio
 import reprlib
@@ -16,7 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
-from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, SamplingParams, as_conversations, as_prompts
+from tramontane.cluster.llm.inputs import (
+    Message,
+    Prompt,
+    PromptEncoder,
+    SamplingParams,
+    as_conversations,
+    as_prompts,
+)
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.request import FinishReason, SequenceRequest, sequence_error
@@ -25,7 +34,9 @@ from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceDetokeni
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability, and the likeliest tokens at its position: (token id, log-probability), likeliest first."""
+    """A token's log-probability, and the likeliest tokens at its position: (token id,
+    log-probability), likeliest first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -36,8 +47,9 @@ class CompletionOutput:
     """One completion of a prompt. ``index`` counts the completions of the same prompt.
 
     ``text`` ends before a stop string, and ``token_ids`` with the token that completed it.
-    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty. ``reasoning``: what a
-    model thought before an answer to ``chat``; it is not in ``text``. ``error``: why ``finish_reason`` is an error, or else "".
+    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is
+    empty. ``reasoning``: what a model thought before an answer to ``chat``; it is not in ``text``.
+    ``error``: why ``finish_reason`` is an error, or else "".
     """
 
     index: int
@@ -53,24 +65,27 @@ class CompletionOutput:
 class GenerationOutput:
     """A prompt and its completions. ``prompt`` is None where the prompt was given as token ids.
 
-    ``prompt_logprobs`` has an entry per token of the prompt after the first if ``SamplingParams.prompt_logprobs`` asks for
-    them, or else is empty. ``num_cached_tokens``: those of the prompt that the first completion found in the caches.
+    ``prompt_logprobs`` has an entry per token of the prompt after the first if
+    ``SamplingParams.prompt_logprobs`` asks for them, or else is empty. ``num_cached_tokens``: those
+    of the prompt that the first completion found in the caches.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    num_cached_tokens: int = field(default=0, compare=False)  # the same output may have been computed or found
+    # the same output may have been computed or found
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 class LLM:
     """A model in a pipeline of its own: over Ray, or with ``local=True`` in this process.
 
-    Keyword arguments are keys of ``EngineConfig``, such as ``LLM(model=folder, stages=2)``; ``config`` gives all of them at
-    once. Close it, or use it as a context manager, so that the pipeline is removed; otherwise that happens when the object
-    is collected or the program ends. ``generate`` and ``chat`` may be called from several threads. ``progress`` shows
-    loading and a progress bar on standard error.
+    Keyword arguments are keys of ``EngineConfig``, such as ``LLM(model=folder, stages=2)``;
+    ``config`` gives all of them at once. Close it, or use it as a context manager, so that the
+    pipeline is removed; otherwise that happens when the object is collected or the program ends.
+    ``generate`` and ``chat`` may be called from several threads. ``progress`` shows loading and a
+    progress bar on standard error.
 
     Raises:
         ConfigError: a key or a combination of keys is wrong.
@@ -84,14 +99,22 @@ class LLM:
         *,
         config: EngineConfig | None = None,
         progress: bool = True,
-        **options: Any,  # noqa: ANN401 - EngineConfig validates them
+        **options: Any,  # EngineConfig validates them
     ) -> None:
         if config is not None and (options or model is not None):
             raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
-        if many := [key for key in ("replicas", "max_replicas") if options.get(key) not in (None, 1)]:
-            raise ConfigError(f"{many[0]} is {options[many[0]]}, and LLM runs one pipeline; several are for tramontane serve")
+        if many := [
+            key for key in ("replicas", "max_replicas") if options.get(key) not in (None, 1)
+        ]:
+            raise ConfigError(
+                f"{many[0]} is {options[many[0]]}, and LLM runs one pipeline; several are for"
+                " tramontane serve"
+            )
         if not isinstance(config, EngineConfig | None):
-            raise ConfigError(f"config is {reprlib.repr(config)}; it must be an EngineConfig, such as EngineConfig(stages=2)")
+            raise ConfigError(
+                f"config is {reprlib.repr(config)}; it must be an EngineConfig, such as"
+                " EngineConfig(stages=2)"
+            )
         config = config or EngineConfig.build(None, {"model": model} | options)
         config.check_combinations()
         self.config = config.single_pipeline()
@@ -100,26 +123,37 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._engine.close)
         plan = self._engine.engine.plan
         try:
-            self._prompts = PromptEncoder(self.config.model, plan.max_model_len, plan.args.vocab_size)
+            self._prompts = PromptEncoder(
+                self.config.model, plan.max_model_len, plan.args.vocab_size
+            )
         except BaseException:
             self.close()
             raise
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None, *, n: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        n: int | None = None,
     ) -> list[GenerationOutput]:
         """Complete all prompts at once; the results are in the order of the prompts.
 
-        ``prompts`` is one text, one sequence of token ids, or several of either; each gets ``sampling_params.n`` completions.
-        Without a seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every
-        run. The argument ``n`` is deprecated.
+        ``prompts`` is one text, one sequence of token ids, or several of either; each gets
+        ``sampling_params.n`` completions. Without a seed the completions of all prompts are sampled
+        apart, so equal prompts get different texts, the same in every run. The argument ``n`` is
+        deprecated.
 
         Raises:
-            RequestError: a prompt is empty or does not fit into the context; nothing is generated then.
+            RequestError: a prompt is empty or does not fit into the context; nothing is generated
+                then.
             PipelineError: the pipeline failed and could not be started again.
         """
         several = as_prompts(prompts)
-        encoded = [self._prompts.encode(prompt, f"prompt {number}") for number, prompt in enumerate(several, start=1)]
+        encoded = [
+            self._prompts.encode(prompt, f"prompt {number}")
+            for number, prompt in enumerate(several, start=1)
+        ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
         return self._complete(texts, encoded, _sampling(sampling_params, n), is_answer=False)
 
@@ -133,21 +167,29 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
-        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. An assistant's message may
-        have its ``reasoning`` too. ``reasoning_effort``: how much the model is to think, None for its default. The argument ``n``
-        is deprecated in favor of ``sampling_params.n``.
+        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and
+        assistant. An assistant's message may have its ``reasoning`` too. ``reasoning_effort``: how
+        much the model is to think, None for its default. The argument ``n`` is deprecated in favor
+        of ``sampling_params.n``.
 
         Raises:
-            RequestError: a conversation is empty, not in the format's order, or does not fit into the context; or the model does
-                not know the effort.
+            RequestError: a conversation is empty, not in the format's order, or does not fit into
+                the context; or the model does not know the effort.
             CheckpointError: the model folder has no chat format.
         """
         encode, several = self._prompts.encode_chat, as_conversations(messages)
-        encoded = [encode(each, f"conversation {number}", reasoning_effort) for number, each in enumerate(several, start=1)]
-        return self._complete([None] * len(encoded), encoded, _sampling(sampling_params, n), is_answer=True)
+        encoded = [
+            encode(each, f"conversation {number}", reasoning_effort)
+            for number, each in enumerate(several, start=1)
+        ]
+        return self._complete(
+            [None] * len(encoded), encoded, _sampling(sampling_params, n), is_answer=True
+        )
 
     def close(self) -> None:
-        """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than once."""
+        """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than
+        once.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -157,7 +199,12 @@ class LLM:
         self.close()
 
     def _complete(
-        self, texts: Sequence[str | None], encoded: Sequence[tuple[int, ...]], sampling: SamplingParams, *, is_answer: bool
+        self,
+        texts: Sequence[str | None],
+        encoded: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        *,
+        is_answer: bool,
     ) -> list[GenerationOutput]:
         n, tokenizer = sampling.n, self._prompts.tokenizer
         if sampling.stop and tokenizer is None:
@@ -171,7 +218,12 @@ class LLM:
                 text = (
                     self._prompts.answer_text(encoded[prompt], sampling)
                     if is_answer
-                    else ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens, stop_token_ids=sampling.stop_token_ids)
+                    else ChoiceDetokenizer(
+                        tokenizer,
+                        sampling.stop,
+                        sampling.min_tokens,
+                        stop_token_ids=sampling.stop_token_ids,
+                    )
                 )
                 spec = SequenceRequest(encoded[prompt], sampling.of_choice(choice))
                 output = await _completion(engine, text, spec, index)
@@ -179,9 +231,14 @@ class LLM:
                 return output
 
             async with asyncio.TaskGroup() as group:
-                tasks = [[group.create_task(complete_one(prompt, index)) for index in range(n)] for prompt in range(len(encoded))]
+                tasks = [
+                    [group.create_task(complete_one(prompt, index)) for index in range(n)]
+                    for prompt in range(len(encoded))
+                ]
             rows = zip(texts, encoded, tasks, strict=True)
-            return [_to_output(text, ids, [task.result() for task in row]) for text, ids, row in rows]
+            return [
+                _to_output(text, ids, [task.result() for task in row]) for text, ids, row in rows
+            ]
 
         try:
             with _progress_bar(self._progress) as progress:
@@ -194,25 +251,40 @@ def _sampling(sampling: SamplingParams | None, n: int | None) -> SamplingParams:
     """Return the parameters of a call, with ``n`` of its deprecated argument if that was given."""
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling_params is {reprlib.repr(sampling)}; give a SamplingParams, such as SamplingParams(n=2)")
+        raise RequestError(
+            f"sampling_params is {reprlib.repr(sampling)}; give a SamplingParams, such as"
+            " SamplingParams(n=2)"
+        )
     if n is None:
         return sampling
-    warnings.warn("the argument n is deprecated; use SamplingParams(n=...)", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "the argument n is deprecated; use SamplingParams(n=...)", DeprecationWarning, stacklevel=3
+    )
     return replace(sampling, n=n)
 
 
-_Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...], int]  # and log-probabilities and cached tokens of the prompt
+# and log-probabilities and cached tokens of the prompt
+_Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...], int]
 
 
-def _to_output(text: str | None, prompt_ids: tuple[int, ...], completions: Sequence[_Completion]) -> GenerationOutput:
-    return GenerationOutput(text, prompt_ids, tuple(output for output, *_ in completions), *completions[0][1:])
+def _to_output(
+    text: str | None, prompt_ids: tuple[int, ...], completions: Sequence[_Completion]
+) -> GenerationOutput:
+    return GenerationOutput(
+        text, prompt_ids, tuple(output for output, *_ in completions), *completions[0][1:]
+    )
 
 
-async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceRequest, index: int) -> _Completion:
-    """Generate completion ``index`` of a prompt; its text is empty where the model has no tokenizer."""
+async def _completion(
+    engine: Engine, text: ChoiceDetokenizer, spec: SequenceRequest, index: int
+) -> _Completion:
+    """Generate completion ``index`` of a prompt; its text is empty where the model has no
+    tokenizer.
+    """
     pieces: list[str] = []
     token_ids: list[int] = []
-    logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
+    # by position: those of the prompt, then those of the completion
+    logprobs: dict[int, TokenLogprob] = {}
     num_cached, failure = 0, ""
     async with aclosing(engine.router.generate([spec])) as batches:
         async for batch in batches:
@@ -233,7 +305,9 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     num_prompt = sum(position < len(spec.prompt_ids) for position in logprobs)
     own = ours[num_prompt:][: len(token_ids)]
     reasoning = text.take_reasoning() if isinstance(text, ChatDetokenizer) else ""
-    output = CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning, failure)
+    output = CompletionOutput(
+        index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning, failure
+    )
     return output, tuple(ours[:num_prompt]), num_cached
 
 
@@ -241,6 +315,13 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
 def _progress_bar(shown: bool) -> Iterator[Progress]:
     """Show completed prompts on standard error, if that is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not (shown and console.is_terminal)
+    ) as progress:
         yield progress

@@ -1,4 +1,6 @@
-"""Export of the counts of a router, and of those of an ingress or the batch runner, to Ray's metrics."""
+"""Export of the counts of a router, and of those of an ingress or the batch runner, to Ray's
+metrics.
+"""
 
 from tramontane.cluster.observability import metrics as table
 from tramontane.cluster.observability.metrics import DeltaCounter, MetricFactory
@@ -10,18 +12,29 @@ from tramontane.router.scheduling.scheduler import Scheduler
 
 
 class PipelineMetrics:
-    """Metrics of one pipeline. Its routers follow one another; ``export`` gets the current one, in a thread of its own."""
+    """Metrics of one pipeline. Its routers follow one another; ``export`` gets the current one, in
+    a thread of its own.
+    """
 
     def __init__(self, factory: MetricFactory, pipeline: str) -> None:
         self._tags = {"pipeline": pipeline}
         self._router: Router | None = None
         counters = [metric for metric in table.PIPELINE_METRICS if metric.kind == "counter"]
         self._counters = {metric: DeltaCounter(factory.counter(metric)) for metric in counters}
-        self._gauges = {metric: factory.gauge(metric) for metric in table.PIPELINE_METRICS if metric.kind == "gauge"}
-        self._tokens, self._hops = factory.histogram(table.MICRO_BATCH_TOKENS), factory.histogram(table.HOPS_S)
+        self._gauges = {
+            metric: factory.gauge(metric)
+            for metric in table.PIPELINE_METRICS
+            if metric.kind == "gauge"
+        }
+        self._tokens, self._hops = (
+            factory.histogram(table.MICRO_BATCH_TOKENS),
+            factory.histogram(table.HOPS_S),
+        )
 
     def export(self, router: Router) -> None:
-        """Export the router's state and what its counts have grown by; a new router's counts start at 0."""
+        """Export the router's state and what its counts have grown by; a new router's counts start
+        at 0.
+        """
         if self._router is not router:
             if self._router is not None:
                 self._export_counts(self._router)  # what it counted last
@@ -62,7 +75,9 @@ class PipelineMetrics:
         self._set(table.NUM_RUNNING, scheduler.num_running)
         self._set(table.NUM_WAITING, scheduler.num_waiting)
         allocator = scheduler.allocator
-        for kind, num_free, num_cached in zip(allocator.cache.classes, allocator.num_free, allocator.num_cached, strict=True):
+        for kind, num_free, num_cached in zip(
+            allocator.cache.classes, allocator.num_free, allocator.num_cached, strict=True
+        ):
             window = str(kind.window or "none")
             self._set(table.PAGES, kind.num_pages, window=window)
             self._set(table.PAGES_HELD, kind.num_pages - num_free, window=window)
@@ -76,14 +91,20 @@ class PipelineMetrics:
 
 
 class RequestMetrics:
-    """Metrics of the requests of one ingress, or of the batch runner; ``kind`` is one of ``REQUEST_KINDS``."""
+    """Metrics of the requests of one ingress, or of the batch runner; ``kind`` is one of
+    ``REQUEST_KINDS``.
+    """
 
     def __init__(self, factory: MetricFactory, counts: RequestStats, kind: str) -> None:
         assert kind in table.REQUEST_KINDS
         self._counts, self._tags = counts, {"kind": kind}
         counters = [metric for metric in table.REQUEST_METRICS if metric.kind == "counter"]
         self._counters = {metric: DeltaCounter(factory.counter(metric)) for metric in counters}
-        self._histograms = {metric: factory.histogram(metric) for metric in table.REQUEST_METRICS if metric.kind == "histogram"}
+        self._histograms = {
+            metric: factory.histogram(metric)
+            for metric in table.REQUEST_METRICS
+            if metric.kind == "histogram"
+        }
 
     def export(self) -> None:
         """Export what the counts have grown by."""

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from contextvars import Context
 
 from tramontane.cluster.config.logging import ContextFilter, LogSettings
-from tramontane.cluster.ray_internals.accessors import bind_request_id, bind_trace, current_request_id, serve_logger
+from tramontane.cluster.ray_internals.accessors import (
+    bind_request_id,
+    bind_trace,
+    current_request_id,
+    serve_logger,
+)
 from tramontane.proto.request import SequenceRequest, request_fields
 from tramontane.router.engine.active_request import ActiveRequest
 
@@ -18,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServeLogHandler(logging.Handler):
-    """Passes records on to Ray Serve's handlers of the moment, which it replaces when its configuration changes."""
+    """Passes records on to Ray Serve's handlers of the moment, which it replaces when its
+    configuration changes.
+    """
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Pass the record on if the filters allow it."""
@@ -28,7 +35,8 @@ class ServeLogHandler(logging.Handler):
 
 
 def use_serve_log(settings: LogSettings, component: str, **fields: object) -> None:
-    """Send our log to that of Ray Serve's process, in its form. To be called in a replica's constructor and in a proxy.
+    """Send our log to that of Ray Serve's process, in its form. To be called in a replica's
+    constructor and in a proxy.
 
     Without this Python would write our lines to the process's standard error, without a time.
     """
@@ -38,14 +46,17 @@ def use_serve_log(settings: LogSettings, component: str, **fields: object) -> No
 
 
 def serve_request_id(_context: object) -> str:
-    """Return Ray Serve's id of the request that this task works on: over gRPC, ``request_id`` of its metadata or a new one."""
+    """Return Ray Serve's id of the request that this task works on: over gRPC, ``request_id`` of
+    its metadata or a new one.
+    """
     return current_request_id()[:MAX_ID]
 
 
 def request_context(request_id: str) -> Context:
     """Make a context for a task that belongs to no request but calls other replicas for one.
 
-    They log this id, and what they do belongs to the trace of the current request. Without an id the context is empty.
+    They log this id, and what they do belongs to the trace of the current request. Without an id
+    the context is empty.
     """
     context = Context()
     if request_id:
@@ -58,19 +69,31 @@ def log_accepted(request: ActiveRequest, specs: Sequence[SequenceRequest]) -> No
     """Log that the router has accepted a request."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    request_id, num_tokens = request.request_id, max(len(spec.prompt_ids) + len(spec.output_ids) for spec in specs)
+    request_id, num_tokens = (
+        request.request_id,
+        max(len(spec.prompt_ids) + len(spec.output_ids) for spec in specs),
+    )
     is_resumed = any(spec.already_admitted or spec.output_ids for spec in specs)
-    message = "request %s is accepted: %d sequence%s, the longest of %d tokens" + ", begun elsewhere" * is_resumed
+    message = (
+        "request %s is accepted: %d sequence%s, the longest of %d tokens"
+        + ", begun elsewhere" * is_resumed
+    )
     extra = request_fields(request_id, sequences=len(specs), longest=num_tokens)
-    logger.info(message, request_id or "-", len(specs), "s" * (len(specs) != 1), num_tokens, extra=extra)
+    logger.info(
+        message, request_id or "-", len(specs), "s" * (len(specs) != 1), num_tokens, extra=extra
+    )
 
 
 def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:
-    """Log how a request ended. It is incomplete if it failed, its client left or its ingress was lost."""
+    """Log how a request ended. It is incomplete if it failed, its client left or its ingress was
+    lost.
+    """
     if not logger.isEnabledFor(logging.INFO):
         return
     request_id, outcome = request.request_id, "has ended" if is_complete else "is aborted"
     times = {name: round(seconds, 6) for name, seconds in request.times._asdict().items()}
-    words = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f} s" for name, seconds in times.items())
+    words = ", ".join(
+        f"{name.removesuffix('_s')} {seconds:.3f} s" for name, seconds in times.items()
+    )
     extra = request_fields(request_id, is_complete=is_complete, **times)
     logger.info("request %s %s: %s", request_id or "-", outcome, words, extra=extra)

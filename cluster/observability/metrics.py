@@ -1,4 +1,5 @@
-"""The table of all metrics, and the export of counts to Ray's metrics: once a second, and only what has grown.
+"""The table of all metrics, and the export of counts to Ray's metrics: once a second, and only what
+has grown.
 
 The code makes the metrics from the table, and docs/observability.md has its rows.
 """
@@ -10,15 +11,35 @@ from typing import Literal
 from ray.util.metrics import Counter, Gauge, Histogram
 
 PREFIX = "tramontane_"
-REQUEST_KINDS = ("interactive", "batch")  # requests of clients at an ingress, and lines of batch jobs
-SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# requests of clients at an ingress, and lines of batch jobs
+REQUEST_KINDS = ("interactive", "batch")
+SECONDS_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
 HOP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
 TOKEN_BUCKETS = tuple(float(2**n) for n in range(14))
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric that we export. Values of ``labels`` are bounded by the configuration; clients cannot add any."""
+    """A metric that we export. Values of ``labels`` are bounded by the configuration; clients
+    cannot add any.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -41,23 +62,45 @@ def _gauge(name: str, unit: str, labels: str, meaning: str) -> Metric:
     return Metric(name, "gauge", unit, tuple(labels.split()), meaning)
 
 
-def _histogram(name: str, unit: str, labels: str, meaning: str, boundaries: tuple[float, ...] = SECONDS_BUCKETS) -> Metric:
+def _histogram(
+    name: str, unit: str, labels: str, meaning: str, boundaries: tuple[float, ...] = SECONDS_BUCKETS
+) -> Metric:
     return Metric(name, "histogram", unit, tuple(labels.split()), meaning, boundaries)
 
 
-RUNNING = _gauge("pipeline_running", "0 or 1", "pipeline", "Whether the pipeline accepts requests now (1) or not (0).")
-ACTIVE = _counter("pipeline_active_seconds", "seconds", "pipeline", "Time in which at least one micro-batch was in flight.")
-STAGE_BUSY = _counter("stage_busy_seconds", "seconds", "pipeline stage", "Time in which the stage computed.")
+RUNNING = _gauge(
+    "pipeline_running",
+    "0 or 1",
+    "pipeline",
+    "Whether the pipeline accepts requests now (1) or not (0).",
+)
+ACTIVE = _counter(
+    "pipeline_active_seconds",
+    "seconds",
+    "pipeline",
+    "Time in which at least one micro-batch was in flight.",
+)
+STAGE_BUSY = _counter(
+    "stage_busy_seconds", "seconds", "pipeline stage", "Time in which the stage computed."
+)
 STAGE_WAITING = _counter(
     "stage_waiting_seconds",
     "seconds",
     "pipeline stage",
     "Time in which the stage did not compute although a micro-batch was in flight.",
 )
-STAGE_TOKENS = _counter("stage_tokens", "tokens", "pipeline stage", "Tokens that the stage processed.")
-SCHEDULED = _counter("scheduled_tokens", "tokens", "pipeline phase", "Tokens in micro-batches, by phase.")
-MICRO_BATCHES = _counter("micro_batches", "micro-batches", "pipeline", "Micro-batches that the pipeline completed.")
-MICRO_BATCH_TOKENS = _histogram("micro_batch_tokens", "tokens", "pipeline", "Tokens in a micro-batch.", TOKEN_BUCKETS)
+STAGE_TOKENS = _counter(
+    "stage_tokens", "tokens", "pipeline stage", "Tokens that the stage processed."
+)
+SCHEDULED = _counter(
+    "scheduled_tokens", "tokens", "pipeline phase", "Tokens in micro-batches, by phase."
+)
+MICRO_BATCHES = _counter(
+    "micro_batches", "micro-batches", "pipeline", "Micro-batches that the pipeline completed."
+)
+MICRO_BATCH_TOKENS = _histogram(
+    "micro_batch_tokens", "tokens", "pipeline", "Tokens in a micro-batch.", TOKEN_BUCKETS
+)
 HOPS_S = _histogram(
     "hop_seconds",
     "seconds",
@@ -65,22 +108,51 @@ HOPS_S = _histogram(
     "Time until the stage, once free, started a micro-batch that the previous stage had finished.",
     HOP_BUCKETS,
 )
-NUM_RUNNING = _gauge("num_requests_running", "sequences", "pipeline", "Sequences that hold a slot in the pipeline.")
-NUM_WAITING = _gauge("num_requests_waiting", "sequences", "pipeline", "Sequences in the router's waiting queue.")
-PAGES_HELD = _gauge("kv_cache_pages_in_use", "pages", "pipeline window", "Pages of the rolling KV cache that sequences hold.")
-PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "Pages of the rolling KV cache in total.")
+NUM_RUNNING = _gauge(
+    "num_requests_running", "sequences", "pipeline", "Sequences that hold a slot in the pipeline."
+)
+NUM_WAITING = _gauge(
+    "num_requests_waiting", "sequences", "pipeline", "Sequences in the router's waiting queue."
+)
+PAGES_HELD = _gauge(
+    "kv_cache_pages_in_use",
+    "pages",
+    "pipeline window",
+    "Pages of the rolling KV cache that sequences hold.",
+)
+PAGES = _gauge(
+    "kv_cache_pages", "pages", "pipeline window", "Pages of the rolling KV cache in total."
+)
 PAGES_CACHED = _gauge(
-    "kv_cache_pages_cached", "pages", "pipeline window", "Pages that no sequence holds, and whose contents are kept for reuse."
+    "kv_cache_pages_cached",
+    "pages",
+    "pipeline window",
+    "Pages that no sequence holds, and whose contents are kept for reuse.",
 )
 PREFIX_QUERIES = _counter(
-    "prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began, if they were looked up among cached ones."
+    "prefix_cache_queries",
+    "tokens",
+    "pipeline",
+    "Tokens of the sequences that began, if they were looked up among cached ones.",
 )
-PREFIX_HITS = _counter("prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed.")
+PREFIX_HITS = _counter(
+    "prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed."
+)
 SPEC_DRAFTS = _counter(
-    "spec_decode_num_drafts", "drafts", "pipeline", "Drafts, of one token or several, that sequences had in micro-batches."
+    "spec_decode_num_drafts",
+    "drafts",
+    "pipeline",
+    "Drafts, of one token or several, that sequences had in micro-batches.",
 )
-SPEC_DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "tokens", "pipeline", "Tokens of these drafts.")
-SPEC_ACCEPTED = _counter("spec_decode_num_accepted_tokens", "tokens", "pipeline", "Tokens of these drafts that were right.")
+SPEC_DRAFT_TOKENS = _counter(
+    "spec_decode_num_draft_tokens", "tokens", "pipeline", "Tokens of these drafts."
+)
+SPEC_ACCEPTED = _counter(
+    "spec_decode_num_accepted_tokens",
+    "tokens",
+    "pipeline",
+    "Tokens of these drafts that were right.",
+)
 PREEMPTIONS = _counter(
     "num_preemptions",
     "sequences",
@@ -88,23 +160,53 @@ PREEMPTIONS = _counter(
     "Sequences that were preempted: they released their pages and were computed again.",
 )
 RECOVERIES = _counter(
-    "recoveries", "recoveries", "pipeline", "Recoveries of the pipeline after a stage, a node or a step failed."
+    "recoveries",
+    "recoveries",
+    "pipeline",
+    "Recoveries of the pipeline after a stage, a node or a step failed.",
 )
 PAUSES = _counter(
-    "recovery_pause_seconds", "seconds", "pipeline", "Time from a failure to the first token of any request after it."
+    "recovery_pause_seconds",
+    "seconds",
+    "pipeline",
+    "Time from a failure to the first token of any request after it.",
 )
 FIRST_TOKEN = _histogram(
-    "time_to_first_token_seconds", "seconds", "kind", "Time from the arrival of a request to its first token."
+    "time_to_first_token_seconds",
+    "seconds",
+    "kind",
+    "Time from the arrival of a request to its first token.",
 )
-INTER_TOKEN = _histogram("inter_token_latency_seconds", "seconds", "kind", "Time between two tokens of a request.")
-E2E_LATENCY = _histogram("e2e_request_latency_seconds", "seconds", "kind", "Time from the arrival of a request to its end.")
-QUEUE = _histogram("request_queue_time_seconds", "seconds", "kind", "Time that a request spent in the router's waiting queue.")
-PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "kind", "Prompt tokens, counted when a request has its first token.")
+INTER_TOKEN = _histogram(
+    "inter_token_latency_seconds", "seconds", "kind", "Time between two tokens of a request."
+)
+E2E_LATENCY = _histogram(
+    "e2e_request_latency_seconds",
+    "seconds",
+    "kind",
+    "Time from the arrival of a request to its end.",
+)
+QUEUE = _histogram(
+    "request_queue_time_seconds",
+    "seconds",
+    "kind",
+    "Time that a request spent in the router's waiting queue.",
+)
+PROMPT_TOKENS = _counter(
+    "prompt_tokens", "tokens", "kind", "Prompt tokens, counted when a request has its first token."
+)
 GENERATION_TOKENS = _counter("generation_tokens", "tokens", "kind", "Tokens that were generated.")
-SUCCESS = _counter("request_success", "choices", "kind finished_reason", "Choices that ended, by reason.")
-REFUSED = _counter("requests_refused", "requests", "kind reason", "Requests that were refused, by reason.")
+SUCCESS = _counter(
+    "request_success", "choices", "kind finished_reason", "Choices that ended, by reason."
+)
+REFUSED = _counter(
+    "requests_refused", "requests", "kind reason", "Requests that were refused, by reason."
+)
 SENT_HOPS = _counter(
-    "sent_hops", "hops", "pipeline stage way", "Hidden states of micro-batches that the stage handed to the next one, by way."
+    "sent_hops",
+    "hops",
+    "pipeline stage way",
+    "Hidden states of micro-batches that the stage handed to the next one, by way.",
 )
 SENT_BYTES = _counter("sent_bytes", "bytes", "pipeline stage way", "Bytes of these hidden states.")
 EXPERT_TOKENS = _counter(
@@ -114,17 +216,41 @@ EXPERT_TOKENS = _counter(
     "Tokens that were routed to an expert, on a stage or on an expert actor.",
 )
 EXPERT_BUSY = _counter(
-    "expert_busy_seconds", "seconds", "pipeline actor", "Time in which the experts of an expert actor computed."
+    "expert_busy_seconds",
+    "seconds",
+    "pipeline actor",
+    "Time in which the experts of an expert actor computed.",
 )
-EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "Rows of hidden states that an expert actor received.")
+EXPERT_ROWS = _counter(
+    "expert_rows", "rows", "pipeline actor", "Rows of hidden states that an expert actor received."
+)
 
 PIPELINE_METRICS = (
-    *(RUNNING, ACTIVE, STAGE_BUSY, STAGE_WAITING, STAGE_TOKENS, SCHEDULED, MICRO_BATCHES, MICRO_BATCH_TOKENS, HOPS_S),
+    *(
+        RUNNING,
+        ACTIVE,
+        STAGE_BUSY,
+        STAGE_WAITING,
+        STAGE_TOKENS,
+        SCHEDULED,
+        MICRO_BATCHES,
+        MICRO_BATCH_TOKENS,
+        HOPS_S,
+    ),
     *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PAGES_CACHED, PREFIX_QUERIES, PREFIX_HITS),
     *(SPEC_DRAFTS, SPEC_DRAFT_TOKENS, SPEC_ACCEPTED),
     *(PREEMPTIONS, RECOVERIES, PAUSES),
 )
-REQUEST_METRICS = (FIRST_TOKEN, INTER_TOKEN, E2E_LATENCY, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)
+REQUEST_METRICS = (
+    FIRST_TOKEN,
+    INTER_TOKEN,
+    E2E_LATENCY,
+    QUEUE,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    SUCCESS,
+    REFUSED,
+)
 STAGE_ACTOR_METRICS = (SENT_HOPS, SENT_BYTES)
 EXPERT_METRICS = (EXPERT_TOKENS, EXPERT_BUSY, EXPERT_ROWS)
 METRICS = PIPELINE_METRICS + STAGE_ACTOR_METRICS + REQUEST_METRICS + EXPERT_METRICS
@@ -145,11 +271,15 @@ class MetricFactory:
 
     def histogram(self, metric: Metric) -> Histogram:
         """Make a histogram with the table's bucket boundaries."""
-        return Histogram(PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels)
+        return Histogram(
+            PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels
+        )
 
 
 class DeltaCounter:
-    """Makes a counter follow totals that are counted elsewhere: adds what each has grown by since the last update."""
+    """Makes a counter follow totals that are counted elsewhere: adds what each has grown by since
+    the last update.
+    """
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -169,19 +299,28 @@ class DeltaCounter:
 
 
 class StageActorMetrics:
-    """Exports what a stage's own process counts: the tokens routed to its layers' experts, and hidden states by way."""
+    """Exports what a stage's own process counts: the tokens routed to its layers' experts, and
+    hidden states by way.
+    """
 
     def __init__(self, factory: MetricFactory, pipeline: str, stage_id: int) -> None:
         self._tokens, self._hops, self._num_bytes = (
-            DeltaCounter(factory.counter(metric)) for metric in (EXPERT_TOKENS, SENT_HOPS, SENT_BYTES)
+            DeltaCounter(factory.counter(metric))
+            for metric in (EXPERT_TOKENS, SENT_HOPS, SENT_BYTES)
         )
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
-    def export(self, load: Mapping[int, Sequence[int]], sent: Mapping[str, tuple[int, int]]) -> None:
-        """Export the totals so far: tokens of each expert, by the global number of its layer, and hops and bytes by way."""
+    def export(
+        self, load: Mapping[int, Sequence[int]], sent: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Export the totals so far: tokens of each expert, by the global number of its layer, and
+        hops and bytes by way.
+        """
         for layer, tokens in load.items():
             for expert, number in enumerate(tokens):
-                self._tokens.update(number, self._tags | {"layer": str(layer), "expert": str(expert)})
+                self._tokens.update(
+                    number, self._tags | {"layer": str(layer), "expert": str(expert)}
+                )
         for way, (hops, num_bytes) in sent.items():
             self._hops.update(hops, self._tags | {"way": way})
             self._num_bytes.update(num_bytes, self._tags | {"way": way})
@@ -191,7 +330,9 @@ class ExpertWorkMetrics:
     """Exports the work of an expert actor."""
 
     def __init__(self, factory: MetricFactory, pipeline: str, actor_id: int) -> None:
-        self._busy_s, self._rows = (DeltaCounter(factory.counter(metric)) for metric in (EXPERT_BUSY, EXPERT_ROWS))
+        self._busy_s, self._rows = (
+            DeltaCounter(factory.counter(metric)) for metric in (EXPERT_BUSY, EXPERT_ROWS)
+        )
         self._tags = {"pipeline": pipeline, "actor": str(actor_id)}
 
     def export(self, busy_s: float, num_rows: int) -> None:

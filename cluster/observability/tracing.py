@@ -1,4 +1,6 @@
-"""Spans of requests: the configuration of Ray Serve's tracing, and the spans that routers add. Nothing where it is off."""
+"""Spans of requests: the configuration of Ray Serve's tracing, and the spans that routers add.
+Nothing where it is off.
+"""
 
 import inspect
 import logging
@@ -9,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from tramontane.cluster.ray_internals.accessors import import_attribute, is_tracing_enabled, serve_controller, set_proxy_tracing
+from tramontane.cluster.ray_internals.accessors import (
+    import_attribute,
+    is_tracing_enabled,
+    serve_controller,
+    set_proxy_tracing,
+)
 from tramontane.cluster.ray_internals.table import FILE_EXPORTER
 from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.health import HealthTracker
@@ -19,7 +26,8 @@ if TYPE_CHECKING:
 
     from tramontane.router.engine.active_request import ActiveRequest
 
-# Values of --tracing-exporter: where Ray Serve finds the function that makes the span processors of each process.
+# Values of --tracing-exporter: where Ray Serve finds the function that makes the span processors of
+# each process.
 EXPORTERS = {"file": FILE_EXPORTER.path, "otlp": f"{__name__}:otlp"}
 EXPORTER_HELP = "it must be otlp, file or MODULE:FUNCTION"
 OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # of an optional package
@@ -40,7 +48,9 @@ def otlp() -> "list[SpanProcessor]":
 
 
 def tracing_config(exporter: str | None, sampling_ratio: float) -> dict[str, Any] | None:
-    """Return the option for Ray Serve's start. Raises ConfigError for an exporter with which all its processes would fail."""
+    """Return the option for Ray Serve's start. Raises ConfigError for an exporter with which all
+    its processes would fail.
+    """
     if exporter is None:
         return None
     path = EXPORTERS.get(exporter, exporter)
@@ -59,9 +69,14 @@ def _check(exporter: str, path: str) -> None:
         function = import_attribute(path)
     except (ImportError, AttributeError, ValueError) as error:
         remedy = "install tramontane[tracing]" if path == EXPORTERS["otlp"] else EXPORTER_HELP
-        raise ConfigError(f"--tracing-exporter {exporter} cannot be imported: {error}; {remedy}") from None
+        raise ConfigError(
+            f"--tracing-exporter {exporter} cannot be imported: {error}; {remedy}"
+        ) from None
     if not inspect.isfunction(function) or inspect.signature(function).parameters:
-        raise ConfigError(f"--tracing-exporter {exporter} must be a function without parameters that returns span processors")
+        raise ConfigError(
+            f"--tracing-exporter {exporter} must be a function without parameters that returns span"
+            " processors"
+        )
 
 
 def enable_proxy_tracing() -> None:
@@ -72,9 +87,13 @@ def enable_proxy_tracing() -> None:
     if not ray.is_initialized():
         return
     try:
-        config = ray.get(serve_controller().get_tracing_config.remote(), timeout=CONTROLLER_TIMEOUT_S)
+        config = ray.get(
+            serve_controller().get_tracing_config.remote(), timeout=CONTROLLER_TIMEOUT_S
+        )
     except RayError as error:  # the proxy works without tracing
-        logger.warning("this proxy makes no spans, because Ray Serve's controller did not answer: %s", error)
+        logger.warning(
+            "this proxy makes no spans, because Ray Serve's controller did not answer: %s", error
+        )
         return
     if config is not None and config.enabled:
         path = config.exporter_import_path or EXPORTERS["file"]
@@ -87,7 +106,9 @@ def enable_proxy_tracing() -> None:
 
 
 def record_spans(request: "ActiveRequest", progress: HealthTracker, *, is_complete: bool) -> None:
-    """Record a request's queue, prefill and decode below Ray Serve's span of the call, if there is one."""
+    """Record a request's queue, prefill and decode below Ray Serve's span of the call, if there is
+    one.
+    """
     if not is_tracing_enabled():
         return
     from opentelemetry import trace
@@ -95,10 +116,18 @@ def record_spans(request: "ActiveRequest", progress: HealthTracker, *, is_comple
     call, now = trace.get_current_span(), progress.now
     if not call.is_recording():
         return
-    call.set_attributes({"tramontane.request_id": request.request_id, "tramontane.is_complete": is_complete})
+    call.set_attributes(
+        {"tramontane.request_id": request.request_id, "tramontane.is_complete": is_complete}
+    )
     zero_ns, recovery = time.time_ns() - round(now * 1e9), progress.last_recovery
     if recovery is not None and recovery.seen_at >= request.arrived_at:
-        call.add_event("recovery", {"reason": recovery.reason[:MAX_REASON]}, zero_ns + round(recovery.seen_at * 1e9))
+        call.add_event(
+            "recovery",
+            {"reason": recovery.reason[:MAX_REASON]},
+            zero_ns + round(recovery.seen_at * 1e9),
+        )
     tracer = trace.get_tracer("tramontane")
     for name, began, ended in request.phases(now):
-        tracer.start_span(name, start_time=zero_ns + round(began * 1e9)).end(zero_ns + round(ended * 1e9))
+        tracer.start_span(name, start_time=zero_ns + round(began * 1e9)).end(
+            zero_ns + round(ended * 1e9)
+        )

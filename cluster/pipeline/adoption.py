@@ -22,7 +22,11 @@ from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
-from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
+from tramontane.cluster.pipeline.lifecycle import (
+    EvictCallback,
+    running_pipeline,
+    shut_down_pipeline,
+)
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.backoff import backoff_delays
@@ -40,7 +44,8 @@ Driven = tuple[PipelineSpec, ObjectStoreStageChain]
 
 
 def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
-    """Return the prefix ``application-version`` of pipelines that may be adopted: of the same code, model and settings.
+    """Return the prefix ``application-version`` of pipelines that may be adopted: of the same code,
+    model and settings.
 
     A number follows it in their names.
     """
@@ -56,13 +61,16 @@ async def adopt_or_create_pipeline(
     nodes_timeout_s: float = 0.0,
     first_number: int = 0,
 ) -> AsyncIterator[Driven]:
-    """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or else a new one.
+    """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or
+    else a new one.
 
-    The cluster may have changed since a pipeline was created, or have no free resources to plan with, so
-    nothing is planned before it is clear that a new one is needed. If resources for it are missing, pipelines that
-    earlier deployments drive are removed. Nodes may still be joining: for ``nodes_timeout_s`` a cluster that is too small
-    for the plan is probed again. ``first_number``: the number of the pipeline that is claimed first; where routers that
-    start together have different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline`` raise.
+    The cluster may have changed since a pipeline was created, or have no free resources to plan
+    with, so nothing is planned before it is clear that a new one is needed. If resources for it are
+    missing, pipelines that earlier deployments drive are removed. Nodes may still be joining: for
+    ``nodes_timeout_s`` a cluster that is too small for the plan is probed again. ``first_number``:
+    the number of the pipeline that is claimed first; where routers that start together have
+    different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline``
+    raise.
     """
     async with AsyncExitStack() as stack:
         claims = _Claims(stack, actor_holder_name(deployed_at), first_number)
@@ -71,13 +79,17 @@ async def adopt_or_create_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class _Claims:
-    """Claims pipelines for the router ``holder``; the claimed one is driven until ``stack`` is closed."""
+    """Claims pipelines for the router ``holder``; the claimed one is driven until ``stack`` is
+    closed.
+    """
 
     stack: AsyncExitStack
     holder: str
     first_number: int
 
-    async def adopt_or_create(self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float) -> Driven:
+    async def adopt_or_create(
+        self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float
+    ) -> Driven:
         delays = backoff_delays(RETRY_S, MAX_RETRY_S)
         while True:
             existing = await asyncio.to_thread(_pipelines, re.escape(prefix))
@@ -91,12 +103,16 @@ class _Claims:
                 logger.info("waiting up to %.0f s more for nodes: %s", left_s, error)
                 await asyncio.sleep(NODES_POLL_S)
                 continue
-            if (driven := await self._create(new, _new_names(prefix, existing, self.first_number))) is not None:
+            if (
+                driven := await self._create(new, _new_names(prefix, existing, self.first_number))
+            ) is not None:
                 return driven
             await asyncio.sleep(next(delays))
 
     async def _adopt(self, names: list[str]) -> Driven | None:
-        """Drive one of these pipelines; None if all are driven, which is the normal case if another one is needed."""
+        """Drive one of these pipelines; None if all are driven, which is the normal case if another
+        one is needed.
+        """
         for name in _rotate(names, self.first_number):
             try:
                 return await self._claim(await _specification(name))
@@ -110,13 +126,16 @@ class _Claims:
             try:
                 return await self._claim(replace(new, name=name))
             except LeaseError as error:
-                if not _is_driven(error):  # else another router was faster; its pipeline cannot be adopted either
+                # else another router was faster; its pipeline cannot be adopted either
+                if not _is_driven(error):
                     break
         return None
 
     async def _claim(self, spec: PipelineSpec) -> Driven:
         evict = _evict_older(spec.name, self.holder, self.first_number)
-        return spec, await self.stack.enter_async_context(running_pipeline(spec, holder=self.holder, evict=evict))
+        return spec, await self.stack.enter_async_context(
+            running_pipeline(spec, holder=self.holder, evict=evict)
+        )
 
 
 def _is_driven(error: LeaseError) -> bool:
@@ -125,18 +144,24 @@ def _is_driven(error: LeaseError) -> bool:
 
 
 def _rotate(names: list[str], first_number: int) -> list[str]:
-    """Return the names from the one with this index on, then those before it: 4 of three names starts with the second."""
+    """Return the names from the one with this index on, then those before it: 4 of three names
+    starts with the second.
+    """
     start = first_number % max(len(names), 1)
     return names[start:] + names[:start]
 
 
 def _new_names(
-    prefix: str, existing: Collection[str], first_number: int, randrange: Callable[[int], int] = random.randrange
+    prefix: str,
+    existing: Collection[str],
+    first_number: int,
+    randrange: Callable[[int], int] = random.randrange,
 ) -> Iterator[str]:
-    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each from a wider range.
+    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each
+    from a wider range.
 
-    With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was yielded. So also routers with
-    the same first number soon claim different names.
+    With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was
+    yielded. So also routers with the same first number soon claim different names.
     """
     tried = set(existing)
     for attempt in itertools.count():
@@ -148,9 +173,11 @@ def _new_names(
 
 
 def _evict_older(own_name: str, holder: str, first_number: int) -> EvictCallback:
-    """Return a callback that removes one pipeline which an earlier deployment of the same application drives.
+    """Return a callback that removes one pipeline which an earlier deployment of the same
+    application drives.
 
-    It raises LeaseError if one of the same version has become free, as its router died: that one can be adopted.
+    It raises LeaseError if one of the same version has become free, as its router died: that one
+    can be adopted.
     """
     application = own_name.rsplit("-", 2)[0]
 
@@ -174,27 +201,40 @@ def _version_of(name: str) -> str:
 
 
 async def _try_claim(name: str, holder: str) -> bool:
-    """Claim a pipeline's lease and return True if that succeeds; its former router learns that when it renews."""
+    """Claim a pipeline's lease and return True if that succeeds; its former router learns that when
+    it renews.
+    """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
-        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
+        await call_or_restart(
+            supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder)
+        )
     except (ValueError, RayError):
         return False
     return True
 
 
 def _pipelines(prefix: str) -> list[str]:
-    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular expression. It blocks."""
-    names = [name.removesuffix(SUPERVISOR_SUFFIX) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")]
+    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular
+    expression. It blocks.
+    """
+    names = [
+        name.removesuffix(SUPERVISOR_SUFFIX)
+        for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")
+    ]
     return sorted(names, key=lambda name: (_version_of(name), int(name.rpartition("-")[2])))
 
 
 async def _specification(name: str) -> PipelineSpec:
-    """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is gone."""
+    """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
+    gone.
+    """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
         call: Any = supervisor.specification.options(concurrency_group="lease").remote
         spec: PipelineSpec = await call_or_restart(supervisor, call)
     except (ValueError, RayError) as error:
-        raise LeaseError(f"the pipeline {name} cannot be adopted: {ray_error_message(error)}") from error
+        raise LeaseError(
+            f"the pipeline {name} cannot be adopted: {ray_error_message(error)}"
+        ) from error
     return spec

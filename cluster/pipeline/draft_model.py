@@ -15,37 +15,51 @@ from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Checkpoint
 
 
-def draft_model_spec(config: EngineConfig, target: ModelArgs, plan: PipelinePlan, hardware: Hardware) -> DraftModelSpec:
+def draft_model_spec(
+    config: EngineConfig, target: ModelArgs, plan: PipelinePlan, hardware: Hardware
+) -> DraftModelSpec:
     """Return what the actor of the configured draft model gets.
 
     Raises as ``validate_draft_model`` does, and PlanError if it does not fit.
     """
     folder, args = _folder(config), validate_draft_model(config, target)
-    return DraftModelSpec(plan_draft_model(config, args, plan, hardware), folder.resolve(), Checkpoint(folder).fingerprint())
+    return DraftModelSpec(
+        plan_draft_model(config, args, plan, hardware),
+        folder.resolve(),
+        Checkpoint(folder).fingerprint(),
+    )
 
 
 def validate_draft_model(config: EngineConfig, target: ModelArgs) -> ModelArgs:
     """Return the draft model's arguments.
 
-    Raises ConfigError unless its folder is one of a checkpoint whose tokens are those of the ``target``, and CheckpointError if
-    it cannot be loaded.
+    Raises ConfigError unless its folder is one of a checkpoint whose tokens are those of the
+    ``target``, and CheckpointError if it cannot be loaded.
     """
     folder = _folder(config)
     if is_preset(folder):
-        raise ConfigError(f"--speculative-config: model is {folder}, a published geometry without weights; give a folder")
+        raise ConfigError(
+            f"--speculative-config: model is {folder}, a published geometry without weights; give a"
+            " folder"
+        )
     try:
         detect_layout(folder)
     except CheckpointError as error:
         reason = str(error).partition("; ")[0]  # what follows is advice about --model
-        raise ConfigError(f"--speculative-config: {reason}; model has to be a downloaded checkpoint's folder") from error
+        raise ConfigError(
+            f"--speculative-config: {reason}; model has to be a downloaded checkpoint's folder"
+        ) from error
     args = resolve_model_args(folder)
     checkpoint = Checkpoint(folder)
     args = checkpoint.with_stored_head(args)
     stored = checkpoint.check(args)
-    if args.vocab_size != target.vocab_size or not _has_same_tokens(config.model, folder, args.vocab_size):
+    if args.vocab_size != target.vocab_size or not _has_same_tokens(
+        config.model, folder, args.vocab_size
+    ):
         raise ConfigError(
-            f"--speculative-config: the draft model {folder} has other tokens than {config.model} ({args.vocab_size} and "
-            f"{target.vocab_size}); drafts are only possible between models with the same tokenizer"
+            f"--speculative-config: the draft model {folder} has other tokens than {config.model}"
+            f" ({args.vocab_size} and {target.vocab_size}); drafts are only possible between models"
+            " with the same tokenizer"
         )
     return replace(args, dtype=stored) if config.dtype == "float32" else args
 
@@ -57,7 +71,11 @@ def _folder(config: EngineConfig) -> Path:
 
 
 def _has_same_tokens(target: Path, draft: Path, vocab_size: int) -> bool:
-    """Return whether both have the same pieces of text for their tokens, or one of them has no tokenizer."""
-    tokenizers = [load_tokenizer(folder, vocab_size) for folder in (target, draft) if not is_preset(folder)]
+    """Return whether both have the same pieces of text for their tokens, or one of them has no
+    tokenizer.
+    """
+    tokenizers = [
+        load_tokenizer(folder, vocab_size) for folder in (target, draft) if not is_preset(folder)
+    ]
     vocabularies = [tokenizer.vocabulary() for tokenizer in tokenizers if tokenizer is not None]
     return all(vocabulary == vocabularies[0] for vocabulary in vocabularies)

@@ -21,7 +21,12 @@ from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.pipeline.resources import check_placeable, read_resources
 from tramontane.cluster.planning.gpu_placement import stage_speeds
-from tramontane.cluster.planning.hardware import Hardware, TooFewNodesError, check_ray_gpus, probe_local
+from tramontane.cluster.planning.hardware import (
+    Hardware,
+    TooFewNodesError,
+    check_ray_gpus,
+    probe_local,
+)
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.cluster.ray_internals.accessors import has_autoscaler
 from tramontane.proto.end_tokens import NOTHING_ENDS
@@ -39,7 +44,11 @@ from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.stage.step_profile import read_profile
-from tramontane.workers.weights.checkpoint import Checkpoint, Fingerprint, fingerprint_without_weights
+from tramontane.workers.weights.checkpoint import (
+    Checkpoint,
+    Fingerprint,
+    fingerprint_without_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +59,9 @@ class Chain(StageChain, Protocol):
     """A stage chain that knows what its stages compute with."""
 
     async def device_names(self) -> list[str]:
-        """Return the name of every stage's device. Raises PipelineError if a stage does not answer."""
+        """Return the name of every stage's device. Raises PipelineError if a stage does not
+        answer.
+        """
         ...
 
     async def fingerprint(self) -> str:
@@ -63,7 +74,9 @@ Started = tuple[PipelinePlan, Chain, Hardware, DraftPort | None]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running pipeline: its plan, its router, the usage of its stages, and a function that asks for their devices."""
+    """A running pipeline: its plan, its router, the usage of its stages, and a function that asks
+    for their devices.
+    """
 
     plan: PipelinePlan
     router: Router
@@ -80,8 +93,9 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """Start a pipeline, run its router, and remove everything at the end.
 
-    ``report`` is called with what is waited for, ``show_loading`` with the progress of loading, ``observe`` with every
-    step's result. Raises CheckpointError, ConfigError, PlanError or PipelineError.
+    ``report`` is called with what is waited for, ``show_loading`` with the progress of loading,
+    ``observe`` with every step's result. Raises CheckpointError, ConfigError, PlanError or
+    PipelineError.
     """
     report("checking the checkpoint")
     args = validate_model(config)
@@ -94,7 +108,13 @@ async def open_engine(
             observe(result)
 
         scheduler = make_scheduler(config, plan)
-        router = Router(scheduler, chain, on_result, step_timeout_s=config.step_timeout, read_fingerprint=chain.fingerprint)
+        router = Router(
+            scheduler,
+            chain,
+            on_result,
+            step_timeout_s=config.step_timeout,
+            read_fingerprint=chain.fingerprint,
+        )
         running = asyncio.create_task(run_with_drafts(router, draft_model))
         try:
             yield Engine(plan, router, usage, partial(_list_devices, config, hardware, chain))
@@ -104,17 +124,21 @@ async def open_engine(
                 await running
 
 
-async def _list_devices(config: EngineConfig, hardware: Hardware, chain: Chain) -> tuple[StageDevice, ...]:
+async def _list_devices(
+    config: EngineConfig, hardware: Hardware, chain: Chain
+) -> tuple[StageDevice, ...]:
     names = await chain.device_names()
     return tuple(map(StageDevice, names, stage_speeds(config, hardware, names)))
 
 
 def validate_model(config: EngineConfig) -> ModelArgs:
-    """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them.
+    """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match
+    them.
 
-    A head that differs from the embeddings is used, also where the configuration says that they are tied. With ``dtype`` float32
-    matrices remain as they are stored, so then the dtype is theirs and not the configuration's. Logs a warning if nothing ends
-    an answer. Raises ConfigError if the environment asks for a profile that no stage could record.
+    A head that differs from the embeddings is used, also where the configuration says that they are
+    tied. With ``dtype`` float32 matrices remain as they are stored, so then the dtype is theirs and
+    not the configuration's. Logs a warning if nothing ends an answer. Raises ConfigError if the
+    environment asks for a profile that no stage could record.
     """
     read_profile()
     args = resolve_model_args(config.model)
@@ -137,8 +161,11 @@ def model_fingerprint(config: EngineConfig) -> Fingerprint:
     return Checkpoint(config.model).fingerprint()
 
 
-def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False, model: str = "") -> Scheduler:
-    """Return a scheduler for the plan. ``bounded``: the waiting queue is limited, as it must be behind an ingress.
+def make_scheduler(
+    config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False, model: str = ""
+) -> Scheduler:
+    """Return a scheduler for the plan. ``bounded``: the waiting queue is limited, as it must be
+    behind an ingress.
 
     ``model``: see ``SchedulerLimits``.
     """
@@ -160,24 +187,31 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
 
 
 def _max_tokens(config: EngineConfig, plan: PipelinePlan) -> int:
-    """Return the most tokens of a micro-batch: as given now, else as the pipeline, which may be an earlier one, was planned."""
+    """Return the most tokens of a micro-batch: as given now, else as the pipeline, which may be an
+    earlier one, was planned.
+    """
     return config.max_num_batched_tokens or plan.max_num_batched_tokens
 
 
 def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
     """Return whether steps are submitted before the tokens of those before them are known.
 
-    Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead of tokens in their own way.
-    With expert actors a step begins before the one before it has sampled. With ``--local`` there is next to nothing between two
-    steps. Stages that take turns at the cores of a machine would share them with the router, which they need all.
+    Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead
+    of tokens in their own way. With expert actors a step begins before the one before it has
+    sampled. With ``--local`` there is next to nothing between two steps. Stages that take turns at
+    the cores of a machine would share them with the router, which they need all.
     """
     is_one_at_a_time = len(plan.stages) == 1 or (plan.on_gpus and plan.max_concurrent_stages == 1)
-    is_possible = is_one_at_a_time and not (plan.experts or config.speculative_config or config.local)
+    is_possible = is_one_at_a_time and not (
+        plan.experts or config.speculative_config or config.local
+    )
     return config.async_scheduling and is_possible and config.max_in_flight is None
 
 
 def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
-    """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting decodes would only cost."""
+    """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting
+    decodes would only cost.
+    """
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
         return FixedInFlightPolicy(max_in_flight, _max_tokens(config, plan))
@@ -193,7 +227,9 @@ def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
 
 
 def local_devices(num_gpus: int, stages_per_gpu: int) -> list[str]:
-    """Return the devices of consecutive stages: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2 stages each."""
+    """Return the devices of consecutive stages: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2
+    stages each.
+    """
     return [f"cuda:{index}" for index in range(num_gpus) for _ in range(stages_per_gpu)] or ["cpu"]
 
 
@@ -208,7 +244,8 @@ async def _local_pipeline(
 
     from tramontane.cluster.pipeline.local_chain import LocalStageChain
 
-    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage computes at a time
+    # one stage computes at a time
+    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))
     devices = local_devices(len(hardware.gpus), config.stages_per_gpu)
     stopped = threading.Event()
 
@@ -222,7 +259,9 @@ async def _local_pipeline(
 
     def load() -> LocalStageChain:
         name = weights_name(config.weights, model_fingerprint(config), config.model)
-        return LocalStageChain.load(plan, config.weights, devices, show_unless_stopped, pieces, name)
+        return LocalStageChain.load(
+            plan, config.weights, devices, show_unless_stopped, pieces, name
+        )
 
     try:  # in a thread, so that the event loop can handle Ctrl-C
         chain = await asyncio.to_thread(load)
@@ -249,7 +288,9 @@ async def _ray_pipeline(
     hardware = probe_local()
     spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
     report("starting Ray")
-    with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
+    with local_ray_cluster(
+        num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit
+    ):
         check_ray_gpus(hardware)
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain, hardware, draft_port(spec)
@@ -258,26 +299,35 @@ async def _ray_pipeline(
 def joined_pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
     """Return ``pipeline_spec`` of the joined cluster. Raises as it does.
 
-    A plan is made for the GPUs that there are, and nothing asks Ray's autoscaler for more of them before there is one.
+    A plan is made for the GPUs that there are, and nothing asks Ray's autoscaler for more of them
+    before there is one.
     """
     try:
         return pipeline_spec(config, args, hardware)
     except TooFewNodesError as error:
         if not has_autoscaler():
             raise
-        raise TooFewNodesError(f"{error}, or let Ray's autoscaler add nodes first (see docs/planning.md)") from error
+        raise TooFewNodesError(
+            f"{error}, or let Ray's autoscaler add nodes first (see docs/planning.md)"
+        ) from error
 
 
 def pipeline_spec(
-    config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
+    config: EngineConfig,
+    args: ModelArgs,
+    hardware: Hardware,
+    name: str | None = None,
+    fingerprint: Fingerprint | None = None,
 ) -> PipelineSpec:
     """Return the specification of one of ``config.max_pipelines`` pipelines.
 
-    Without a name it gets a unique one; without a fingerprint, that of the model's folder on this machine. Raises as
-    ``search_plan`` does.
+    Without a name it gets a unique one; without a fingerprint, that of the model's folder on this
+    machine. Raises as ``search_plan`` does.
     """
     plan, slots = search_plan(config, args, hardware)
-    draft_model = draft_model_spec(config, args, plan, hardware) if config.num_draft_models else None
+    draft_model = (
+        draft_model_spec(config, args, plan, hardware) if config.num_draft_models else None
+    )
     per_slot, num_stages = hardware.stages_per_slot(config.stages_per_gpu), len(plan.stages)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",

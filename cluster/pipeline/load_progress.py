@@ -1,6 +1,7 @@
 """What stages and expert actors report to the command that started them, which polls them.
 
-While they load their progress is shown; later each loss of one is reported, and when its pipeline runs again.
+While they load their progress is shown; later each loss of one is reported, and when its pipeline
+runs again.
 """
 
 import logging
@@ -30,7 +31,9 @@ WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it does until it is ready."""
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it
+    does until it is ready.
+    """
 
     label: str
     num_bytes: int
@@ -45,11 +48,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_progress(
-    plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1, activities: Mapping[str, str] = NO_ACTIVITIES
+    plan: PipelinePlan,
+    loaded: Mapping[str, int],
+    num_pipelines: int = 1,
+    activities: Mapping[str, str] = NO_ACTIVITIES,
 ) -> list[LoadProgress]:
     """Return the progress of every stage and expert actor of pipelines that have the same plan.
 
-    ``loaded`` and ``activities``: bytes, and what is done after them, by the names of those actors that have answered.
+    ``loaded`` and ``activities``: bytes, and what is done after them, by the names of those actors
+    that have answered.
 
     Of two pipelines a-0 and a-1, ``{"a-0-stage-1": 7}`` is the second stage of the first.
     """
@@ -76,7 +83,9 @@ def _workers(plan: PipelinePlan) -> Iterator[tuple[str, StagePlan | ExpertActorP
 
 
 @contextmanager
-def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, num_pipelines: int = 1) -> Iterator[None]:
+def show_progress(
+    pipelines: str, plan: PipelinePlan, show: ShowLoading | None, num_pipelines: int = 1
+) -> Iterator[None]:
     """Poll the workers of pipelines in a thread and show their progress, while the block runs.
 
     ``pipelines`` is a regular expression for the pipelines' names.
@@ -87,13 +96,27 @@ def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, 
     poller, known = _WorkerPoller(pipelines + WORKER), dict[str, WorkerHealth]()
 
     def update() -> None:
-        with suppress(Exception):  # of Ray, which may be ending: the block learns why, this is only the display
+        # of Ray, which may be ending: the block learns why, this is only the display
+        with suppress(Exception):
             names, answers = poller.poll()
             if not names:  # they are not placed yet
                 return
-            known.update({name: answer for name, answer in answers.items() if isinstance(answer, WorkerHealth)})
+            known.update(
+                {
+                    name: answer
+                    for name, answer in answers.items()
+                    if isinstance(answer, WorkerHealth)
+                }
+            )
             loaded = {name: health.bytes_loaded for name, health in known.items()}
-            show(load_progress(plan, loaded, num_pipelines, {name: health.activity for name, health in known.items()}))
+            show(
+                load_progress(
+                    plan,
+                    loaded,
+                    num_pipelines,
+                    {name: health.activity for name, health in known.items()},
+                )
+            )
 
     with run_periodically(POLL_S, update):
         yield
@@ -107,8 +130,13 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
     def update(wait_s: float = 0.0) -> None:
         try:
             losses.observe(*poller.poll(wait_s))
-        except Exception:  # the head node is away, or an actor was removed between its listing and its look-up
-            logger.debug("the workers of %s could not be polled; the next attempt follows", pipelines, exc_info=True)
+        # the head node is away, or an actor was removed between its listing and its look-up
+        except Exception:
+            logger.debug(
+                "the workers of %s could not be polled; the next attempt follows",
+                pipelines,
+                exc_info=True,
+            )
 
     update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it was known
     with run_periodically(WATCH_POLL_S, update):
@@ -136,7 +164,9 @@ class LossReporter:
     with their pipeline are not lost. Times are as exact as polls are frequent.
     """
 
-    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._report, self._clock = report, clock
         self._known: dict[str, WorkerHealth] = {}  # the last answers, by name
         self._lost: dict[str, _Loss] = {}  # by pipeline
@@ -146,31 +176,49 @@ class LossReporter:
         self._known = {name: health for name, health in self._known.items() if name in names}
         before = {name: (health.pid, _epoch(health)) for name, health in self._known.items()}
         pipelines = {re.sub(WORKER, "", name) for name in names}
-        self._lost = {pipeline: lost for pipeline, lost in self._lost.items() if pipeline in pipelines}
+        self._lost = {
+            pipeline: lost for pipeline, lost in self._lost.items() if pipeline in pipelines
+        }
         for name, answer in answers.items():
             known = self._known.get(name)
             if isinstance(answer, RayError):
                 if known is not None:
-                    logger.debug("%s was lost: %s", name, answer)  # many lines, of which most are the same for each loss
+                    # many lines, of which most are the same for each loss
+                    logger.debug("%s was lost: %s", name, answer)
                     self._lose(name, known, before, _has_ended(answer))
                 continue
             if known is not None and known.pid != answer.pid:
                 self._lose(name, known, before)
             self._known[name] = answer
-            if _is_loaded(answer) and (lost := self._lost.get(re.sub(WORKER, "", name))) is not None:
+            if (
+                _is_loaded(answer)
+                and (lost := self._lost.get(re.sub(WORKER, "", name))) is not None
+            ):
                 lost.missing.discard(name)
         for pipeline, loss in [*self._lost.items()]:
             self._follow(pipeline, loss)
 
-    def _lose(self, name: str, known: WorkerHealth, before: Mapping[str, tuple[int, int]], has_ended: bool = True) -> None:
+    def _lose(
+        self,
+        name: str,
+        known: WorkerHealth,
+        before: Mapping[str, tuple[int, int]],
+        has_ended: bool = True,
+    ) -> None:
         pipeline = re.sub(WORKER, "", name)
         loss = self._lost.get(pipeline)
-        if loss is None or loss.replaced_s is not None:  # one that was replaced may still wait for a token
+        # one that was replaced may still wait for a token
+        if loss is None or loss.replaced_s is not None:
             loss = self._lost[pipeline] = _Loss(self._clock(), before)
         if name not in loss.missing:
             loss.missing.add(name)
-            cause = f"process {known.pid} on node {known.node_id[:8]} {'has ended' if has_ended else 'cannot be reached'}"
-            self._report(f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}")
+            cause = (
+                f"process {known.pid} on node {known.node_id[:8]}"
+                f" {'has ended' if has_ended else 'cannot be reached'}"
+            )
+            self._report(
+                f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}"
+            )
 
     def _follow(self, pipeline: str, loss: _Loss) -> None:
         """Report what was lost as replaced, or the first token since."""
@@ -178,20 +226,35 @@ class LossReporter:
             return
         now_s, was_replaced = self._clock() - loss.since, loss.replaced_s is not None
         loss.replaced_s = now_s if loss.replaced_s is None else loss.replaced_s
-        workers = {name: health for name, health in self._known.items() if re.sub(WORKER, "", name) == pipeline}
-        if all(health.pid == loss.before.get(name, (health.pid,))[0] for name, health in workers.items()):
+        workers = {
+            name: health
+            for name, health in self._known.items()
+            if re.sub(WORKER, "", name) == pipeline
+        }
+        if all(
+            health.pid == loss.before.get(name, (health.pid,))[0]
+            for name, health in workers.items()
+        ):
             del self._lost[pipeline]
-            self._report(f"all processes of pipeline {pipeline} can be reached again, {now_s:.1f} s after the loss")
+            self._report(
+                f"all processes of pipeline {pipeline} can be reached again, {now_s:.1f} s after"
+                " the loss"
+            )
         elif any(_has_sampled(health, loss.before.get(name)) for name, health in workers.items()):
             del self._lost[pipeline]
             times = f"replaced after {loss.replaced_s:.1f} s, first token after {now_s:.1f} s"
             self._report(f"pipeline {pipeline} runs again: {times}")
         elif not was_replaced:
-            self._report(f"pipeline {pipeline} has new processes for all that it lost, {now_s:.1f} s after the loss")
+            self._report(
+                f"pipeline {pipeline} has new processes for all that it lost, {now_s:.1f} s after"
+                " the loss"
+            )
 
 
 def _has_ended(error: RayError) -> bool:
-    """Return whether the process of an actor is known to have ended. Ray does not say by which signal."""
+    """Return whether the process of an actor is known to have ended. Ray does not say by which
+    signal.
+    """
     return isinstance(error, ActorDiedError) or "is restarting" in str(error)
 
 
@@ -211,11 +274,17 @@ def _has_sampled(health: WorkerHealth, before: tuple[int, int] | None) -> bool:
     ``before``: its process and epoch at the loss. A token of the same process in the same epoch may
     be older than the loss.
     """
-    return isinstance(health, StageHealth) and health.sampled_epoch == health.epoch >= 0 and before != (health.pid, health.epoch)
+    return (
+        isinstance(health, StageHealth)
+        and health.sampled_epoch == health.epoch >= 0
+        and before != (health.pid, health.epoch)
+    )
 
 
 class _WorkerPoller:
-    """Polls workers as they appear: none is called again before it has answered, however long its process takes to start."""
+    """Polls workers as they appear: none is called again before it has answered, however long its
+    process takes to start.
+    """
 
     def __init__(self, names: str) -> None:
         self._names = names
@@ -223,14 +292,18 @@ class _WorkerPoller:
         self._pending: dict[str, ObjectRef[WorkerHealth]] = {}
 
     def poll(self, wait_s: float = 0.0) -> tuple[list[str], dict[str, WorkerAnswer]]:
-        """Return the names of all workers and the new answers by name; wait so long for all of those together."""
+        """Return the names of all workers and the new answers by name; wait so long for all of
+        those together.
+        """
         answers: dict[str, WorkerAnswer] = {}
         names = actor_names(self._names)
         for name in names:
             if name not in self._handles:
                 self._handles[name] = ray.get_actor(name, NAMESPACE)
             if name not in self._pending:
-                self._pending[name] = self._handles[name].health.options(concurrency_group="control").remote()
+                self._pending[name] = (
+                    self._handles[name].health.options(concurrency_group="control").remote()
+                )
         refs = [*self._pending.values()]
         done, _ = ray.wait(refs, num_returns=max(len(refs), 1), timeout=wait_s)
         for name, ref in list(self._pending.items()):
@@ -238,7 +311,8 @@ class _WorkerPoller:
                 del self._pending[name]
                 try:
                     answers[name] = ray.get(ref)
-                except RayError as error:  # it restarts, or was removed; another actor may get its name
+                # it restarts, or was removed; another actor may get its name
+                except RayError as error:
                     answers[name] = error
                     del self._handles[name]
         return names, {name: answer for name, answer in answers.items() if name in names}

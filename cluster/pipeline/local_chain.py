@@ -19,7 +19,8 @@ from tramontane.workers.stage.stage_worker import StageWorker
 
 
 class LocalStageChain:
-    """``StageChain`` whose stages run one after the other in one thread, so that the event loop stays free.
+    """``StageChain`` whose stages run one after the other in one thread, so that the event loop
+    stays free.
 
     ``weights``: their name, see ``weights_name``.
     """
@@ -38,7 +39,8 @@ class LocalStageChain:
         read_pieces: LoadVocabulary = tuple,
         name: str = "",
     ) -> Self:
-        """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``.
+        """Load one stage after the other, each to the next device. ``read_pieces``: see
+        ``StageWorker``.
 
         ``name``: of the weights.
         """
@@ -52,7 +54,10 @@ class LocalStageChain:
                     show(list(progress))
 
             device = devices[number % len(devices)]
-            on_tensor, on_activity = (lambda _read, n: set_progress(n)), (lambda text: set_progress(activity=text))
+            on_tensor, on_activity = (
+                (lambda _read, n: set_progress(n)),
+                (lambda text: set_progress(activity=text)),
+            )
             worker = StageWorker.load(stage, weights, device, on_tensor, read_pieces, on_activity)
             set_progress(activity=READY)
             return worker
@@ -86,7 +91,9 @@ class LocalStageChain:
 
     async def fingerprint(self) -> str:
         """Return the fingerprint of the stages."""
-        return pipeline_fingerprint(self._weights, [(stage.plan, stage.numerics) for stage in self.stages])
+        return pipeline_fingerprint(
+            self._weights, [(stage.plan, stage.numerics) for stage in self.stages]
+        )
 
     async def device_names(self) -> list[str]:
         """Return the name of every stage's device."""

@@ -1,4 +1,6 @@
-"""Start a Ray cluster on this machine, or join one that is running, after a check of its address."""
+"""Start a Ray cluster on this machine, or join one that is running, after a check of its
+address.
+"""
 
 import logging
 import os
@@ -13,7 +15,12 @@ from ray.exceptions import AuthenticationError, RayError
 
 from tramontane.cluster.common.signals import defer_signals, keep_handler
 from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
+from tramontane.cluster.planning.hardware import (
+    CORES_RESOURCE,
+    Hardware,
+    probe_cluster,
+    usable_cpus,
+)
 from tramontane.cluster.ray_internals.accessors import (
     assume_dashboard_packages,
     head_channel,
@@ -37,15 +44,19 @@ ADVICE = f"{ADVICE_IF_REQUIRED}, or leave --address out to start Ray on this mac
 
 
 @contextmanager
-def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int | None = None) -> Iterator[str]:
-    """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's cores.
+def local_ray_cluster(
+    num_cpus: int, dashboard: bool = False, inline_limit: int | None = None
+) -> Iterator[str]:
+    """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's
+    cores.
 
-    ``inline_limit``: bytes from which results are put into the object store, if not those of ``RAY_SETTINGS``. Yields the
-    address of Ray's dashboard, host:port, which is empty without ``dashboard``. Raises PipelineError if Ray cannot be started.
+    ``inline_limit``: bytes from which results are put into the object store, if not those of
+    ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty without
+    ``dashboard``. Raises PipelineError if Ray cannot be started.
     """
     assert_supported(RAY_SYMBOLS)
-    # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home. This one is
-    # forgotten with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
+    # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
+    # This one is forgotten with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for name, value in SERVE_SETTINGS.items():
@@ -68,14 +79,18 @@ def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int 
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _system_config=dict(RAY_SETTINGS) | ({INLINE_LIMIT: inline_limit} if inline_limit else {}),
+                _system_config=dict(RAY_SETTINGS)
+                | ({INLINE_LIMIT: inline_limit} if inline_limit else {}),
             )
     except PipelineError:
         raise
-    except Exception as error:  # Ray raises a bare Exception where its node does not come up in time
+    # Ray raises a bare Exception where its node does not come up in time
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "timed out during startup" in reason:
-            reason = "its processes did not answer within 30 s. The machine may be too busy: try again"
+            reason = (
+                "its processes did not answer within 30 s. The machine may be too busy: try again"
+            )
         raise PipelineError(f"Ray could not be started: {reason}") from error
     with mute_worker_logs():
         try:
@@ -85,11 +100,13 @@ def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int 
 
 
 @contextmanager
-def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = False) -> Iterator[Hardware]:
+def join_ray_cluster(
+    address: str, compare_gpus: bool = True, required: bool = False
+) -> Iterator[Hardware]:
     """Connect to a running cluster while the block runs, and yield its hardware.
 
-    ``compare_gpus``: see ``probe_cluster``. ``required``: the command cannot start Ray itself, which changes the advice
-    in errors. Raises ConfigError if the cluster cannot be joined.
+    ``compare_gpus``: see ``probe_cluster``. ``required``: the command cannot start Ray itself,
+    which changes the advice in errors. Raises ConfigError if the cluster cannot be joined.
     """
     assert_supported(RAY_SYMBOLS, JOIN_SYMBOLS)
     check_ray_address(address, ADVICE_IF_REQUIRED if required else ADVICE)
@@ -98,8 +115,9 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(
-            f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
-            "this machine must be one of its nodes, with the same Python and Ray"
+            f"the Ray cluster at --address {address} cannot be joined:"
+            f" {str(error).splitlines()[0]}; this machine must be one of its nodes, with the same"
+            " Python and Ray"
         ) from error
     with mute_worker_logs():
         try:
@@ -110,7 +128,8 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
 
 @contextmanager
 def _starting_ray(if_interrupted: str) -> Iterator[None]:
-    """Defer signals while Ray starts, which blocks for seconds, and keep Ray and its library from handling SIGTERM.
+    """Defer signals while Ray starts, which blocks for seconds, and keep Ray and its library from
+    handling SIGTERM.
 
     Python crashes at its exit if Ray is left half started.
     """
@@ -129,8 +148,8 @@ def _starting_ray(if_interrupted: str) -> Iterator[None]:
 def check_ray_address(address: str, advice: str = ADVICE) -> None:
     """Check that a cluster answers at ``auto`` or host:port and accepts this process.
 
-    Ray itself would retry for minutes, and log many lines. ``advice`` ends the messages about a missing cluster. Raises
-    ConfigError.
+    Ray itself would retry for minutes, and log many lines. ``advice`` ends the messages about a
+    missing cluster. Raises ConfigError.
     """
     host, _, port = address.rpartition(":")
     if address != "auto" and ("://" in address or not host or not port.isdigit()):
@@ -141,12 +160,16 @@ def check_ray_address(address: str, advice: str = ADVICE) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"no Ray cluster answers at --address {label}: {error}; {advice}") from error
+        raise ConfigError(
+            f"no Ray cluster answers at --address {label}: {error}; {advice}"
+        ) from error
     _check_head(resolved, label, _home_token() if address == "auto" else (), advice)
 
 
 def _resolve_address(address: str, advice: str) -> str:
-    """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its outer address."""
+    """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its
+    outer address.
+    """
     try:
         resolved = resolve_cluster_address(address)
     except (ConnectionError, ValueError):
@@ -154,7 +177,9 @@ def _resolve_address(address: str, advice: str) -> str:
     if resolved is not None:
         return resolved
     if named := os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(f"--address auto is what RAY_ADDRESS says, {named!r}; it must be host:port")
+        raise ConfigError(
+            f"--address auto is what RAY_ADDRESS says, {named!r}; it must be host:port"
+        )
     raise ConfigError(f"--address is auto, but no Ray cluster runs on this machine; {advice}")
 
 
@@ -166,19 +191,25 @@ def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], ad
         try:
             ping_head(channel, CONNECT_TIMEOUT_S, token)
         except AuthenticationError as error:  # raised by Ray in this process, not by the cluster
-            raise ConfigError("RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's") from error
+            raise ConfigError(
+                "RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's"
+            ) from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise ConfigError(
-                    f"the Ray cluster at --address {label} asks for a token, and got none or another; "
-                    "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
+                    f"the Ray cluster at --address {label} asks for a token, and got none or"
+                    " another; set RAY_AUTH_MODE=token, and unless its token is in"
+                    " ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
                 ) from error
-            raise ConfigError(f"what listens at --address {label} does not answer as a Ray cluster; {advice}") from error
+            raise ConfigError(
+                f"what listens at --address {label} does not answer as a Ray cluster; {advice}"
+            ) from error
 
 
 def _home_token() -> tuple[tuple[str, str], ...]:
     """Return the header of the token in the user's home, or nothing.
 
-    Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address.
+    Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other
+    address.
     """
     return () if "RAY_AUTH_MODE" in os.environ else stored_token_headers()

@@ -1,4 +1,6 @@
-"""Resources of the Ray cluster against those that a pipeline needs: whether it can be placed, and what holds the missing ones."""
+"""Resources of the Ray cluster against those that a pipeline needs: whether it can be placed, and
+what holds the missing ones.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -40,7 +42,8 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResources:
-    """The nodes of a cluster, and what holds their resources. Tasks hold resources too, and are not among the holders.
+    """The nodes of a cluster, and what holds their resources. Tasks hold resources too, and are not
+    among the holders.
 
     ``may_grow``: Ray's autoscaler may add nodes.
     """
@@ -50,35 +53,60 @@ class ClusterResources:
     may_grow: bool = False
 
     def may_grow_for(self, spec: PipelineSpec) -> bool:
-        """Return whether nodes that are added could hold the pipeline: not if it is planned for certain nodes."""
+        """Return whether nodes that are added could hold the pipeline: not if it is planned for
+        certain nodes.
+        """
         return self.may_grow and not any(spec.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """So many bundles of the same resources; ``nodes`` are Ray's ids of those that they may be on, () for any."""
+    """So many bundles of the same resources; ``nodes`` are Ray's ids of those that they may be on,
+    () for any.
+    """
 
     bundle: Bundle
     nodes: tuple[str, ...]
     count: int
 
     def num_fitting(self, amounts: Mapping[str, Resources]) -> int:
-        """Return how many of the bundles fit on the nodes. Of 3 x {CPU: 2} on nodes with 3 and 1 CPUs it is one."""
-        return min(self.count, sum(self._num_on(amounts[node]) for node in amounts if not self.nodes or node in self.nodes))
+        """Return how many of the bundles fit on the nodes. Of 3 x {CPU: 2} on nodes with 3 and 1
+        CPUs it is one.
+        """
+        return min(
+            self.count,
+            sum(
+                self._num_on(amounts[node])
+                for node in amounts
+                if not self.nodes or node in self.nodes
+            ),
+        )
 
     def _num_on(self, amounts: Resources) -> int:
-        return min(int((amounts.get(name, 0) + ROUNDING) / amount) for name, amount in self.bundle if amount)
+        return min(
+            int((amounts.get(name, 0) + ROUNDING) / amount)
+            for name, amount in self.bundle
+            if amount
+        )
 
 
 def read_resources() -> ClusterResources:
     """Ask the joined cluster for its nodes' resources and for what holds them."""
     free = free_resources()
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes = tuple(Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in alive)
+    nodes = tuple(
+        Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in alive
+    )
     actors = living_actors()
     groups: dict[str, Any] = ray.util.placement_group_table()
-    pipelines = {actor.name.removesuffix(SUPERVISOR_SUFFIX) for actor in actors if actor.name.endswith(SUPERVISOR_SUFFIX)}
-    return ClusterResources(nodes, (*_groups(groups.values(), pipelines), *map(_actor, actors)), has_autoscaler())
+    pipelines = {
+        actor.name.removesuffix(SUPERVISOR_SUFFIX)
+        for actor in actors
+        if actor.name.endswith(SUPERVISOR_SUFFIX)
+    }
+    return ClusterResources(
+        nodes, (*_groups(groups.values(), pipelines), *map(_actor, actors)), has_autoscaler()
+    )
 
 
 def _groups(groups: Iterable[dict[str, Any]], pipelines: set[str]) -> Iterable[Holder]:
@@ -90,32 +118,41 @@ def _groups(groups: Iterable[dict[str, Any]], pipelines: set[str]) -> Iterable[H
                 yield Holder(label, node, group["bundles"][index])
 
 
-def _actor(actor: Any) -> Holder:  # noqa: ANN401 - a message of Ray's
-    """Return what an actor holds. Inside of a placement group these have other names, and are the group's."""
+def _actor(actor: Any) -> Holder:  # a message of Ray's
+    """Return what an actor holds. Inside of a placement group these have other names, and are the
+    group's.
+    """
     label = f"actor {actor.class_name}{f' ({actor.name})' if actor.name else ''}"
     return Holder(label, actor.address.node_id.hex(), dict(actor.required_resources))
 
 
 def check_placeable(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> None:
-    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there, and cannot grow."""
+    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there,
+    and cannot grow.
+    """
     needs = _needs(spec, num_pipelines)
     total = {node.node_id: node.total for node in cluster.nodes}
     if cluster.may_grow_for(spec) or _have_room(needs, total):
         return
     raise PlanError(
-        f"the cluster is too small for {describe_needs(spec, num_pipelines)}: it has {_amounts(needs, total)} in all"
-        f"{_room(needs, total)}; use fewer {_options(spec, num_pipelines)}, or add nodes"
+        f"the cluster is too small for {describe_needs(spec, num_pipelines)}: it has"
+        f" {_amounts(needs, total)} in all{_room(needs, total)}; use fewer"
+        f" {_options(spec, num_pipelines)}, or add nodes"
     )
 
 
 def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> str:
     """Return what is missing for the pipelines now, and what holds it; "" if there is room.
 
-    ``free are 0 of 2 CPU; pipeline tramontane-1a2b3c4d has 1 CPU, actor Trainer has 1 CPU``. It is "" too where only Ray knows
-    that bundles of unlike resources do not fit together. What Ray's autoscaler may do about it follows.
+    ``free are 0 of 2 CPU; pipeline tramontane-1a2b3c4d has 1 CPU, actor Trainer has 1 CPU``. It is
+    "" too where only Ray knows that bundles of unlike resources do not fit together. What Ray's
+    autoscaler may do about it follows.
     """
     needs = _needs(spec, num_pipelines)
-    free, total = ({n.node_id: n.free for n in cluster.nodes}, {n.node_id: n.total for n in cluster.nodes})
+    free, total = (
+        {n.node_id: n.free for n in cluster.nodes},
+        {n.node_id: n.total for n in cluster.nodes},
+    )
     if _have_room(needs, free):
         return ""
     nodes, names = _allowed(needs, free), _used(needs)
@@ -130,14 +167,20 @@ def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelin
 
 
 def no_room_error(
-    spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1, waited_s: float | None = None
+    spec: PipelineSpec,
+    cluster: ClusterResources,
+    num_pipelines: int = 1,
+    waited_s: float | None = None,
 ) -> PlanError:
     """Return the error of pipelines for which resources are missing."""
     waited = "" if waited_s is None else f" after {waited_s:.0f} s"
     shortage = describe_shortage(spec, cluster, num_pipelines) or "Ray cannot place them"
     end = "end what holds them"
     if cluster.may_grow_for(spec):
-        end = "wait longer (placement_timeout in a --config file); ray status shows which nodes are added"
+        end = (
+            "wait longer (placement_timeout in a --config file); ray status shows which nodes are"
+            " added"
+        )
     return PlanError(
         f"the cluster has no room for {describe_needs(spec, num_pipelines)}{waited}: {shortage}; "
         f"use fewer {_options(spec, num_pipelines)}, or {end}"
@@ -147,7 +190,9 @@ def no_room_error(
 def describe_needs(spec: PipelineSpec, num_pipelines: int = 1) -> str:
     """Return ``2 stages (2 x {CPU: 1})``."""
     each = Counter(map(_bundle, spec.bundles))
-    bundles = (f"{num_pipelines * count} x {{{_listed(bundle, ': ')}}}" for bundle, count in each.items())
+    bundles = (
+        f"{num_pipelines * count} x {{{_listed(bundle, ': ')}}}" for bundle, count in each.items()
+    )
     where = " on the nodes that they are planned for" if any(spec.nodes) else ""
     return f"{spec.describe_workers(num_pipelines)} ({' and '.join(bundles)}){where}"
 
@@ -158,8 +203,12 @@ def _listed(bundle: Bundle, between: str) -> str:
 
 def _needs(spec: PipelineSpec, num_pipelines: int) -> list[_Need]:
     nodes = (*spec.nodes, *((),) * (len(spec.bundles) - len(spec.nodes)))
-    each = Counter((_bundle(bundle), allowed) for bundle, allowed in zip(spec.bundles, nodes, strict=True))
-    return [_Need(bundle, allowed, num_pipelines * count) for (bundle, allowed), count in each.items()]
+    each = Counter(
+        (_bundle(bundle), allowed) for bundle, allowed in zip(spec.bundles, nodes, strict=True)
+    )
+    return [
+        _Need(bundle, allowed, num_pipelines * count) for (bundle, allowed), count in each.items()
+    ]
 
 
 def _bundle(bundle: Resources) -> Bundle:
@@ -167,11 +216,15 @@ def _bundle(bundle: Resources) -> Bundle:
 
 
 def _have_room(needs: list[_Need], amounts: Mapping[str, Resources]) -> bool:
-    """Return False if bundles do not fit: those of one kind by themselves, or all together by their sums."""
+    """Return False if bundles do not fit: those of one kind by themselves, or all together by their
+    sums.
+    """
     if any(need.num_fitting(amounts) < need.count for need in needs):
         return False
     nodes = _allowed(needs, amounts)
-    return all(needed <= _sum(amounts, nodes, name) + ROUNDING for name, needed in _used(needs).items())
+    return all(
+        needed <= _sum(amounts, nodes, name) + ROUNDING for name, needed in _used(needs).items()
+    )
 
 
 def _used(needs: list[_Need]) -> dict[str, float]:
@@ -185,7 +238,11 @@ def _used(needs: list[_Need]) -> dict[str, float]:
 
 def _allowed(needs: list[_Need], amounts: Mapping[str, Resources]) -> set[str]:
     """Return the nodes that at least one bundle may be on."""
-    return set(amounts) if any(not need.nodes for need in needs) else {node for need in needs for node in need.nodes}
+    return (
+        set(amounts)
+        if any(not need.nodes for need in needs)
+        else {node for need in needs for node in need.nodes}
+    )
 
 
 def _sum(amounts: Mapping[str, Resources], nodes: set[str], name: str) -> float:
@@ -198,18 +255,29 @@ def _amounts(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
 
 
 def _room(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
-    """Return for how many bundles there is room, where sums alone do not show that it is too few."""
+    """Return for how many bundles there is room, where sums alone do not show that it is too
+    few.
+    """
     nodes = _allowed(needs, amounts)
     if any(needed > _sum(amounts, nodes, name) + ROUNDING for name, needed in _used(needs).items()):
         return ""
-    return f", with room for {sum(n.num_fitting(amounts) for n in needs)} of {sum(n.count for n in needs)} on single nodes"
+    return (
+        f", with room for {sum(n.num_fitting(amounts) for n in needs)} of"
+        f" {sum(n.count for n in needs)} on single nodes"
+    )
 
 
 def _held(cluster: ClusterResources, nodes: set[str], names: Iterable[str]) -> str:
-    """Return what holds the resources of these names, the most first. What no holder has is held by tasks."""
+    """Return what holds the resources of these names, the most first. What no holder has is held by
+    tasks.
+    """
     held = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
     for name in names:
-        used = sum(node.total.get(name, 0) - node.free.get(name, 0) for node in cluster.nodes if node.node_id in nodes)
+        used = sum(
+            node.total.get(name, 0) - node.free.get(name, 0)
+            for node in cluster.nodes
+            if node.node_id in nodes
+        )
         for holder in cluster.holders:
             if holder.node_id in nodes and name in holder.held:
                 held[holder.label][name] += holder.held[name]
@@ -218,7 +286,8 @@ def _held(cluster: ClusterResources, nodes: set[str], names: Iterable[str]) -> s
             held[TASKS][name] = used
     ranked = sorted(held.items(), key=lambda each: -sum(each[1].values()))
     named = [
-        f"{label} {'have' if label == TASKS else 'has'} {' and '.join(f'{n:g} {name}' for name, n in has.items())}"
+        f"{label} {'have' if label == TASKS else 'has'}"
+        f" {' and '.join(f'{n:g} {name}' for name, n in has.items())}"
         for label, has in ranked[:MAX_NAMED]
     ]
     if len(ranked) > MAX_NAMED:

@@ -1,4 +1,6 @@
-"""Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at once, in a thread."""
+"""Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at
+once, in a thread.
+"""
 
 import asyncio
 import itertools
@@ -28,13 +30,16 @@ from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.device.numerics import Numerics
 
-# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that a router had accepted,
-# an ingress wait so long. If a router and a stage die together, the next router does not exist before the weights are loaded.
+# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that
+# a router had accepted, an ingress wait so long. If a router and a stage die together, the next
+# router does not exist before the weights are loaded.
 LOAD_TIMEOUT_S = 600.0
 HEALTH_TIMEOUT_S = 3.0
-EXPERTS_TIMEOUT_S = 1.0  # a router does not begin before it has asked them, and they may be restarting
+# a router does not begin before it has asked them, and they may be restarting
+EXPERTS_TIMEOUT_S = 1.0
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
-RESCUE_TIMEOUT_S = 30.0  # health checks take up to 3 s, and a process may have to be killed on another node
+# health checks take up to 3 s, and a process may have to be killed on another node
+RESCUE_TIMEOUT_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
 NODES_TIMEOUT_S = 2.0  # for the head node's answer
 SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # the supervisor waits for stages at most twice as long
@@ -44,13 +49,16 @@ logger = logging.getLogger(__name__)
 
 
 class ObjectStoreStageChain:
-    """The object-store link: hidden states travel through Ray's object store; small ones are inline in the calls.
+    """The object-store link: hidden states travel through Ray's object store; small ones are inline
+    in the calls.
 
-    Ray runs one caller's calls on a synchronous actor in the order of submission, so micro-batches enter every stage in the
-    order of ``submit``. A thread makes the calls, one or more per stage, so that the event loop of the router stays free.
+    Ray runs one caller's calls on a synchronous actor in the order of submission, so micro-batches
+    enter every stage in the order of ``submit``. A thread makes the calls, one or more per stage,
+    so that the event loop of the router stays free.
 
-    Where stages take turns, the first stage's call has the result of the micro-batch before it as an argument, if that is still
-    in flight. So it begins when all stages are done with that, without the router, and knows the tokens that were sampled.
+    Where stages take turns, the first stage's call has the result of the micro-batch before it as
+    an argument, if that is still in flight. So it begins when all stages are done with that,
+    without the router, and knows the tokens that were sampled.
     """
 
     def __init__(
@@ -67,13 +75,18 @@ class ObjectStoreStageChain:
         self._nodes = nodes
         self._spec = spec
         self._experts: list[ActorHandle[Any]] = []  # the expert actors, once they have been found
-        self._expert_numerics: list[Numerics | None] = []  # as last seen; they restart without a fence
+        # as last seen; they restart without a fence
+        self._expert_numerics: list[Numerics | None] = []
         self.has_lost_node = False  # see ``StageChain``
         self._calling = ThreadPoolExecutor(1, thread_name_prefix="stage-calls")
-        self._takes_turns = spec is not None and len(stages) > 1 and spec.plan.max_concurrent_stages == 1
+        self._takes_turns = (
+            spec is not None and len(stages) > 1 and spec.plan.max_concurrent_stages == 1
+        )
         self._newest: _Step | None = None  # since the last fence
-        self._newest_result: ObjectRef[bytes] | None = None  # of the last stage; of the calling thread only
-        self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
+        # of the last stage; of the calling thread only
+        self._newest_result: ObjectRef[bytes] | None = None
+        # of the steps since the last fence, in order of arrival
+        self._failures: list[BaseException] = []
 
     @property
     def num_stages(self) -> int:
@@ -82,14 +95,23 @@ class ObjectStoreStageChain:
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
-        step, before = _Step(asyncio.get_running_loop().create_future(), self._failures), self._newest
-        is_next = self._takes_turns and before is not None and (batch.decodes.has_placeholders or not before.result.done())
+        step, before = (
+            _Step(asyncio.get_running_loop().create_future(), self._failures),
+            self._newest,
+        )
+        is_next = (
+            self._takes_turns
+            and before is not None
+            and (batch.decodes.has_placeholders or not before.result.done())
+        )
         self._calling.submit(self._call_stages, wire.encode_batch(batch), step, is_next)
         self._newest = step
         return self._gather(step)
 
     def _call_stages(self, message: bytes, step: "_Step", is_next: bool) -> None:
-        """Call the stages, and have their replies recorded. Runs in a thread of its own. ``is_next``: after the one before it."""
+        """Call the stages, and have their replies recorded. Runs in a thread of its own.
+        ``is_next``: after the one before it.
+        """
         try:
             refs = self._start_step(message, self._newest_result if is_next else None)
             self._newest_result = refs[-1]
@@ -99,7 +121,9 @@ class ObjectStoreStageChain:
         for ref in refs:
             ref.future().add_done_callback(partial(step.on_reply, len(refs)))
 
-    def _start_step(self, message: bytes, last_result: "ObjectRef[bytes] | None") -> "list[ObjectRef[bytes]]":
+    def _start_step(
+        self, message: bytes, last_result: "ObjectRef[bytes] | None"
+    ) -> "list[ObjectRef[bytes]]":
         """Call all stages; return the replies that make up the result, the last stage's last."""
         carried: ObjectRef[Any] | None = last_result
         for stage in self.stages:
@@ -110,8 +134,8 @@ class ObjectStoreStageChain:
     async def fence(self) -> int:
         """Make all stages forget their sequences; return the new epoch.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good, cannot load, or
-        takes longer than LOAD_TIMEOUT_S.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
+        good, cannot load, or takes longer than LOAD_TIMEOUT_S.
         """
         epoch = await self._fence()
         self._failures, self._newest = [], None
@@ -119,7 +143,9 @@ class ObjectStoreStageChain:
         return epoch
 
     async def _check_nodes(self) -> bool:
-        """Return whether a node has died since the last fence; False if the head node does not answer."""
+        """Return whether a node has died since the last fence; False if the head node does not
+        answer.
+        """
         if self._nodes is None:
             return False
         try:
@@ -138,42 +164,60 @@ class ObjectStoreStageChain:
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(ray_error_message(error)) from error
-            except RayError as error:  # before TimeoutError, of which Ray's GetTimeoutError from the supervisor is a subclass
+            # before TimeoutError, of which Ray's GetTimeoutError from the supervisor is a subclass
+            except RayError as error:
                 waited_s = time.monotonic() - began
                 if waited_s > LOAD_TIMEOUT_S or not _is_restarting(error):
-                    raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
+                    raise PipelineError(
+                        f"the stages could not be fenced: {ray_error_message(error)}"
+                    ) from error
                 if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_TIMEOUT_S:
                     await self.replace_hung_workers(FENCE_TIMEOUT_S)
                 await asyncio.sleep(next(delays))
             except TimeoutError:  # it hangs; another process finds everything again
-                logger.warning("the supervisor gets a new process: it has not answered a fence for %g s", SUPERVISOR_TIMEOUT_S)
+                logger.warning(
+                    "the supervisor gets a new process: it has not answered a fence for %g s",
+                    SUPERVISOR_TIMEOUT_S,
+                )
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        """Replace hung workers (see ``hang_detector``); return "" also if the supervisor does not answer this time."""
+        """Replace hung workers (see ``hang_detector``); return "" also if the supervisor does not
+        answer this time.
+        """
         try:
             async with asyncio.timeout(RESCUE_TIMEOUT_S):
-                reason: str = await self._supervisor.replace_hung_workers.options(concurrency_group="rescue").remote(limit_s)
+                reason: str = await self._supervisor.replace_hung_workers.options(
+                    concurrency_group="rescue"
+                ).remote(limit_s)
         except (RayError, TimeoutError) as error:
-            logger.warning("the supervisor could not check for hung workers: %s", ray_error_message(error))
+            logger.warning(
+                "the supervisor could not check for hung workers: %s", ray_error_message(error)
+            )
             return ""
         return reason
 
     async def move_experts(self, plan: ExpertPlan) -> int:
-        """Make the pipeline follow another expert plan while steps run; return how many copies of experts were loaded.
+        """Make the pipeline follow another expert plan while steps run; return how many copies of
+        experts were loaded.
 
         Raises PlanError or PipelineError; see ``rebalance_experts``.
         """
         try:
-            moved: int = await self._supervisor.move_experts.options(concurrency_group="moving").remote(plan)
+            moved: int = await self._supervisor.move_experts.options(
+                concurrency_group="moving"
+            ).remote(plan)
         except PlanError as error:  # Ray's error is of its cause's class too
             raise PlanError(ray_error_message(error)) from error
         except RayError as error:
-            raise PipelineError(f"experts could not be moved: {ray_error_message(error)}") from error
+            raise PipelineError(
+                f"experts could not be moved: {ray_error_message(error)}"
+            ) from error
         return moved
 
     async def fingerprint(self) -> str:
-        """Return the fingerprint of the stages and expert actors as they are now; "" if it cannot be found out.
+        """Return the fingerprint of the stages and expert actors as they are now; "" if it cannot
+        be found out.
 
         An expert actor that does not answer, as it restarts, counts as what it was before.
         """
@@ -184,11 +228,19 @@ class ObjectStoreStageChain:
         except PipelineError as error:
             logger.warning("the pipeline's fingerprint is not known: %s", error)
             return ""
-        pairs = [(plan, health.numerics) for plan, health in zip(spec.plan.stages, stages, strict=True) if health.numerics]
+        pairs = [
+            (plan, health.numerics)
+            for plan, health in zip(spec.plan.stages, stages, strict=True)
+            if health.numerics
+        ]
         known = [numerics for numerics in experts if numerics]
-        if len(pairs) < len(stages) or len(known) < (len(spec.plan.experts.actors) if spec.plan.experts else 0):
+        if len(pairs) < len(stages) or len(known) < (
+            len(spec.plan.experts.actors) if spec.plan.experts else 0
+        ):
             return ""
-        weights = weights_name(spec.weights, spec.fingerprint, spec.pieces.folder if spec.pieces else None)
+        weights = weights_name(
+            spec.weights, spec.fingerprint, spec.pieces.folder if spec.pieces else None
+        )
         return pipeline_fingerprint(weights, pairs, known)
 
     async def _read_expert_numerics(self, spec: PipelineSpec) -> list[Numerics | None]:
@@ -199,23 +251,35 @@ class ObjectStoreStageChain:
             async with asyncio.timeout(EXPERTS_TIMEOUT_S):
                 if not self._experts:
                     found = await asyncio.to_thread(find_expert_actors, spec)
-                    self._experts = list(found.values()) if len(found) == len(spec.expert_actors.names) else []
-                asked = [actor.health.options(concurrency_group="control").remote() for actor in self._experts]
+                    self._experts = (
+                        list(found.values()) if len(found) == len(spec.expert_actors.names) else []
+                    )
+                asked = [
+                    actor.health.options(concurrency_group="control").remote()
+                    for actor in self._experts
+                ]
                 answers = await asyncio.gather(*asked, return_exceptions=True)
         except (RayError, TimeoutError):
             answers = []
-        seen = [None if isinstance(answer, BaseException) else answer.numerics for answer in answers]
-        self._expert_numerics = [now or before for now, before in itertools.zip_longest(seen, self._expert_numerics)]
+        seen = [
+            None if isinstance(answer, BaseException) else answer.numerics for answer in answers
+        ]
+        self._expert_numerics = [
+            now or before for now, before in itertools.zip_longest(seen, self._expert_numerics)
+        ]
         return self._expert_numerics
 
     async def health(self) -> list[StageHealth]:
-        """Return the health of every stage, also while steps run. Raises PipelineError if one does not answer."""
+        """Return the health of every stage, also while steps run. Raises PipelineError if one does
+        not answer.
+        """
         refs = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
         try:
             return list(await asyncio.wait_for(asyncio.gather(*refs), HEALTH_TIMEOUT_S))
         except (RayError, TimeoutError) as error:
             raise PipelineError(
-                f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s): {ray_error_message(error)}"
+                f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s):"
+                f" {ray_error_message(error)}"
             ) from error
 
     async def device_names(self) -> list[str]:
@@ -226,29 +290,41 @@ class ObjectStoreStageChain:
         try:
             return await step.result
         except RayError as error:
-            raise PipelineError(f"a stage failed: {ray_error_message(await _root_cause(error, step.failures))}") from error
+            raise PipelineError(
+                f"a stage failed: {ray_error_message(await _root_cause(error, step.failures))}"
+            ) from error
 
 
 class DirectStageChain(ObjectStoreStageChain):
-    """The direct link: every stage gets the same small message at once; hidden states do not pass through Ray.
+    """The direct link: every stage gets the same small message at once; hidden states do not pass
+    through Ray.
 
     The calls of a step are independent for Ray, so the failure of each is observed.
     """
 
-    def _start_step(self, message: bytes, last_result: "ObjectRef[bytes] | None") -> "list[ObjectRef[bytes]]":
+    def _start_step(
+        self, message: bytes, last_result: "ObjectRef[bytes] | None"
+    ) -> "list[ObjectRef[bytes]]":
         first, *others = self.stages
-        return [first.linked_step.remote(message, last_result), *(stage.linked_step.remote(message) for stage in others)]
+        return [
+            first.linked_step.remote(message, last_result),
+            *(stage.linked_step.remote(message) for stage in others),
+        ]
 
 
 class _Step:
-    """The replies to one micro-batch, and its result; errors are also added to ``failures``. Other threads call its methods."""
+    """The replies to one micro-batch, and its result; errors are also added to ``failures``. Other
+    threads call its methods.
+    """
 
     def __init__(self, result: "asyncio.Future[StepResult]", failures: list[BaseException]) -> None:
         self.result, self.failures = result, failures
         self._received: list[StepResult] = []
 
     def on_reply(self, num_replies: int, reply: "Future[bytes]") -> None:
-        """Record one of so many replies; only an error or the last reply, which decide the step, wake the loop."""
+        """Record one of so many replies; only an error or the last reply, which decide the step,
+        wake the loop.
+        """
         try:
             self._received.append(wire.decode_result(reply.result()))
         except BaseException as error:  # of the stage
@@ -277,9 +353,11 @@ class _Step:
 
 
 async def _root_cause(error: BaseException, failures: list[BaseException]) -> BaseException:
-    """Return the first failure that is not a LinkError, which is only a consequence of another stage's failure.
+    """Return the first failure that is not a LinkError, which is only a consequence of another
+    stage's failure.
 
-    It may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is returned.
+    It may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is
+    returned.
     """
     for _ in range(CAUSE_POLLS):
         error = next((failure for failure in failures if not isinstance(failure, LinkError)), error)
@@ -294,15 +372,21 @@ def merge_results(parts: Sequence[StepResult]) -> StepResult:
     in_order = sorted(parts, key=lambda part: part.timings[-1].stage_id)
     timings = tuple(timing for part in in_order for timing in part.timings)
     return replace(
-        in_order[-1], timings=timings, expert_choices=tuple(chosen for part in in_order for chosen in part.expert_choices)
+        in_order[-1],
+        timings=timings,
+        expert_choices=tuple(chosen for part in in_order for chosen in part.expert_choices),
     )
 
 
 def _is_restarting(error: RayError) -> bool:
-    """Return True if the supervisor, or a stage that it called, is unavailable or has restarted during the call.
+    """Return True if the supervisor, or a stage that it called, is unavailable or has restarted
+    during the call.
 
-    A supervisor that is dead for good was removed with its pipeline; a stage's death arrives as the supervisor's error.
+    A supervisor that is dead for good was removed with its pipeline; a stage's death arrives as the
+    supervisor's error.
     """
     if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):
         return False
-    return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError)
+    return isinstance(
+        getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError
+    )

@@ -1,4 +1,6 @@
-"""Plan of a draft model: the whole model on one actor, with caches for as many sequences as it has memory for."""
+"""Plan of a draft model: the whole model on one actor, with caches for as many sequences as it has
+memory for.
+"""
 
 from dataclasses import replace
 
@@ -11,13 +13,25 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan, StagePlan
 
 
-def plan_draft_model(config: EngineConfig, args: ModelArgs, target: PipelinePlan, hardware: Hardware) -> StagePlan:
-    """Return the plan of the draft model's only stage. Raises PlanError if its weights and one sequence do not fit."""
+def plan_draft_model(
+    config: EngineConfig, args: ModelArgs, target: PipelinePlan, hardware: Hardware
+) -> StagePlan:
+    """Return the plan of the draft model's only stage. Raises PlanError if its weights and one
+    sequence do not fit.
+    """
     assert config.speculative_config is not None
     num_all = (len(target.stages) + config.expert_actors + 1) * config.max_pipelines
-    memory = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.stage_memory(num_all)
+    memory = (
+        min(gpu.memory for gpu in hardware.gpus)
+        if hardware.gpus
+        else hardware.stage_memory(num_all)
+    )
     dtype = args.dtype if config.dtype == "auto" else config.dtype
-    runtime = config_runtime(config, args, dtype, target.max_num_seqs, target.max_num_batched_tokens) if hardware.gpus else None
+    runtime = (
+        config_runtime(config, args, dtype, target.max_num_seqs, target.max_num_batched_tokens)
+        if hardware.gpus
+        else None
+    )
     request = PlanRequest(
         budgets=(StageBudget(memory, runtime=runtime),),
         dtype=dtype,
@@ -25,7 +39,8 @@ def plan_draft_model(config: EngineConfig, args: ModelArgs, target: PipelinePlan
         max_num_seqs=target.max_num_seqs,
         max_num_batched_tokens=target.max_num_batched_tokens,
         page_size=config.page_size,
-        num_drafts=config.num_drafts + 1 + config.speculative_config.num_speculative_tokens,  # it drafts before results come
+        # it drafts before results come
+        num_drafts=config.num_drafts + 1 + config.speculative_config.num_speculative_tokens,
         panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
     try:

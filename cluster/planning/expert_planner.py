@@ -1,7 +1,9 @@
-"""Assignment of experts to expert actors, by load and within memory, and a report of how even it is. Pure arithmetic.
+"""Assignment of experts to expert actors, by load and within memory, and a report of how even it
+is. Pure arithmetic.
 
-All experts are equally large, so an actor's memory is a number of experts, its capacity. Its work is the load of its
-experts, assumed to be even or as it was measured; the copies of an expert share its load.
+All experts are equally large, so an actor's memory is a number of experts, its capacity. Its work
+is the load of its experts, assumed to be even or as it was measured; the copies of an expert share
+its load.
 """
 
 from collections import Counter, defaultdict
@@ -16,12 +18,14 @@ from tramontane.proto.plan import ExpertActorPlan, ExpertId, ExpertPlan
 from tramontane.workers.weights.tensor_specs import expert_tensors
 
 TOTAL_LOAD_WEIGHT = 8  # of an actor's load in all layers, relative to its load in one layer
-HOT_EXPERT_RATIO = 1.5  # times its layer's mean load: such an expert gets replicas, unless their number is configured
+# times its layer's mean load: such an expert gets replicas, unless their number is configured
+HOT_EXPERT_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRequest:
-    """What to assign: ``replicas`` copies of every expert, or, if None, of hot ones while memory is left.
+    """What to assign: ``replicas`` copies of every expert, or, if None, of hot ones while memory is
+    left.
 
     ``loads``: tokens that each expert was given; None assumes even load.
     """
@@ -38,9 +42,9 @@ class ExpertRequest:
 class ExpertPlanReport:
     """An expert plan and how evenly its actors share the work.
 
-    ``shares``: each actor's load as a multiple of the mean, under the measured load or else under even load.
-    ``busiest_if_even``: under the measured load, the largest share of the plan that assumes even load; None if no load was
-    measured.
+    ``shares``: each actor's load as a multiple of the mean, under the measured load or else under
+    even load. ``busiest_if_even``: under the measured load, the largest share of the plan that
+    assumes even load; None if no load was measured.
     """
 
     plan: ExpertPlan
@@ -64,7 +68,9 @@ class ExpertPlanReport:
         return sum(copies > 1 for copies in self.num_copies.values())
 
     def as_data(self) -> dict[str, object]:
-        """Return the report for JSON: memory in bytes, every expert as its layer and its number there."""
+        """Return the report for JSON: memory in bytes, every expert as its layer and its number
+        there.
+        """
         return {
             "load": "even" if self.busiest_if_even is None else "measured",
             "busiest": self.busiest,
@@ -79,7 +85,9 @@ class ExpertPlanReport:
                     "share": share,
                     "experts": [list(each) for each in actor.experts],
                 }
-                for actor, budget, share in zip(self.plan.actors, self.budgets, self.shares, strict=True)
+                for actor, budget, share in zip(
+                    self.plan.actors, self.budgets, self.shares, strict=True
+                )
             ],
         }
 
@@ -97,19 +105,33 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     num_actors, min_copies = len(capacities), request.replicas or 1
     if sum(min(capacity, len(experts)) for capacity in capacities) < min_copies * len(experts):
         raise PlanError(
-            f"too little memory for {min_copies * len(experts)} experts of {format_bytes(size)} on {num_actors} expert "
-            f"actors, which may hold {', '.join(map(str, capacities))}; use more --expert-actors, fewer --expert-replicas "
-            "or --quantize int8"
+            f"too little memory for {min_copies * len(experts)} experts of {format_bytes(size)} on"
+            f" {num_actors} expert actors, which may hold {', '.join(map(str, capacities))}; use"
+            " more --expert-actors, fewer --expert-replicas or --quantize int8"
         )
     spare = sum(capacities) - min_copies * len(experts)
-    copies = dict.fromkeys(experts, min_copies) if request.replicas else _replicas(loads, num_actors, spare)
+    copies = (
+        dict.fromkeys(experts, min_copies)
+        if request.replicas
+        else _replicas(loads, num_actors, spare)
+    )
     assignment = _assign(loads, copies, capacities) or _assign_by_memory(copies, capacities)
-    while assignment is None:  # spare memory may be of no use where it is: an actor holds at most one copy of an expert
+    # spare memory may be of no use where it is: an actor holds at most one copy of an expert
+    while assignment is None:
         copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
         assignment = _assign(loads, copies, capacities) or _assign_by_memory(copies, capacities)
-    empty = (ExpertActorPlan(actor, num_actors, (), 0, budget.memory) for actor, budget in enumerate(request.budgets))
+    empty = (
+        ExpertActorPlan(actor, num_actors, (), 0, budget.memory)
+        for actor, budget in enumerate(request.budgets)
+    )
     plan = ExpertPlan(
-        args, request.dtype, request.quantize, request.replicas, size, tuple(empty), batch_invariant=request.batch_invariant
+        args,
+        request.dtype,
+        request.quantize,
+        request.replicas,
+        size,
+        tuple(empty),
+        batch_invariant=request.batch_invariant,
     )
     return plan.with_assignment(assignment)
 
@@ -117,18 +139,21 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
 def replan(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
     """Assign the experts to the same actors by another load. Raises as ``plan_experts`` does."""
     budgets = tuple(StageBudget(actor.memory) for actor in plan.actors)
-    request = ExpertRequest(budgets, plan.dtype, plan.quantize, plan.replicas, loads, plan.batch_invariant)
+    request = ExpertRequest(
+        budgets, plan.dtype, plan.quantize, plan.replicas, loads, plan.batch_invariant
+    )
     return plan_experts(plan.args, request)
 
 
 def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
     """Return the plans to follow one after the other, the last of them ``new``.
 
-    Actors have memory for what each plan adds to the one before it, as they unload experts only afterwards, and every
-    expert stays loaded somewhere throughout.
+    Actors have memory for what each plan adds to the one before it, as they unload experts only
+    afterwards, and every expert stays loaded somewhere throughout.
 
-    Two actors that hold two experts each, A: 0 and 1, B: 2, become A: 0 and 2, B: 1: first B loads 1 (A has no memory for
-    2), so that A can unload it; then A loads 2. Raises PlanError if no actor has memory for a first move.
+    Two actors that hold two experts each, A: 0 and 1, B: 2, become A: 0 and 2, B: 1: first B loads
+    1 (A has no memory for 2), so that A can unload it; then A loads 2. Raises PlanError if no actor
+    has memory for a first move.
     """
     capacities = [StageBudget(actor.memory).usable // new.expert_bytes for actor in new.actors]
     wanted = [set(actor.experts) for actor in new.actors]
@@ -136,9 +161,15 @@ def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
     plans: list[ExpertPlan] = []
     while held != wanted:
         actors = zip(held, wanted, capacities, strict=True)
-        loaded = [own | set(sorted(goal - own)[: capacity - len(own)]) for own, goal, capacity in actors]
-        settled = set().union(*(own & goal for own, goal in zip(loaded, wanted, strict=True)))  # experts that are in place
-        after = [{each for each in own if each in goal or each not in settled} for own, goal in zip(loaded, wanted, strict=True)]
+        loaded = [
+            own | set(sorted(goal - own)[: capacity - len(own)]) for own, goal, capacity in actors
+        ]
+        # experts that are in place
+        settled = set().union(*(own & goal for own, goal in zip(loaded, wanted, strict=True)))
+        after = [
+            {each for each in own if each in goal or each not in settled}
+            for own, goal in zip(loaded, wanted, strict=True)
+        ]
         if after == held:
             after = _staging_plan(held, wanted, capacities)
         held = after
@@ -154,21 +185,35 @@ def _staging_plan(
         blocking = sorted(own - goal)
         for other, (held_there, capacity) in enumerate(zip(held, capacities, strict=True)):
             movable = [each for each in blocking if each not in held_there]
-            if goal - own and movable and other != actor and len(held_there | wanted[other]) < capacity:
+            if (
+                goal - own
+                and movable
+                and other != actor
+                and len(held_there | wanted[other]) < capacity
+            ):
                 moved = [set(each) for each in held]
                 moved[actor].remove(movable[0])
                 moved[other].add(movable[0])
                 return moved
-    raise PlanError("experts cannot move: no expert actor has memory for one more; restart with --expert-load instead")
+    raise PlanError(
+        "experts cannot move: no expert actor has memory for one more; restart with --expert-load"
+        " instead"
+    )
 
 
 def report(args: ModelArgs, request: ExpertRequest) -> ExpertPlanReport:
-    """Assign experts and report how evenly the actors share the work. Raises as ``plan_experts`` does."""
+    """Assign experts and report how evenly the actors share the work. Raises as ``plan_experts``
+    does.
+    """
     plan = plan_experts(args, request)
     if request.loads is None:
-        return ExpertPlanReport(plan, request.budgets, _shares(plan, dict.fromkeys(plan.placement, 1.0)), None)
+        return ExpertPlanReport(
+            plan, request.budgets, _shares(plan, dict.fromkeys(plan.placement, 1.0)), None
+        )
     assumed = plan_experts(args, replace(request, loads=None))
-    return ExpertPlanReport(plan, request.budgets, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
+    return ExpertPlanReport(
+        plan, request.budgets, _shares(plan, request.loads), max(_shares(assumed, request.loads))
+    )
 
 
 def _shares(plan: ExpertPlan, loads: dict[ExpertId, float]) -> tuple[float, ...]:
@@ -178,14 +223,23 @@ def _shares(plan: ExpertPlan, loads: dict[ExpertId, float]) -> tuple[float, ...]
 
 def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:
     if args.moe is None:
-        raise ConfigError("--expert-actors is for models of several experts per layer; this one has none")
+        raise ConfigError(
+            "--expert-actors is for models of several experts per layer; this one has none"
+        )
     if request.replicas is not None and request.replicas > len(request.budgets):
-        raise ConfigError(f"--expert-replicas is {request.replicas}; it can be at most --expert-actors, {len(request.budgets)}")
-    experts = [ExpertId(layer, expert) for layer in args.moe_layers for expert in range(args.moe.num_experts)]
+        raise ConfigError(
+            f"--expert-replicas is {request.replicas}; it can be at most --expert-actors,"
+            f" {len(request.budgets)}"
+        )
+    experts = [
+        ExpertId(layer, expert)
+        for layer in args.moe_layers
+        for expert in range(args.moe.num_experts)
+    ]
     if request.loads is not None and request.loads.keys() != set(experts):
         raise ConfigError(
-            f"--expert-load is of {_shape(request.loads)}, and the model has {len(args.moe_layers)} layers with "
-            f"{args.moe.num_experts} experts each; it must be of the same model"
+            f"--expert-load is of {_shape(request.loads)}, and the model has {len(args.moe_layers)}"
+            f" layers with {args.moe.num_experts} experts each; it must be of the same model"
         )
     return experts
 
@@ -193,33 +247,48 @@ def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:
 def _shape(loads: dict[ExpertId, float]) -> str:
     """Return ``2 layers with 8 experts each``, or ``2 layers with 7 or 8 experts each``."""
     by_layer = Counter(each.layer for each in loads)
-    return f"{len(by_layer)} layers with {' or '.join(map(str, sorted(set(by_layer.values())))) or 0} experts each"
+    return (
+        f"{len(by_layer)} layers with {' or '.join(map(str, sorted(set(by_layer.values())))) or 0}"
+        " experts each"
+    )
 
 
 def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict[ExpertId, int]:
-    """Return the copies of each expert: one more for that with most load per copy, while it is hot and memory is spare.
+    """Return the copies of each expert: one more for that with most load per copy, while it is hot
+    and memory is spare.
 
-    Copies with less than an actor's even share of the layer gain nothing. 8 experts on 4 actors, two of them with half of
-    the load each: the mean is 1/8, hot is above 3/16, an even share is 1/4, so both get 2 copies with 1/4 each.
+    Copies with less than an actor's even share of the layer gain nothing. 8 experts on 4 actors,
+    two of them with half of the load each: the mean is 1/8, hot is above 3/16, an even share is
+    1/4, so both get 2 copies with 1/4 each.
     """
     num_experts = Counter(each.layer for each in loads)
     totals = _layer_loads(loads)
-    enough = {layer: max(total / num_actors, HOT_EXPERT_RATIO * total / num_experts[layer]) for layer, total in totals.items()}
+    enough = {
+        layer: max(total / num_actors, HOT_EXPERT_RATIO * total / num_experts[layer])
+        for layer, total in totals.items()
+    }
     copies = dict.fromkeys(loads, 1)
     for _ in range(spare):
         candidates = [each for each in loads if copies[each] < num_actors]
-        hottest = max(candidates, key=lambda each: loads[each] / copies[each] - enough[each.layer], default=None)
+        hottest = max(
+            candidates,
+            key=lambda each: loads[each] / copies[each] - enough[each.layer],
+            default=None,
+        )
         if hottest is None or loads[hottest] / copies[hottest] <= enough[hottest.layer]:
             break
         copies[hottest] += 1
     return copies
 
 
-def _assign(loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacities: Sequence[int]) -> list[list[ExpertId]] | None:
-    """Assign experts in order of load, each to the actors with the least load so far, in all and in its layer.
+def _assign(
+    loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacities: Sequence[int]
+) -> list[list[ExpertId]] | None:
+    """Assign experts in order of load, each to the actors with the least load so far, in all and in
+    its layer.
 
-    The experts of a layer work at the same time. Returns None if a copy is left over: all actors are full or hold the same
-    expert already.
+    The experts of a layer work at the same time. Returns None if a copy is left over: all actors
+    are full or hold the same expert already.
     """
     totals, num_actors = _layer_loads(loads), len(capacities)
     total = sum(totals.values()) or 1.0
@@ -231,7 +300,12 @@ def _assign(loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacitie
         if len(free) < copies[each]:
             return None
         in_layer = busy_in[each.layer]
-        free.sort(key=lambda actor: (busy[actor] * TOTAL_LOAD_WEIGHT + in_layer[actor], len(held[actor]) - capacities[actor]))
+        free.sort(
+            key=lambda actor: (
+                busy[actor] * TOTAL_LOAD_WEIGHT + in_layer[actor],
+                len(held[actor]) - capacities[actor],
+            )
+        )
         for actor in free[: copies[each]]:
             held[actor].append(each)
             busy[actor] += loads[each] / copies[each] / total
@@ -239,11 +313,17 @@ def _assign(loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacitie
     return held
 
 
-def _assign_by_memory(copies: dict[ExpertId, int], capacities: Sequence[int]) -> list[list[ExpertId]] | None:
-    """Assign each copy to an actor with most memory left, which succeeds if anything does; return None if nothing does."""
+def _assign_by_memory(
+    copies: dict[ExpertId, int], capacities: Sequence[int]
+) -> list[list[ExpertId]] | None:
+    """Assign each copy to an actor with most memory left, which succeeds if anything does; return
+    None if nothing does.
+    """
     held: list[list[ExpertId]] = [[] for _ in capacities]
     for each, count in sorted(copies.items(), key=lambda pair: (-pair[1], pair[0])):
-        emptiest = sorted(range(len(capacities)), key=lambda actor: len(held[actor]) - capacities[actor])[:count]
+        emptiest = sorted(
+            range(len(capacities)), key=lambda actor: len(held[actor]) - capacities[actor]
+        )[:count]
         if any(len(held[actor]) >= capacities[actor] for actor in emptiest):
             return None
         for actor in emptiest:

@@ -1,8 +1,9 @@
 """Placement of a pipeline's stages on GPUs that are not all alike. Pure arithmetic.
 
-Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray chooses the node of
-that kind, packing stage after stage, and the GPU of the node; so on a node of unlike GPUs each counts as the smallest
-and slowest of them. Stages that share a GPU are neighbors, and have equal shares of its memory.
+Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray
+chooses the node of that kind, packing stage after stage, and the GPU of the node; so on a node of
+unlike GPUs each counts as the smallest and slowest of them. Stages that share a GPU are neighbors,
+and have equal shares of its memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +30,9 @@ def placement_candidates(
 ) -> list[tuple[GpuSlot, ...]]:
     """Return the candidates for the slots of a pipeline's stages, in order.
 
-    ``config.max_pipelines`` pipelines share the hardware. ``cluster``: the whole cluster, if ``hardware`` is a part of it.
-    Raises TooFewNodesError if there are too few GPUs, PlanError or ConfigError.
+    ``config.max_pipelines`` pipelines share the hardware. ``cluster``: the whole cluster, if
+    ``hardware`` is a part of it. Raises TooFewNodesError if there are too few GPUs, PlanError or
+    ConfigError.
     """
     hardware.check_threads(config.threads_per_stage)
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
@@ -44,30 +46,49 @@ def placement_candidates(
     elif num_all > len(hardware.gpus):
         raise TooFewNodesError(_too_few_gpus(config, num_stages, num_all, len(hardware.gpus)))
     else:
-        candidates = gpu_choices(hardware.gpus, num_slots, config.max_pipelines, (cluster or hardware).gpus)
+        candidates = gpu_choices(
+            hardware.gpus, num_slots, config.max_pipelines, (cluster or hardware).gpus
+        )
     return [
-        _divide_slots(_apply_overrides(slots, config.gpu_memory, config.gpu_speed), num_stages, per_slot) for slots in candidates
+        _divide_slots(
+            _apply_overrides(slots, config.gpu_memory, config.gpu_speed), num_stages, per_slot
+        )
+        for slots in candidates
     ]
 
 
-def _too_few_gpus(config: EngineConfig, num_stages: int, num_needed: int, num_available: int) -> str:
+def _too_few_gpus(
+    config: EngineConfig, num_stages: int, num_needed: int, num_available: int
+) -> str:
     flag = "--max-replicas" if config.max_replicas else "--replicas"
     needed = f"{num_needed} stages need a GPU each"
     if config.stages_per_gpu > 1:
-        needed = f"{num_stages * config.max_pipelines} stages, {config.stages_per_gpu} to a GPU, need {num_needed} GPUs"
+        needed = (
+            f"{num_stages * config.max_pipelines} stages, {config.stages_per_gpu} to a GPU, need"
+            f" {num_needed} GPUs"
+        )
     return f"{needed}, and there are {num_available}; use fewer --stages or {flag}"
 
 
-def _divide_slots(slots: tuple[GpuSlot, ...], num_stages: int, per_slot: int) -> tuple[GpuSlot, ...]:
-    """Return a slot per stage: 3 stages, 2 per GPU, on GPUs of 80 and 24 GiB get 40, 40 and 12 GiB."""
-    shares = (_with_budget(slot, memory=slot.budget.memory // per_slot) for slot in slots for _ in range(per_slot))
+def _divide_slots(
+    slots: tuple[GpuSlot, ...], num_stages: int, per_slot: int
+) -> tuple[GpuSlot, ...]:
+    """Return a slot per stage: 3 stages, 2 per GPU, on GPUs of 80 and 24 GiB get 40, 40 and 12
+    GiB.
+    """
+    shares = (
+        _with_budget(slot, memory=slot.budget.memory // per_slot)
+        for slot in slots
+        for _ in range(per_slot)
+    )
     return tuple(shares)[:num_stages]
 
 
 def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hardware]:
     """Divide the hardware between stages and expert actors, and return both parts.
 
-    Experts, which are most of a model, get the largest GPUs: of GPUs of 24, 80, 24 and 80 GiB two expert actors get those of
+    Experts, which are most of a model, get the largest GPUs: of GPUs of 24, 80, 24 and 80 GiB two
+    expert actors get those of
     80. CPUs and their memory are in both parts. Raises TooFewNodesError.
     """
     num_experts = config.expert_actors * config.max_pipelines
@@ -75,30 +96,37 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
         return hardware, hardware
     if len(hardware.gpus) < num_experts + config.max_pipelines:
         raise TooFewNodesError(
-            f"{num_experts} expert actors and at least {config.max_pipelines} stages need a GPU each, and there are "
-            f"{len(hardware.gpus)}; use fewer --expert-actors"
+            f"{num_experts} expert actors and at least {config.max_pipelines} stages need a GPU"
+            f" each, and there are {len(hardware.gpus)}; use fewer --expert-actors"
         )
     # Ray chooses the GPU of a node, so that each counts as the smallest there.
     smallest = {here[0].node: min(gpu.memory for gpu in here) for here in by_node(hardware.gpus)}
     ordered = sorted(hardware.gpus, key=lambda gpu: (-smallest[gpu.node], gpu.node, gpu.index))
-    return replace(hardware, gpus=tuple(ordered[num_experts:])), replace(hardware, gpus=tuple(ordered[:num_experts]))
+    return replace(hardware, gpus=tuple(ordered[num_experts:])), replace(
+        hardware, gpus=tuple(ordered[:num_experts])
+    )
 
 
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware without a GPU for each pipeline's draft model, the smallest ones. Raises TooFewNodesError."""
+    """Return the hardware without a GPU for each pipeline's draft model, the smallest ones. Raises
+    TooFewNodesError.
+    """
     num_drafting = config.num_draft_models * config.max_pipelines
     if not hardware.gpus or not num_drafting or config.local:
         return hardware
     if len(hardware.gpus) < num_drafting + config.max_pipelines:
         raise TooFewNodesError(
-            f"a draft model and at least one stage of each of {config.max_pipelines} pipelines need a GPU each, and there are "
-            f"{len(hardware.gpus)}; use method ngram of --speculative-config"
+            f"a draft model and at least one stage of each of {config.max_pipelines} pipelines need"
+            f" a GPU each, and there are {len(hardware.gpus)}; use method ngram of"
+            " --speculative-config"
         )
     ordered = sorted(hardware.gpus, key=lambda gpu: (-gpu.memory, gpu.node, gpu.index))
     return replace(hardware, gpus=tuple(ordered[: len(ordered) - num_drafting]))
 
 
-def expert_slots(config: EngineConfig, num_stages: int, hardware: Hardware, cluster: Hardware) -> tuple[GpuSlot, ...]:
+def expert_slots(
+    config: EngineConfig, num_stages: int, hardware: Hardware, cluster: Hardware
+) -> tuple[GpuSlot, ...]:
     """Return the slots of one pipeline's expert actors, on their part of the cluster's hardware."""
     num_actors = config.expert_actors
     if hardware.gpus:
@@ -106,37 +134,58 @@ def expert_slots(config: EngineConfig, num_stages: int, hardware: Hardware, clus
     else:
         slots = (
             GpuSlot(
-                StageBudget(hardware.stage_memory((num_stages + num_actors + config.num_draft_models) * config.max_pipelines))
+                StageBudget(
+                    hardware.stage_memory(
+                        (num_stages + num_actors + config.num_draft_models) * config.max_pipelines
+                    )
+                )
             ),
         ) * num_actors
-    memory = None if config.expert_memory is None else for_each_expert_actor(config.expert_memory, num_actors)
+    memory = (
+        None
+        if config.expert_memory is None
+        else for_each_expert_actor(config.expert_memory, num_actors)
+    )
     return _apply_overrides(slots, memory, None)
 
 
 def gpu_choices(
     gpus: Sequence[Gpu], num_stages: int, num_pipelines: int, cluster: Sequence[Gpu] | None = None
 ) -> list[tuple[GpuSlot, ...]]:
-    """Return every combination of GPU kinds; the first stages get the largest kind, of equally large kinds the fastest.
+    """Return every combination of GPU kinds; the first stages get the largest kind, of equally
+    large kinds the fastest.
 
-    Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two pipelines of two
-    stages get [80, 24] each. If that is too few (three stages each), or all are of one kind, each counts as
-    the smallest, and Ray places stages on any of them. One stage and both kinds: [80] or [24].
+    Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two
+    pipelines of two stages get [80, 24] each. If that is too few (three stages each), or all are of
+    one kind, each counts as the smallest, and Ray places stages on any of them. One stage and both
+    kinds: [80] or [24].
 
-    ``cluster``: all GPUs, if ``gpus`` are a part of them. Stages on the GPUs of 24 GiB of a cluster whose GPUs of 80 GiB
-    are for experts are tied to those nodes, although all of their GPUs are alike.
+    ``cluster``: all GPUs, if ``gpus`` are a part of them. Stages on the GPUs of 24 GiB of a cluster
+    whose GPUs of 80 GiB are for experts are tied to those nodes, although all of their GPUs are
+    alike.
     """
-    kinds = sorted(_kinds(gpus, cluster or gpus), key=lambda kind: (-kind[0].budget.memory, -kind[0].budget.speed))
+    kinds = sorted(
+        _kinds(gpus, cluster or gpus),
+        key=lambda kind: (-kind[0].budget.memory, -kind[0].budget.speed),
+    )
     shares = [(slot, count // num_pipelines) for slot, count in kinds]
     if len(kinds) > 1 and sum(share for _, share in shares) >= num_stages:
         return list(_combinations(shares, num_stages))
     own_nodes = {node for slot, _ in kinds for node in slot.nodes}
     is_all = own_nodes >= {gpu.node for gpu in cluster or gpus}
-    smallest = GpuSlot(StageBudget(min(slot.budget.memory for slot, _ in kinds)), () if is_all else tuple(sorted(own_nodes)))
+    smallest = GpuSlot(
+        StageBudget(min(slot.budget.memory for slot, _ in kinds)),
+        () if is_all else tuple(sorted(own_nodes)),
+    )
     return [(smallest,) * num_stages]
 
 
-def _combinations(shares: Sequence[tuple[GpuSlot, int]], num_stages: int) -> Iterator[tuple[GpuSlot, ...]]:
-    """Yield combinations, those with most of the first kind first: shares a: 2, b: 1 and two stages give (a, a), (a, b)."""
+def _combinations(
+    shares: Sequence[tuple[GpuSlot, int]], num_stages: int
+) -> Iterator[tuple[GpuSlot, ...]]:
+    """Yield combinations, those with most of the first kind first: shares a: 2, b: 1 and two stages
+    give (a, a), (a, b).
+    """
     if not num_stages:
         yield ()
         return
@@ -149,9 +198,12 @@ def _combinations(shares: Sequence[tuple[GpuSlot, int]], num_stages: int) -> Ite
 
 
 def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[GpuSlot, int]]:
-    """Return the slot of each kind of GPU, with the nodes of the cluster that offer it, and how many of ``gpus`` are of it."""
+    """Return the slot of each kind of GPU, with the nodes of the cluster that offer it, and how
+    many of ``gpus`` are of it.
+    """
     alike: dict[object, list[Gpu]] = {}
-    for here in by_node(cluster):  # whole GiB: drivers of different versions keep different megabytes for themselves
+    # whole GiB: drivers of different versions keep different megabytes for themselves
+    for here in by_node(cluster):
         kind = (frozenset(gpu.name for gpu in here), round(min(gpu.memory for gpu in here) / GIB))
         alike.setdefault(kind, []).extend(here)
     counted = ((_slot_of_kind(kind), len(set(kind) & set(gpus))) for kind in alike.values())
@@ -164,7 +216,9 @@ def _slot_of_kind(kind: Sequence[Gpu]) -> GpuSlot:
 
 
 def _num_stages(config: EngineConfig, max_stages: int, hardware: Hardware) -> int:
-    """Return ``--stages``, or else what fills the GPUs; lists of values for GPUs give their number."""
+    """Return ``--stages``, or else what fills the GPUs; lists of values for GPUs give their
+    number.
+    """
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
     lists = {"gpu-memory": config.gpu_memory, "gpu-speed": config.gpu_speed}
     counts = {f"--{name}": len(given) for name, given in lists.items() if given and len(given) > 1}
@@ -175,38 +229,56 @@ def _num_stages(config: EngineConfig, max_stages: int, hardware: Hardware) -> in
         conflict = " and ".join(f"{name} is for {count} {what}" for name, count in counts.items())
         raise ConfigError(f"{conflict}; give one value for all {what}, or one for each")
     if config.stages or not counts:
-        return config.stages or min(hardware.default_stage_count(config.max_pipelines) * per_slot, max_stages)
+        return config.stages or min(
+            hardware.default_stage_count(config.max_pipelines) * per_slot, max_stages
+        )
     return next(iter(counts.values())) * per_slot
 
 
 def _apply_overrides(
     slots: tuple[GpuSlot, ...], memory: tuple[int, ...] | None, speed: tuple[int, ...] | None
 ) -> tuple[GpuSlot, ...]:
-    """Apply the user's memory and speeds: the largest memory goes to the first slot, and none exceeds what its slot has."""
+    """Apply the user's memory and speeds: the largest memory goes to the first slot, and none
+    exceeds what its slot has.
+    """
     order = range(len(slots))
     if memory is not None:
         memories = memory if len(memory) > 1 else memory * len(slots)
         by_index = dict(zip(sorted(order, key=lambda slot: -memories[slot]), slots, strict=True))
-        slots = tuple(_with_budget(by_index[i], memory=min(memories[i], by_index[i].budget.memory)) for i in order)
+        slots = tuple(
+            _with_budget(by_index[i], memory=min(memories[i], by_index[i].budget.memory))
+            for i in order
+        )
     if speed is not None:
         speeds = speed if len(speed) > 1 else speed * len(slots)
-        slots = tuple(_with_budget(slot, speed=given) for slot, given in zip(slots, speeds, strict=True))
+        slots = tuple(
+            _with_budget(slot, speed=given) for slot, given in zip(slots, speeds, strict=True)
+        )
     return slots
 
 
-def stage_speeds(config: EngineConfig, hardware: Hardware, devices: Sequence[str]) -> tuple[int | None, ...]:
-    """Return the speeds of stages on devices of these names, relative to each other: as configured, else as measured, else None.
+def stage_speeds(
+    config: EngineConfig, hardware: Hardware, devices: Sequence[str]
+) -> tuple[int | None, ...]:
+    """Return the speeds of stages on devices of these names, relative to each other: as configured,
+    else as measured, else None.
 
     Three stages, 2 per GPU, with ``--gpu-speed 1,3``: 1, 1, 3.
     """
     if (given := config.gpu_speed) is not None:
         per_slot = hardware.stages_per_slot(config.stages_per_gpu)
-        return tuple(given[stage // per_slot if len(given) > 1 else 0] for stage in range(len(devices)))
+        return tuple(
+            given[stage // per_slot if len(given) > 1 else 0] for stage in range(len(devices))
+        )
     measured = {gpu.name: gpu.speed for gpu in hardware.gpus}
     return tuple(measured.get(device) for device in devices)
 
 
 def _with_budget(slot: GpuSlot, memory: int | None = None, speed: int | None = None) -> GpuSlot:
     budget = slot.budget
-    changed = replace(budget, memory=budget.memory if memory is None else memory, speed=budget.speed if speed is None else speed)
+    changed = replace(
+        budget,
+        memory=budget.memory if memory is None else memory,
+        speed=budget.speed if speed is None else speed,
+    )
     return replace(slot, budget=changed)

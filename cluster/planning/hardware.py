@@ -26,8 +26,10 @@ from tramontane.workers.device.probe import (
 )
 
 GPU_PROBE_TIMEOUT_S = 60.0
-MIN_HELD_BYTES = 2**28  # of a GPU, from which on what others hold counts; the driver itself has some MB
-CORES_RESOURCE = "tramontane_cores"  # Ray resource with a node's real cores, where Ray is given more CPUs than those
+# of a GPU, from which on what others hold counts; the driver itself has some MB
+MIN_HELD_BYTES = 2**28
+# Ray resource with a node's real cores, where Ray is given more CPUs than those
+CORES_RESOURCE = "tramontane_cores"
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,8 @@ class TooFewNodesError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s if it was measured.
+    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s
+    if it was measured.
 
     ``memory``: bytes to plan with; ``held`` are those besides that other processes hold.
     """
@@ -54,7 +57,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Nodes and GPUs: ``node_cpus`` and ``node_memory`` (bytes) have one entry per node, ``gpus`` one per GPU of all nodes.
+    """Nodes and GPUs: ``node_cpus`` and ``node_memory`` (bytes) have one entry per node, ``gpus``
+    one per GPU of all nodes.
 
     ``panel_rows``: the most rows that a panel of packed matrices has on any of the processors.
     """
@@ -65,7 +69,9 @@ class Hardware:
     panel_rows: int = MAX_PANEL_ROWS
 
     def stages_per_slot(self, stages_per_gpu: int) -> int:
-        """Return how many stages share one slot, which is a GPU; without GPUs every stage has a slot of its own."""
+        """Return how many stages share one slot, which is a GPU; without GPUs every stage has a
+        slot of its own.
+        """
         return stages_per_gpu if self.gpus else 1
 
     def default_stage_count(self, num_pipelines: int = 1) -> int:
@@ -73,7 +79,8 @@ class Hardware:
         return max(len(self.gpus) // num_pipelines, 1) if self.gpus else 2
 
     def stage_memory(self, num_stages: int) -> int:
-        """Return the bytes of one stage or slot: the smallest GPU's, or an even share of the smallest node's.
+        """Return the bytes of one stage or slot: the smallest GPU's, or an even share of the
+        smallest node's.
 
         A GPU is shared here only by stages of one process.
         """
@@ -85,31 +92,41 @@ class Hardware:
         """Return an even share of the smallest node's cores for each stage that it would hold."""
         return max(1, min(self.node_cpus) // self._stages_per_node(num_stages, stages_per_slot))
 
-    def stages_at_once(self, num_stages: int, threads: int, num_pipelines: int = 1, stages_per_slot: int = 1) -> int:
-        """Return how many of a pipeline's stages can compute at the same time; the others wait for their turn.
+    def stages_at_once(
+        self, num_stages: int, threads: int, num_pipelines: int = 1, stages_per_slot: int = 1
+    ) -> int:
+        """Return how many of a pipeline's stages can compute at the same time; the others wait for
+        their turn.
 
-        Threads of a stage wait for each other at every product: if two stages' threads share cores, all threads wait for
-        those that were preempted, ten times as long as the product takes. A single thread waits for no other.
-        2 stages of 2 threads: 1 on a node of 2 or 3 cores, 2 on two such nodes. Pipelines do not wait for each other.
-        Stages that share a GPU share its memory bandwidth: 5 stages, 2 per GPU, are 3 at once.
+        Threads of a stage wait for each other at every product: if two stages' threads share cores,
+        all threads wait for those that were preempted, ten times as long as the product takes. A
+        single thread waits for no other. 2 stages of 2 threads: 1 on a node of 2 or 3 cores, 2 on
+        two such nodes. Pipelines do not wait for each other. Stages that share a GPU share its
+        memory bandwidth: 5 stages, 2 per GPU, are 3 at once.
         """
         if self.gpus:
             return -(-num_stages // stages_per_slot)
         if threads == 1:
             return num_stages
-        return max(min(sum(cpus // threads for cpus in self.node_cpus) // num_pipelines, num_stages), 1)
+        return max(
+            min(sum(cpus // threads for cpus in self.node_cpus) // num_pipelines, num_stages), 1
+        )
 
     def check_threads(self, threads_per_stage: int | None) -> None:
-        """Raise PlanError if no node has so many cores. Stages may share cores: they rarely all compute at once."""
+        """Raise PlanError if no node has so many cores. Stages may share cores: they rarely all
+        compute at once.
+        """
         max_cpus = max(self.node_cpus)
         if threads_per_stage is not None and threads_per_stage > max_cpus:
             raise PlanError(
-                f"--threads-per-stage is {threads_per_stage}, but no machine here has more cores than {max_cpus}; "
-                f"use at most {max_cpus}, or leave it out"
+                f"--threads-per-stage is {threads_per_stage}, but no machine here has more cores"
+                f" than {max_cpus}; use at most {max_cpus}, or leave it out"
             )
 
     def _stages_per_node(self, num_stages: int, stages_per_slot: int = 1) -> int:
-        """Return the most stages of any node: of 6 stages, 4 per GPU, one of two nodes has 4, as a GPU is on one node."""
+        """Return the most stages of any node: of 6 stages, 4 per GPU, one of two nodes has 4, as a
+        GPU is on one node.
+        """
         groups = -(-num_stages // stages_per_slot)
         return min(-(-groups // len(self.node_cpus)) * stages_per_slot, num_stages)
 
@@ -125,7 +142,8 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
 def probe_local() -> Hardware:
     """Return this machine's free hardware, as far as this process may use it.
 
-    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would be a CPU's, or leave GPUs idle, without a word.
+    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would be a CPU's, or leave
+    GPUs idle, without a word.
     """
     num_gpus = num_visible_gpus()
     visible = visible_gpus() if num_gpus else []
@@ -133,25 +151,33 @@ def probe_local() -> Hardware:
         import torch
 
         raise PlanError(
-            f"this machine has {_count_gpus(num_gpus)}, but PyTorch {torch.__version__} shows {len(visible)}; install a PyTorch "
-            f"for CUDA that the driver can run, or choose GPUs by CUDA_VISIBLE_DEVICES (empty: none, the server uses the CPUs)"
+            f"this machine has {_count_gpus(num_gpus)}, but PyTorch {torch.__version__} shows"
+            f" {len(visible)}; install a PyTorch for CUDA that the driver can run, or choose GPUs"
+            " by CUDA_VISIBLE_DEVICES (empty: none, the server uses the CPUs)"
         )
     gpus = tuple(_gpu_to_plan(gpu, "", index) for index, gpu in enumerate(visible))
-    return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus, panel_rows=panel_rows())
+    return Hardware(
+        node_cpus=(usable_cpus(),),
+        node_memory=(_usable_memory(),),
+        gpus=gpus,
+        panel_rows=panel_rows(),
+    )
 
 
 def check_ray_gpus(hardware: Hardware) -> None:
     """Raise PlanError if Ray has found GPUs on this machine that the plan is not for.
 
-    Ray must have been started here. It also finds GPUs of other makers. A user who has set CUDA_VISIBLE_DEVICES has chosen.
+    Ray must have been started here. It also finds GPUs of other makers. A user who has set
+    CUDA_VISIBLE_DEVICES has chosen.
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return
     num_found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
     if num_found > len(hardware.gpus):
         raise PlanError(
-            f"Ray has found {_count_gpus(num_found)} on this machine, but the plan is for {len(hardware.gpus)}; check that "
-            "nvidia-smi lists them here and that PyTorch is one for CUDA, or hide them with an empty CUDA_VISIBLE_DEVICES"
+            f"Ray has found {_count_gpus(num_found)} on this machine, but the plan is for"
+            f" {len(hardware.gpus)}; check that nvidia-smi lists them here and that PyTorch is one"
+            " for CUDA, or hide them with an empty CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -166,14 +192,22 @@ def probe_cluster(
 ) -> Hardware:
     """Return the hardware of the Ray cluster that this process is connected to.
 
-    ``compare_gpus``: measure the GPUs' speeds if nodes have different GPUs. ``list_gpus`` and ``measure`` run on the nodes.
-    Raises PlanError if a node's GPUs cannot be probed, TooFewNodesError if no node offers a CPU.
+    ``compare_gpus``: measure the GPUs' speeds if nodes have different GPUs. ``list_gpus`` and
+    ``measure`` run on the nodes. Raises PlanError if a node's GPUs cannot be probed,
+    TooFewNodesError if no node offers a CPU.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    resources = {node["NodeID"]: node["Resources"] for node in alive if node["Resources"].get("CPU", 0) >= 1}
+    resources = {
+        node["NodeID"]: node["Resources"] for node in alive if node["Resources"].get("CPU", 0) >= 1
+    }
     if not resources:
-        raise TooFewNodesError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
-    gpus = _probe_gpus({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, list_gpus)
+        raise TooFewNodesError(
+            "the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1"
+        )
+    gpus = _probe_gpus(
+        {node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1},
+        list_gpus,
+    )
     return Hardware(
         node_cpus=tuple(int(has.get(CORES_RESOURCE, has["CPU"])) for has in resources.values()),
         node_memory=tuple(int(has["memory"]) for has in resources.values()),
@@ -182,7 +216,9 @@ def probe_cluster(
 
 
 def usable_cpus() -> int:
-    """Return the cores that this process may use: those of its affinity mask, bounded by its container's quota."""
+    """Return the cores that this process may use: those of its affinity mask, bounded by its
+    container's quota.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = _cgroup_numbers("cpu.max", 2)
     return min(cpus, max(1, quota // period)) if quota and period else cpus
@@ -196,7 +232,9 @@ def _usable_memory() -> int:
 
 
 def _cgroup_numbers(file: str, count: int) -> list[int]:
-    """Return the numbers in a control-group file (version 2); zeros where there is no limit or no such file."""
+    """Return the numbers in a control-group file (version 2); zeros where there is no limit or no
+    such file.
+    """
     try:
         words = Path("/sys/fs/cgroup", file).read_text().split()
     except OSError:
@@ -204,16 +242,22 @@ def _cgroup_numbers(file: str, count: int) -> list[int]:
     return [int(word) if word.isdigit() else 0 for word in (words + [""] * count)[:count]]
 
 
-def _probe_gpus(num_gpus: Mapping[str, int], list_gpus: Callable[[], list[VisibleGpu]]) -> tuple[Gpu, ...]:
+def _probe_gpus(
+    num_gpus: Mapping[str, int], list_gpus: Callable[[], list[VisibleGpu]]
+) -> tuple[Gpu, ...]:
     """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there.
 
-    As long as actors have GPUs, what is not free may be theirs, and be free when these GPUs are given to new ones.
+    As long as actors have GPUs, what is not free may be theirs, and be free when these GPUs are
+    given to new ones.
     """
     is_idle = ray.available_resources().get("GPU", 0) >= sum(num_gpus.values())  # type: ignore[no-untyped-call]
     visible = _gather({node: _run_on(node, list_gpus) for node in num_gpus})
     for node, count in num_gpus.items():
         if len(visible[node]) < count:
-            raise PlanError(f"node {_address(node)} offers {count} GPUs to Ray, but CUDA shows {len(visible[node])} there")
+            raise PlanError(
+                f"node {_address(node)} offers {count} GPUs to Ray, but CUDA shows"
+                f" {len(visible[node])} there"
+            )
     return tuple(
         _gpu_to_plan(gpu if is_idle else gpu._replace(free=None), node, index)
         for node, count in sorted(num_gpus.items())
@@ -222,29 +266,36 @@ def _probe_gpus(num_gpus: Mapping[str, int], list_gpus: Callable[[], list[Visibl
 
 
 def _gpu_to_plan(gpu: VisibleGpu, node: str, index: int) -> Gpu:
-    """Return the GPU with the memory that is free now, and log how much other processes hold, if that matters."""
+    """Return the GPU with the memory that is free now, and log how much other processes hold, if
+    that matters.
+    """
     free = gpu.memory if gpu.free is None else gpu.free
     if (held := gpu.memory - free) < MIN_HELD_BYTES:
         return Gpu(gpu.name, gpu.memory, node, index)
     where = f" of node {_address(node)}" if node else ""
     logger.warning(
-        "GPU %d%s (%s) has %s of %s free, because other processes hold the rest; the plan is for what is free",
+        "GPU %d%s (%s) has %s of %s free, because other processes hold the rest; the plan is for"
+        " what is free",
         *(index, where, gpu.name, format_bytes(free), format_bytes(gpu.memory)),
     )
     return Gpu(gpu.name, free, node, index, held=held)
 
 
 def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu, ...]:
-    """Return the GPUs with their speeds, in GB/s of one GPU of each name, if nodes have different GPUs.
+    """Return the GPUs with their speeds, in GB/s of one GPU of each name, if nodes have different
+    GPUs.
 
-    Speeds are stored in the cluster: later pipelines are planned like the first, and no GPU is measured while it works.
+    Speeds are stored in the cluster: later pipelines are planned like the first, and no GPU is
+    measured while it works.
     """
     if len({frozenset(gpu.name for gpu in here) for here in by_node(gpus)}) <= 1:
         return gpus
     example = {gpu.name: gpu for gpu in reversed(gpus)}
     keys = {name: f"tramontane-gpu-speed-{name}" for name in example}
     unknown = {name: gpu for name, gpu in example.items() if not kv_get(keys[name])}
-    measured = _gather({name: _run_on(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()})
+    measured = _gather(
+        {name: _run_on(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()}
+    )
     for name, speed in measured.items():
         kv_put(keys[name], str(max(speed // 10**9, 1)).encode(), overwrite=False)
     speeds = {name: int(kv_get(key) or 1) for name, key in keys.items()}
@@ -252,7 +303,9 @@ def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tup
 
 
 def _run_on(node: str, function: Callable[..., T], *arguments: str) -> "ray.ObjectRef[T]":
-    """Run a short function on a node, where it sees all GPUs, even those that are in use or that Ray would hide."""
+    """Run a short function on a node, where it sees all GPUs, even those that are in use or that
+    Ray would hide.
+    """
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": 0,
@@ -268,9 +321,13 @@ def _gather(refs: "Mapping[str, ray.ObjectRef[T]]") -> dict[str, T]:
     try:
         answers: list[T] = ray.get(list(refs.values()), timeout=GPU_PROBE_TIMEOUT_S)
     except (GetTimeoutError, RayError) as error:
-        raise PlanError(f"the GPUs of the cluster cannot be listed: {ray_error_message(error)}") from error
+        raise PlanError(
+            f"the GPUs of the cluster cannot be listed: {ray_error_message(error)}"
+        ) from error
     return dict(zip(refs, answers, strict=True))
 
 
 def _address(node: str) -> str:
-    return next(str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node)  # type: ignore[no-untyped-call]
+    return next(
+        str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node
+    )  # type: ignore[no-untyped-call]

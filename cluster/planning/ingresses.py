@@ -1,4 +1,6 @@
-"""How many ingress replicas serve, by the events that a machine's sequences make and the cores that it has. Pure arithmetic."""
+"""How many ingress replicas serve, by the events that a machine's sequences make and the cores that
+it has. Pure arithmetic.
+"""
 
 import math
 from typing import TYPE_CHECKING
@@ -10,18 +12,22 @@ from tramontane.proto.plan import PipelinePlan
 if TYPE_CHECKING:
     from tramontane.cluster.planning.hardware import Hardware
 
-TOKEN_S = 0.02  # between two tokens of each of many sequences on a GPU; 64 of Mistral 7B on an H100: 0.019
-# Processor time of an event of a stream, see decision 0080: of an ingress replica, and of Ray Serve's proxy.
+# between two tokens of each of many sequences on a GPU; 64 of Mistral 7B on an H100: 0.019
+TOKEN_S = 0.02
+# Processor time of an event of a stream, see decision 0080: of an ingress replica, and of Ray
+# Serve's proxy.
 INGRESS_EVENT_S, PROXY_EVENT_S = 160e-6, 150e-6
 CORES_PER_INGRESS = 4  # stages, routers and the proxy need some, too
 
 
 def choose_num_ingresses(config: EngineConfig, plan: PipelinePlan, hardware: "Hardware") -> int:
-    """Return the ingress replicas to start: as ``config`` says, and without GPUs, whose stages need all cores, as it would.
+    """Return the ingress replicas to start: as ``config`` says, and without GPUs, whose stages need
+    all cores, as it would.
 
-    On GPUs as many as write each token when it comes, if all sequences decode: an ingress has time for 0.5 s of events a
-    second, and a node's proxy, which cannot be started twice, passes on 0.7 s of them. 256 sequences make 12800 events a
-    second; the proxy carries 4666, and an ingress 3125, so 2. On 4 cores 1.
+    On GPUs as many as write each token when it comes, if all sequences decode: an ingress has time
+    for 0.5 s of events a second, and a node's proxy, which cannot be started twice, passes on 0.7 s
+    of them. 256 sequences make 12800 events a second; the proxy carries 4666, and an ingress 3125,
+    so 2. On 4 cores 1.
     """
     least = config.num_ingresses
     if config.ingress_replicas is not None or not hardware.gpus:
@@ -40,7 +46,8 @@ def events_of_all(config: EngineConfig, plan: PipelinePlan) -> float:
 def describe_ingresses(config: EngineConfig, plan: PipelinePlan, num_ingresses: int) -> str:
     """Return a sentence for people that says why so many were chosen."""
     return (
-        f"the planner has chosen {num_ingresses} ingress replicas (key ingress_replicas): {events_of_all(config, plan):.0f} "
-        f"tokens per second are to be expected, one replica writes {HAS_TIME / INGRESS_EVENT_S:.0f} of them when they come, and "
-        f"the proxy of a machine passes on {BUSY / PROXY_EVENT_S:.0f}"
+        f"the planner has chosen {num_ingresses} ingress replicas (key ingress_replicas):"
+        f" {events_of_all(config, plan):.0f} tokens per second are to be expected, one replica"
+        f" writes {HAS_TIME / INGRESS_EVENT_S:.0f} of them when they come, and the proxy of a"
+        f" machine passes on {BUSY / PROXY_EVENT_S:.0f}"
     )

@@ -1,11 +1,14 @@
-"""Division of layers into consecutive spans, one per stage, so that the slowest stage is as fast as possible. Pure arithmetic."""
+"""Division of layers into consecutive spans, one per stage, so that the slowest stage is as fast as
+possible. Pure arithmetic.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import lcm
 
 FitsPredicate = Callable[[int, range], bool]  # whether a stage has enough memory for these layers
-Split = tuple[int, int, tuple[int, ...]]  # time of the slowest stage, sum of squared times, end of each stage
+# time of the slowest stage, sum of squared times, end of each stage
+Split = tuple[int, int, tuple[int, ...]]
 
 
 def split_layers(
@@ -16,10 +19,12 @@ def split_layers(
     A stage takes the cost of its layers divided by its speed, which counts only relative to the
     others'. Among the splits whose slowest stage is fastest, the most even one is returned.
 
-    costs [2, 1, 1, 1, 3], speeds [1, 1]: [2, 1, 1] and [1, 3], both 4. Speeds [3, 1]: [2, 1, 1, 1] and [3], 5/3 and 3.
+    costs [2, 1, 1, 1, 3], speeds [1, 1]: [2, 1, 1] and [1, 3], both 4. Speeds [3, 1]: [2, 1, 1, 1]
+    and [3], 5/3 and 3.
     """
     unit = lcm(*speeds)
-    times = [unit // speed for speed in speeds]  # of a layer of cost 1, in whole numbers: speeds [3, 1] give [1, 3]
+    # of a layer of cost 1, in whole numbers: speeds [3, 1] give [1, 3]
+    times = [unit // speed for speed in speeds]
     fastest = _split(costs, times, fits, floor=0)
     if fastest is None:
         return None
@@ -32,8 +37,8 @@ def split_layers(
 def is_splittable(num_layers: int, num_stages: int, fits: FitsPredicate) -> bool:
     """Return True if any split fits, without a search for the best.
 
-    Every stage takes as many layers as fit, leaving one for each stage that follows: the remaining layers are then a
-    subset of those that any other split would leave.
+    Every stage takes as many layers as fit, leaving one for each stage that follows: the remaining
+    layers are then a subset of those that any other split would leave.
     """
     start = 0
     for stage in range(num_stages):
@@ -47,8 +52,12 @@ def is_splittable(num_layers: int, num_stages: int, fits: FitsPredicate) -> bool
     return start == num_layers
 
 
-def _split(costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floor: int) -> Split | None:
-    """Return the split with the least (slowest stage, sum of squared times); a slowest stage below ``floor`` counts as that."""
+def _split(
+    costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floor: int
+) -> Split | None:
+    """Return the split with the least (slowest stage, sum of squared times); a slowest stage below
+    ``floor`` counts as that.
+    """
     cost_until = [0, *accumulate(costs)]
     best: dict[int, Split] = {0: (floor, 0, ())}  # by number of layers split so far
     for stage, time in enumerate(times):
@@ -56,7 +65,10 @@ def _split(costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floo
         for end in range(stage + 1, len(costs) + 1):
             starts = [start for start in best if start < end and fits(stage, range(start, end))]
             if starts:
-                longer[end] = min(_extend(best[start], (cost_until[end] - cost_until[start]) * time, end) for start in starts)
+                longer[end] = min(
+                    _extend(best[start], (cost_until[end] - cost_until[start]) * time, end)
+                    for start in starts
+                )
         best = longer
     return best.get(len(costs))
 

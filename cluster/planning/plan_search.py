@@ -7,7 +7,12 @@ from functools import partial
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import per_expert
-from tramontane.cluster.planning.batch_limits import Limits, least_limits, matrix_tflops, with_chosen_limits
+from tramontane.cluster.planning.batch_limits import (
+    Limits,
+    least_limits,
+    matrix_tflops,
+    with_chosen_limits,
+)
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.gpu_placement import (
@@ -18,7 +23,12 @@ from tramontane.cluster.planning.gpu_placement import (
     without_draft_gpus,
 )
 from tramontane.cluster.planning.hardware import Hardware
-from tramontane.cluster.planning.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
+from tramontane.cluster.planning.planner import (
+    PlanRequest,
+    TooLittleMemoryError,
+    layer_costs,
+    make_plan,
+)
 from tramontane.cluster.planning.runtime_memory import config_runtime
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -26,11 +36,15 @@ from tramontane.proto.plan import PipelinePlan
 
 
 def plan_pipeline(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelinePlan:
-    """Return the plan of one of ``config.max_pipelines`` pipelines that share the hardware; raises as ``search_plan``."""
+    """Return the plan of one of ``config.max_pipelines`` pipelines that share the hardware; raises
+    as ``search_plan``.
+    """
     return search_plan(config, args, hardware)[0]
 
 
-def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
+def search_plan(
+    config: EngineConfig, args: ModelArgs, hardware: Hardware
+) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
     """Return the fastest plan that fits, and the slots of its stages, then of its expert actors.
 
     Raises PlanError if nothing fits, with changes that would help, or ConfigError.
@@ -54,16 +68,19 @@ def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tu
 def _best_stages(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
 ) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
-    """Return the fastest plan on the GPUs that are for stages; of equally fast ones that on the largest GPUs.
+    """Return the fastest plan on the GPUs that are for stages; of equally fast ones that on the
+    largest GPUs.
 
-    No plan is faster than the model's cost divided by the sum of its stages' speeds, so most candidates need no planning:
-    once a plan takes 10, candidates with speeds 2 and 2 are of no use to a model of cost 40.
+    No plan is faster than the model's cost divided by the sum of its stages' speeds, so most
+    candidates need no planning: once a plan takes 10, candidates with speeds 2 and 2 are of no use
+    to a model of cost 40.
     """
     candidates = placement_candidates(config, len(args.layer_groups), hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
     limits = least_limits(config)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
-    for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):  # stable: of equals, the largest GPUs first
+    # stable: of equals, the largest GPUs first
+    for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):
         if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
             break
         try:
@@ -82,26 +99,45 @@ def _best_stages(
     _, plan, slots = best
     if hardware.gpus:
         tflops = matrix_tflops(gpu.name for gpu in hardware.gpus)
-        plan = with_chosen_limits(config, args, plan, partial(_request, config, args, slots, hardware), tflops)
-    threads, per_slot = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
+        plan = with_chosen_limits(
+            config, args, plan, partial(_request, config, args, slots, hardware), tflops
+        )
+    threads, per_slot = (
+        stage_threads(config, len(plan.stages), hardware),
+        hardware.stages_per_slot(config.stages_per_gpu),
+    )
     at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, per_slot)
     return replace(plan, max_concurrent_stages=at_once, on_gpus=bool(hardware.gpus)), slots
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
-    """Return the CPU threads of each stage, expert actor and draft model: as configured, or an even share of the cores."""
+    """Return the CPU threads of each stage, expert actor and draft model: as configured, or an even
+    share of the cores.
+    """
     num_all = (num_stages + config.expert_actors + config.num_draft_models) * config.max_pipelines
-    return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.stages_per_slot(config.stages_per_gpu))
+    return config.threads_per_stage or hardware.threads_per_stage(
+        num_all, hardware.stages_per_slot(config.stages_per_gpu)
+    )
 
 
 def _total_speed(slots: Sequence[GpuSlot]) -> int:
     return sum(slot.budget.speed for slot in slots)
 
 
-def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], hardware: Hardware, limits: Limits) -> PlanRequest:
+def _request(
+    config: EngineConfig,
+    args: ModelArgs,
+    slots: Sequence[GpuSlot],
+    hardware: Hardware,
+    limits: Limits,
+) -> PlanRequest:
     dtype = args.dtype if config.dtype == "auto" else config.dtype
     is_inside = not config.expert_actors
-    runtime = config_runtime(config, args, dtype, *limits, experts_inside=is_inside) if hardware.gpus else None
+    runtime = (
+        config_runtime(config, args, dtype, *limits, experts_inside=is_inside)
+        if hardware.gpus
+        else None
+    )
     return PlanRequest(
         budgets=tuple(replace(slot.budget, runtime=runtime) for slot in slots),
         dtype=dtype,

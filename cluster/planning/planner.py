@@ -27,7 +27,12 @@ from tramontane.proto.plan import (
     ring_pages,
 )
 from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import common_tensors, embedding_tensor, head_tensors, layer_tensors
+from tramontane.workers.weights.tensor_specs import (
+    common_tensors,
+    embedding_tensor,
+    head_tensors,
+    layer_tensors,
+)
 
 SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
 MEMORY_SHARE = 0.9  # of a stage's memory, at most; the rest is for activations and the runtime
@@ -50,7 +55,8 @@ class StageBudget:
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and caches: a tenth is left in any case, more where the runtime takes more.
+        """Bytes for weights and caches: a tenth is left in any case, more where the runtime takes
+        more.
 
         Of 80 GiB 72 where the runtime takes 3, and of 20 GiB 17, not 18.
         """
@@ -58,11 +64,16 @@ class StageBudget:
         return min(int(self.memory * MEMORY_SHARE), max(self.memory - runtime, 0))
 
     def describe_usable(self) -> str:
-        """Return ``72 GiB``, or ``0 B, as CUDA, activations and logits take ...`` where that is more than a tenth."""
+        """Return ``72 GiB``, or ``0 B, as CUDA, activations and logits take ...`` where that is
+        more than a tenth.
+        """
         usable = format_bytes(self.usable)
         if self.runtime is None or self.usable == int(self.memory * MEMORY_SHARE):
             return usable
-        return f"{usable}, as CUDA, activations and logits take {format_bytes(self.runtime.total)} of {format_bytes(self.memory)}"
+        return (
+            f"{usable}, as CUDA, activations and logits take {format_bytes(self.runtime.total)} of"
+            f" {format_bytes(self.memory)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +88,13 @@ class PlanRequest:
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
     experts_inside: bool = True  # in the stages, if the model has experts
-    measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
+    # of a pipeline that ran; decides what the head costs
+    measured: tuple[StageTime, ...] | None = None
     batch_invariant: bool | None = None  # see StagePlan
     num_drafts: int = 0  # of a sequence in flight, by which page rings are longer
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
-    panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
+    # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
+    panel_rows: int = 1
     kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
@@ -98,7 +111,9 @@ def is_feasible(args: ModelArgs, request: PlanRequest) -> bool:
     groups = args.layer_groups
     if request.num_stages > len(groups) or request.max_model_len > args.max_seq_len:
         return False
-    if not is_splittable(len(groups), request.num_stages, _fits(request, _StageFootprint(args, request), groups)):
+    if not is_splittable(
+        len(groups), request.num_stages, _fits(request, _StageFootprint(args, request), groups)
+    ):
         return False
     if request.kv_cache_memory is None:
         return True
@@ -112,13 +127,17 @@ def is_feasible(args: ModelArgs, request: PlanRequest) -> bool:
 def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     """Plan a pipeline.
 
-    Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit), or ConfigError if
-    ``max_model_len`` exceeds the model's context, or the model cannot have such a cache.
+    Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit), or
+    ConfigError if ``max_model_len`` exceeds the model's context, or the model cannot have such a
+    cache.
     """
     check_kv_cache_dtype(args, request.dtype, request.kv_cache_dtype)
     args.check_num_stages(request.num_stages, f"--stages is {request.num_stages}")
     if request.max_model_len > args.max_seq_len:
-        raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
+        raise ConfigError(
+            f"--max-model-len is {request.max_model_len}; the checkpoint's context is"
+            f" {args.max_seq_len} positions"
+        )
     footprint = _StageFootprint(args, request)
     spans = _layer_spans(args, request, footprint)
     cache = _plan_cache(spans, footprint, request)
@@ -146,30 +165,41 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     return PipelinePlan(stages, request.max_model_len, max_concurrent_stages=len(stages))
 
 
-def layer_costs(args: ModelArgs, experts_inside: bool = True, measured: Sequence[StageTime] | None = None) -> list[int]:
+def layer_costs(
+    args: ModelArgs, experts_inside: bool = True, measured: Sequence[StageTime] | None = None
+) -> list[int]:
     """Return the parameters that one token uses, per layer.
 
-    The last layer includes the head, which only tokens use that a new one is sampled from: ``SAMPLED_SHARE`` of all, or as
-    many as the busy times of a pipeline say. The embedding, of which a token uses one row, is left out. Raises ConfigError if
-    the busy times are of another model.
+    The last layer includes the head, which only tokens use that a new one is sampled from:
+    ``SAMPLED_SHARE`` of all, or as many as the busy times of a pipeline say. The embedding, of
+    which a token uses one row, is left out. Raises ConfigError if the busy times are of another
+    model.
 
-    Layers of 10 parameters; stages with 3 and 2 of them were busy for 60 % and 50 % of the time. A layer takes 20 %, so the head
-    takes 10 %, which is 5 parameters.
+    Layers of 10 parameters; stages with 3 and 2 of them were busy for 60 % and 50 % of the time. A
+    layer takes 20 %, so the head takes 10 %, which is 5 parameters.
     """
     costs = [_active_parameters(args, layer, experts_inside) for layer in range(args.n_layers)]
     if measured is None:
         head = int(args.vocab_size * args.dim * SAMPLED_SHARE)
     else:
         if measured[-1].last != args.n_layers - 1:
-            raise ConfigError(f"--measured is of {measured[-1].last + 1} layers, and the model has {args.n_layers}")
+            raise ConfigError(
+                f"--measured is of {measured[-1].last + 1} layers, and the model has"
+                f" {args.n_layers}"
+            )
         *others, last = (sum(costs[stage.first : stage.last + 1]) for stage in measured)
-        head = round(measured[-1].busy * sum(others) / sum(stage.busy for stage in measured[:-1])) - last
+        head = (
+            round(measured[-1].busy * sum(others) / sum(stage.busy for stage in measured[:-1]))
+            - last
+        )
     costs[-1] += max(head, 0)
     return costs
 
 
 def _active_parameters(args: ModelArgs, layer: int, experts_inside: bool) -> int:
-    total = sum(spec.num_elements for spec in layer_tensors(args, layer, with_experts=experts_inside))
+    total = sum(
+        spec.num_elements for spec in layer_tensors(args, layer, with_experts=experts_inside)
+    )
     if args.moe is None or layer not in args.moe_layers or not experts_inside:
         return total
     expert = 3 * args.dim * args.expert_dim
@@ -188,16 +218,36 @@ class _StageFootprint:
         self._weights = [0, *accumulate(num_bytes for num_bytes, _ in layers)]
         self._padding = [0, *accumulate(num_padding for _, num_padding in layers)]
         kinds = request.dtype, request.kv_cache_dtype
-        page_bytes = (kv_bytes_per_position(args, kinds[0], n, kinds[1]) * request.page_size for n in range(args.n_layers))
+        page_bytes = (
+            kv_bytes_per_position(args, kinds[0], n, kinds[1]) * request.page_size
+            for n in range(args.n_layers)
+        )
         pages = (self.rings[window] for window in args.windows)
-        self._one_sequence: list[int] = [0, *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True))]
-        self._embedding, self._common = self._num_bytes(embedding_tensor(args)), self._num_bytes(*common_tensors(args))
+        self._one_sequence: list[int] = [
+            0,
+            *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True)),
+        ]
+        self._embedding, self._common = (
+            self._num_bytes(embedding_tensor(args)),
+            self._num_bytes(*common_tensors(args)),
+        )
         self._head, self._head_padding = self._num_bytes(*head), self._num_padding_bytes(*head)
 
     def weight_bytes(self, span: range) -> int:
-        """Return the weights of the layers, with the embedding and the head where they belong, as they are in memory."""
-        num_bytes = self._common + self._weights[span.stop] - self._weights[span.start] + self.padding_bytes(span)
-        return num_bytes + (span.start == 0) * self._embedding + (span.stop == self._args.n_layers) * self._head
+        """Return the weights of the layers, with the embedding and the head where they belong, as
+        they are in memory.
+        """
+        num_bytes = (
+            self._common
+            + self._weights[span.stop]
+            - self._weights[span.start]
+            + self.padding_bytes(span)
+        )
+        return (
+            num_bytes
+            + (span.start == 0) * self._embedding
+            + (span.stop == self._args.n_layers) * self._head
+        )
 
     def padding_bytes(self, span: range) -> int:
         """Return what fills up the last panels of packed matrices; the embedding is not packed."""
@@ -210,7 +260,9 @@ class _StageFootprint:
 
     def minimum_bytes(self, span: range) -> int:
         """Return weights and the least cache with which the stage is of use."""
-        return self.weight_bytes(span) + max(self.sequence_bytes(span), self._request.kv_cache_memory or 0)
+        return self.weight_bytes(span) + max(
+            self.sequence_bytes(span), self._request.kv_cache_memory or 0
+        )
 
     @property
     def _format(self) -> WeightFormat:
@@ -224,7 +276,9 @@ class _StageFootprint:
 
 
 @lru_cache(maxsize=8)  # the search for a plan that fits asks for the same model again and again
-def _layer_bytes(args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool) -> tuple[tuple[int, int], ...]:
+def _layer_bytes(
+    args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool
+) -> tuple[tuple[int, int], ...]:
     """Return the bytes of each layer's weights, and of what fills up their last panels."""
     sizes = []
     for layer in range(args.n_layers):
@@ -236,7 +290,10 @@ def _layer_bytes(args: ModelArgs, layout: WeightFormat, panel_rows: int, has_exp
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
     """Divide the layers, in groups that stay together, by their costs and the stages' speeds."""
-    by_layer, groups = layer_costs(args, request.experts_inside, request.measured), args.layer_groups
+    by_layer, groups = (
+        layer_costs(args, request.experts_inside, request.measured),
+        args.layer_groups,
+    )
     costs = [sum(by_layer[layer] for layer in group) for group in groups]
     speeds = [budget.speed for budget in request.budgets]
     spans = split_layers(costs, speeds, _fits(request, footprint, groups))
@@ -251,27 +308,35 @@ def _layers_of(span: range, groups: Sequence[range]) -> range:
     return range(groups[span.start].start, groups[span.stop - 1].stop)
 
 
-def _fits(request: PlanRequest, footprint: _StageFootprint, groups: Sequence[range]) -> FitsPredicate:
-    return lambda stage, span: footprint.minimum_bytes(_layers_of(span, groups)) <= request.budgets[stage].usable
+def _fits(
+    request: PlanRequest, footprint: _StageFootprint, groups: Sequence[range]
+) -> FitsPredicate:
+    return lambda stage, span: (
+        footprint.minimum_bytes(_layers_of(span, groups)) <= request.budgets[stage].usable
+    )
 
 
 def _memory_error(spans: list[range], request: PlanRequest, footprint: _StageFootprint) -> str:
     """Describe the first stage that exceeds its memory in the split that would be fastest."""
     numbered = enumerate(zip(spans, request.budgets, strict=True))
     stage_id, span, budget = next(
-        (i, span, budget) for i, (span, budget) in numbered if footprint.minimum_bytes(span) > budget.usable
+        (i, span, budget)
+        for i, (span, budget) in numbered
+        if footprint.minimum_bytes(span) > budget.usable
     )
     weights, per_sequence = footprint.weight_bytes(span), footprint.sequence_bytes(span)
     cache = max(per_sequence, request.kv_cache_memory or 0)
     return (
-        f"too little memory for {_label(stage_id, spans)}: it needs {format_bytes(weights)} for weights and "
-        f"{format_bytes(cache)} of cache (one sequence of {request.max_model_len} positions takes "
-        f"{format_bytes(per_sequence)}) and may use {budget.describe_usable()}"
+        f"too little memory for {_label(stage_id, spans)}: it needs {format_bytes(weights)} for"
+        f" weights and {format_bytes(cache)} of cache (one sequence of {request.max_model_len}"
+        f" positions takes {format_bytes(per_sequence)}) and may use {budget.describe_usable()}"
     )
 
 
 def _plan_cache(spans: list[range], footprint: _StageFootprint, request: PlanRequest) -> CachePlan:
-    """Plan pages for ``max_num_seqs`` sequences of full length, or for as many as the stage with the least memory can hold."""
+    """Plan pages for ``max_num_seqs`` sequences of full length, or for as many as the stage with
+    the least memory can hold.
+    """
     sequence_bytes = [footprint.sequence_bytes(span) for span in spans]
     given = request.kv_cache_memory
     if given is not None:
@@ -284,22 +349,32 @@ def _plan_cache(spans: list[range], footprint: _StageFootprint, request: PlanReq
     num_seqs = min(Fraction(request.max_num_seqs), *map(Fraction, cache_bytes, sequence_bytes))
     return CachePlan(
         request.page_size,
-        tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in footprint.rings.items()),
+        tuple(
+            WindowClass(window, ring, int(ring * num_seqs))
+            for window, ring in footprint.rings.items()
+        ),
         request.num_drafts,
     )
 
 
-def _check_kv_cache_memory(given: int, sequence_bytes: list[int], spans: list[range], max_model_len: int) -> None:
-    """Raise PlanError with the minimum of all stages: raised to the first stage's only, it would fail for the next."""
+def _check_kv_cache_memory(
+    given: int, sequence_bytes: list[int], spans: list[range], max_model_len: int
+) -> None:
+    """Raise PlanError with the minimum of all stages: raised to the first stage's only, it would
+    fail for the next.
+    """
     minimum = max(sequence_bytes)
     if given < minimum:
         needed = format_bytes_flag(minimum)
         raise PlanError(
-            f"--kv-cache-memory is {format_bytes_flag(given)}, but one sequence of {max_model_len} positions takes {needed} on "
-            f"{_label(sequence_bytes.index(minimum), spans)}; give --kv-cache-memory {needed} or more, "
-            "or lower --max-model-len"
+            f"--kv-cache-memory is {format_bytes_flag(given)}, but one sequence of {max_model_len}"
+            f" positions takes {needed} on {_label(sequence_bytes.index(minimum), spans)}; give"
+            f" --kv-cache-memory {needed} or more, or lower --max-model-len"
         )
 
 
 def _label(stage_id: int, spans: list[range]) -> str:
-    return f"stage {stage_id + 1}/{len(spans)} (layers {spans[stage_id].start}-{spans[stage_id].stop - 1})"
+    return (
+        f"stage {stage_id + 1}/{len(spans)} (layers"
+        f" {spans[stage_id].start}-{spans[stage_id].stop - 1})"
+    )

@@ -1,12 +1,13 @@
 """What a stage's process takes of a GPU besides weights and cache. Pure arithmetic.
 
-What is not the size of a tensor was measured on one H100 on 28 November 2026: two stages of a model of 668 KiB took 820 and
-840 MiB each. A stage with half of Mistral 7B took 2.73 GiB besides weights and cache after 64 requests, in micro-batches of
-4096 tokens.
+What is not the size of a tensor was measured on one H100 on 28 November 2026: two stages of a model
+of 668 KiB took 820 and 840 MiB each. A stage with half of Mistral 7B took 2.73 GiB besides weights
+and cache after 64 requests, in micro-batches of 4096 tokens.
 
 What CUDA keeps for a graph is an estimate.
 
-Shape letters: D model width, F feed-forward width, H query heads, k experts of a token, V vocabulary.
+Shape letters: D model width, F feed-forward width, H query heads, k experts of a token, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,30 +16,39 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 MIB = 2**20
-CONTEXT_BYTES = 800 * MIB  # of a process: CUDA's context, the code of kernels, and what torch keeps for itself
-WORKSPACE_BYTES = 32 * MIB  # of cuBLAS on Hopper, for each stream: that of the steps, and that on which graphs are recorded
+# of a process: CUDA's context, the code of kernels, and what torch keeps for itself
+CONTEXT_BYTES = 800 * MIB
+# of cuBLAS on Hopper, for each stream: that of the steps, and that on which graphs are recorded
+WORKSPACE_BYTES = 32 * MIB
 NUM_STREAMS = 2
-# Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size: 4.5 times, as measured.
+# Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size:
+# 4.5 times, as measured.
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
-# Of a logit, while its row is penalized; next to the kernel that samples it there are no more than two copies.
+# Of a logit, while its row is penalized; next to the kernel that samples it there are no more than
+# two copies.
 SAMPLING_BYTES = 28
-# Of a logit that is sorted: for log-probabilities, or by PyTorch, which samples where there is no kernel.
+# Of a logit that is sorted: for log-probabilities, or by PyTorch, which samples where there is no
+# kernel.
 SORTING_BYTES = 48
 SORTED_LOGITS = 2**22  # at a time
 COUNT_BYTES = 5  # of a token of the vocabulary in the counts of a sequence with penalties
 FIRST_COUNTS = 4  # rows of counts at first; their number doubles
 BLOCK_NUMBERS = 2**24  # of a quantized matrix, converted at a time for many tokens
-KEPT_BYTES = 64 * MIB  # of unfinished results of attention, in float32; with each vector two numbers more
+# of unfinished results of attention, in float32; with each vector two numbers more
+KEPT_BYTES = 64 * MIB
 GRAPH_BYTES = 2**16  # of CUDA's own for a graph of some ten kernels
-MAX_PIECE_TOKENS, PIECE_STEP = 512, 64  # the most tokens of a step of graphs of pieces, and of what sizes are multiples
+# the most tokens of a step of graphs of pieces, and of what sizes are multiples
+MAX_PIECE_TOKENS, PIECE_STEP = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMemory:
-    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last stage needs.
+    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last
+    stage needs.
 
-    ``workspaces`` are those of cuBLAS, of attention what is unfinished, and of quantized matrices what is converted.
+    ``workspaces`` are those of cuBLAS, of attention what is unfinished, and of quantized matrices
+    what is converted.
     """
 
     context: int
@@ -59,9 +69,17 @@ class RuntimeMemory:
 
 
 def config_runtime(
-    config: EngineConfig, args: ModelArgs, dtype: str, num_seqs: int, num_tokens: int, *, experts_inside: bool = True
+    config: EngineConfig,
+    args: ModelArgs,
+    dtype: str,
+    num_seqs: int,
+    num_tokens: int,
+    *,
+    experts_inside: bool = True,
 ) -> RuntimeMemory:
-    """Return ``gpu_runtime`` with an engine's settings, up to ``num_seqs`` sequences and micro-batches of ``num_tokens``."""
+    """Return ``gpu_runtime`` with an engine's settings, up to ``num_seqs`` sequences and
+    micro-batches of ``num_tokens``.
+    """
     drafts = config.speculative_config
     num_sampled = num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
     is_invariant = config.batch_invariant is True
@@ -88,13 +106,15 @@ def gpu_runtime(
     batch_invariant: bool = False,
     quantize: Quantization | None = None,
 ) -> RuntimeMemory:
-    """Return what a stage of this model needs; any stage may be the last one, which samples up to ``num_sampled`` tokens.
+    """Return what a stage of this model needs; any stage may be the last one, which samples up to
+    ``num_sampled`` tokens.
 
-    What attention keeps, and what is converted, is counted twice: once for graphs, whose memory is their own.
+    What attention keeps, and what is converted, is counted twice: once for graphs, whose memory is
+    their own.
 
-    Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x 14336 = 55296 numbers at
-    once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128 tokens have 13.5 MiB, and their logits 15.6. Graphs of
-    pieces take 84.5 MiB, see ``_pieces``.
+    Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x
+    14336 = 55296 numbers at once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128
+    tokens have 13.5 MiB, and their logits 15.6. Graphs of pieces take 84.5 MiB, see ``_pieces``.
     """
     token_bytes = widest_activations(args, experts_inside) * DTYPE_BYTES[dtype]
     graph_rows, kept = padded_rows(max_num_seqs), kept_bytes(args, batch_invariant)
@@ -107,7 +127,11 @@ def gpu_runtime(
         activations=token_bytes * max_num_batched_tokens * HELD_TIMES // HELD_SHARE,
         graphs=graph_rows * (token_bytes + args.vocab_size * LOGIT_BYTES)
         + kept
-        + (_pieces(args, dtype, max_num_batched_tokens, token_bytes) if experts_inside and not args.sparse else 0),
+        + (
+            _pieces(args, dtype, max_num_batched_tokens, token_bytes)
+            if experts_inside and not args.sparse
+            else 0
+        ),
         logits=num_logits * (LOGIT_BYTES + SAMPLING_BYTES)
         + count_rows(max_num_seqs) * args.vocab_size * COUNT_BYTES
         + SORTED_LOGITS * (LOGIT_BYTES + SORTING_BYTES),
@@ -117,17 +141,26 @@ def gpu_runtime(
 def _pieces(args: ModelArgs, dtype: str, max_num_batched_tokens: int, token_bytes: int) -> int:
     """Return the bytes of graphs of pieces, of a stage with all layers.
 
-    Mistral 7B in bfloat16: 8 sizes of 33 graphs are 16.5 MiB. 512 tokens have 54 MiB within a piece, and 14 between pieces:
-    hidden states, queries, keys, values, what attention returns (4096 + 4096 + 2 x 1024 + 4096 numbers) and two of 8 bytes.
+    Mistral 7B in bfloat16: 8 sizes of 33 graphs are 16.5 MiB. 512 tokens have 54 MiB within a
+    piece, and 14 between pieces: hidden states, queries, keys, values, what attention returns (4096
+    + 4096 + 2 x 1024 + 4096 numbers) and two of 8 bytes.
     """
     num_rows, num_sizes = piece_sizes(max_num_batched_tokens)
     values = args.latent.kv_lora_rank if args.latent else args.head_dim
-    between = args.dim + (args.n_heads + args.n_kv_heads * (1 if args.latent else 2)) * args.head_dim + args.n_heads * values
-    return num_rows * (token_bytes + between * DTYPE_BYTES[dtype] + 2 * 8) + num_sizes * (args.n_layers + 1) * GRAPH_BYTES
+    between = (
+        args.dim
+        + (args.n_heads + args.n_kv_heads * (1 if args.latent else 2)) * args.head_dim
+        + args.n_heads * values
+    )
+    return (
+        num_rows * (token_bytes + between * DTYPE_BYTES[dtype] + 2 * 8)
+        + num_sizes * (args.n_layers + 1) * GRAPH_BYTES
+    )
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
-    """Return the most tokens of a step of pieces, with padding, and how many sizes there are; see ``piecewise_graphs``.
+    """Return the most tokens of a step of pieces, with padding, and how many sizes there are; see
+    ``piecewise_graphs``.
 
     100 tokens are padded to 128, the second size.
     """
@@ -136,9 +169,11 @@ def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
 
 
 def kept_bytes(args: ModelArgs, batch_invariant: bool) -> int:
-    """Return what attention keeps at most of unfinished results, where programs share the keys of a token: see KEPT_BYTES.
+    """Return what attention keeps at most of unfinished results, where programs share the keys of a
+    token: see KEPT_BYTES.
 
-    Other kernels keep no more than some MiB. Mistral 7B: 65 MiB with batch invariance, as vectors of 128 have 130 numbers.
+    Other kernels keep no more than some MiB. Mistral 7B: 65 MiB with batch invariance, as vectors
+    of 128 have 130 numbers.
     """
     if args.latent is None and not batch_invariant:
         return 0
@@ -152,25 +187,40 @@ def count_rows(num_seqs: int) -> int:
 
 
 def padded_rows(num_seqs: int) -> int:
-    """Return the most decodes of a CUDA graph: a multiple of 16, or 8 at least, of 9 or more; see ``cuda_graphs``."""
+    """Return the most decodes of a CUDA graph: a multiple of 16, or 8 at least, of 9 or more; see
+    ``cuda_graphs``.
+    """
     return -(-num_seqs // 16) * 16
 
 
 def widest_activations(args: ModelArgs, experts_inside: bool) -> int:
-    """Return how many numbers one token has at once, at most, in any layer: hidden states, and those of one of its parts.
+    """Return how many numbers one token has at once, at most, in any layer: hidden states, and
+    those of one of its parts.
 
     Each part has what it was given, what it computes, and what it makes of that.
     """
     dense = 3 * args.hidden_dim
     if args.moe is not None:
-        chosen = args.moe.num_experts_per_tok * (3 * args.dim + 3 * args.expert_dim) if experts_inside else 0
-        dense = max(dense * (args.moe.first_k_dense_replace > 0), chosen + 3 * args.moe.n_shared_experts * args.expert_dim)
+        chosen = (
+            args.moe.num_experts_per_tok * (3 * args.dim + 3 * args.expert_dim)
+            if experts_inside
+            else 0
+        )
+        dense = max(
+            dense * (args.moe.first_k_dense_replace > 0),
+            chosen + 3 * args.moe.n_shared_experts * args.expert_dim,
+        )
     return 3 * args.dim + max(dense, _attention_numbers(args))
 
 
 def _attention_numbers(args: ModelArgs) -> int:
-    """Return the numbers of queries, keys and values, once more rotated, and of the result. Mistral 7B: 15360."""
+    """Return the numbers of queries, keys and values, once more rotated, and of the result. Mistral
+    7B: 15360.
+    """
     if args.latent is None:
         return (3 * args.n_heads + 3 * args.n_kv_heads) * args.head_dim
     latent = args.latent
-    return args.n_heads * (latent.qk_head_dim + latent.kv_lora_rank + 2 * latent.cached_dim) + 2 * latent.cached_dim
+    return (
+        args.n_heads * (latent.qk_head_dim + latent.kv_lora_rank + 2 * latent.cached_dim)
+        + 2 * latent.cached_dim
+    )

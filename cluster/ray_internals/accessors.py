@@ -1,4 +1,6 @@
-"""Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not import Ray."""
+"""Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not
+import Ray.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 NODE_TYPE_LABEL = "ray.io/node-group"
-OF_RAY_DEFAULT = ("aiohttp_cors", "opencensus", "opentelemetry.exporter.prometheus", "prometheus_client")
+OF_RAY_DEFAULT = (
+    "aiohttp_cors",
+    "opencensus",
+    "opentelemetry.exporter.prometheus",
+    "prometheus_client",
+)
 NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
 
 
@@ -46,7 +53,9 @@ def cluster_settings() -> dict[str, Any]:
 
 
 def actor_state(actor: "ActorHandle[Any]") -> dict[str, Any]:
-    """Return what Ray's table of actors has of this one: ``State``, ``Pid`` and ``Address``; empty if it is unknown."""
+    """Return what Ray's table of actors has of this one: ``State``, ``Pid`` and ``Address``; empty
+    if it is unknown.
+    """
     state: dict[str, Any] = table.ACTORS.value(actor._actor_id.hex())
     return state
 
@@ -58,7 +67,9 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 def living_actors() -> list[Any]:
-    """Return Ray's rows of the living actors, also of other namespaces; ``required_resources`` are those that one holds."""
+    """Return Ray's rows of the living actors, also of other namespaces; ``required_resources`` are
+    those that one holds.
+    """
     rows = table.GLOBAL_STATE.value._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     return [table.ACTOR_ROW.value.FromString(row) for row in rows]
 
@@ -66,8 +77,9 @@ def living_actors() -> list[Any]:
 def has_autoscaler() -> bool:
     """Return whether Ray's autoscaler may add nodes to the cluster that this process has joined.
 
-    Every head node has a monitor. With an autoscaler it reports node types by the names of a configuration; without one
-    ``node_`` and the id of the node. The autoscaler's version 2 reports none: there the type is a label of the node.
+    Every head node has a monitor. With an autoscaler it reports node types by the names of a
+    configuration; without one ``node_`` and the id of the node. The autoscaler's version 2 reports
+    none: there the type is a label of the node.
     """
     if table.IS_AUTOSCALER_2.value(fetch_from_server=True):
         import ray
@@ -79,7 +91,9 @@ def has_autoscaler() -> bool:
 
 
 def grafana_dashboards() -> dict[str, dict[str, Any]]:
-    """Return the dashboards that Ray generates for Grafana, by name; ``core`` is what Ray's code calls the default one."""
+    """Return the dashboards that Ray generates for Grafana, by name; ``core`` is what Ray's code
+    calls the default one.
+    """
     symbols = {
         "core": table.CORE_DASHBOARD,
         "serve": table.SERVE_DASHBOARD,
@@ -94,24 +108,30 @@ def grafana_dashboards() -> dict[str, dict[str, Any]]:
 
 
 def keep_daemons_from_signals() -> AbstractContextManager[None]:
-    """Start Ray's daemons in process groups of their own while the block runs: a signal to our group is for us."""
+    """Start Ray's daemons in process groups of their own while the block runs: a signal to our
+    group is for us.
+    """
     return table.START_DAEMON.replaced(partial(table.START_DAEMON.value, process_group=0))
 
 
 def leave_out_dashboard() -> AbstractContextManager[None]:
     """Start no daemons of the dashboard while the block runs.
 
-    ``ray.init(include_dashboard=False)`` still starts the dashboard's server, which then only reports usage, and waits until
-    it answers; the log monitor, which only copies logs to a driver that wants them; and the autoscaler's monitor, although
-    nothing can be scaled. Each imports half of Ray: on two cores they take a third of the time in which a cluster starts.
+    ``ray.init(include_dashboard=False)`` still starts the dashboard's server, which then only
+    reports usage, and waits until it answers; the log monitor, which only copies logs to a driver
+    that wants them; and the autoscaler's monitor, although nothing can be scaled. Each imports half
+    of Ray: on two cores they take a third of the time in which a cluster starts.
     """
     node: Any = table.NODE.value
 
     class NodeWithoutDashboard(node):  # type: ignore[misc]
         def start_api_server(self, **_: object) -> None:
-            # The node's agent would look for an address once a second, and log each time that there is none.
+            # The node's agent would look for an address once a second, and log each time that there
+            # is none.
             key = table.DASHBOARD_KEY.value.encode()
-            self.get_gcs_client().internal_kv_put(key, NO_DASHBOARD.encode(), True, table.DASHBOARD_KEYS.value)
+            self.get_gcs_client().internal_kv_put(
+                key, NO_DASHBOARD.encode(), True, table.DASHBOARD_KEYS.value
+            )
 
         def start_monitor(self) -> None: ...
 
@@ -121,15 +141,21 @@ def leave_out_dashboard() -> AbstractContextManager[None]:
 
 
 def assume_dashboard_packages() -> AbstractContextManager[None]:
-    """Keep Ray from importing the packages of ``ray[default]`` into this process while the block runs, if they are there.
+    """Keep Ray from importing the packages of ``ray[default]`` into this process while the block
+    runs, if they are there.
 
     Where one is missing Ray has to know: its agents would not start, and end the node.
     """
-    return table.DASHBOARD_PACKAGES.replaced(lambda: None) if all(map(is_installed, OF_RAY_DEFAULT)) else nullcontext()
+    return (
+        table.DASHBOARD_PACKAGES.replaced(lambda: None)
+        if all(map(is_installed, OF_RAY_DEFAULT))
+        else nullcontext()
+    )
 
 
 def mute_worker_logs() -> AbstractContextManager[None]:
-    """Keep Ray from printing errors of the cluster's processes to our standard output while the block runs.
+    """Keep Ray from printing errors of the cluster's processes to our standard output while the
+    block runs.
 
     It prints also those that it recovers from by itself.
     """
@@ -139,13 +165,16 @@ def mute_worker_logs() -> AbstractContextManager[None]:
 def keep_loopback_address() -> AbstractContextManager[None]:
     """Keep Ray from replacing 127.0.0.1 by the machine's outer address while the block runs.
 
-    With the outer address every process of Ray would listen on all interfaces; with 127.0.0.1 none does.
+    With the outer address every process of Ray would listen on all interfaces; with 127.0.0.1 none
+    does.
     """
     return table.RAY_CLUSTERS_POSSIBLE.replaced(False)
 
 
 def keep_sigterm_handler() -> AbstractContextManager[None]:
-    """Keep Ray from handling SIGTERM while the block runs: it would end the process before anything is removed."""
+    """Keep Ray from handling SIGTERM while the block runs: it would end the process before anything
+    is removed.
+    """
     return table.SET_SIGTERM_HANDLER.replaced(lambda sigterm_handler: None)
 
 
@@ -155,14 +184,18 @@ def set_process_title(title: str) -> None:
 
 
 def json_formatter(fields: tuple[str, ...]) -> logging.Formatter:
-    """Create the formatter of Ray Serve's JSON logs, with these attributes of a record in addition to Ray's."""
+    """Create the formatter of Ray Serve's JSON logs, with these attributes of a record in addition
+    to Ray's.
+    """
     formatter = table.JSON_FORMATTER.value()
     formatter.set_additional_log_standard_attrs(list(fields))
     return formatter  # type: ignore[no-any-return]
 
 
-def import_attribute(path: str) -> Any:  # noqa: ANN401 - whatever the path names
-    """Import ``module:name`` or ``module.name`` as Ray does. Raises ImportError, AttributeError or ValueError."""
+def import_attribute(path: str) -> Any:  # whatever the path names
+    """Import ``module:name`` or ``module.name`` as Ray does. Raises ImportError, AttributeError or
+    ValueError.
+    """
     return table.IMPORT_ATTRIBUTE.value(path)
 
 
@@ -179,20 +212,28 @@ def head_channel(address: str) -> "Iterator[grpc.Channel]":
         yield channel
 
 
-def ping_head(channel: "grpc.Channel", timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Ask a head process whether it is alive, as Ray's nodes do. Raises grpc.RpcError, or Ray's AuthenticationError."""
-    table.HEAD_SERVICE.value(channel).CheckAlive(table.CHECK_ALIVE.value(), timeout=timeout_s, metadata=metadata)
+def ping_head(
+    channel: "grpc.Channel", timeout_s: float, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    """Ask a head process whether it is alive, as Ray's nodes do. Raises grpc.RpcError, or Ray's
+    AuthenticationError.
+    """
+    table.HEAD_SERVICE.value(channel).CheckAlive(
+        table.CHECK_ALIVE.value(), timeout=timeout_s, metadata=metadata
+    )
 
 
 def stored_token_headers() -> tuple[tuple[str, str], ...]:
-    """Return the headers with the token that Ray finds in the environment or the user's home, whatever RAY_AUTH_MODE says."""
+    """Return the headers with the token that Ray finds in the environment or the user's home,
+    whatever RAY_AUTH_MODE says.
+    """
     loader = table.TOKEN_LOADER.value.instance()
     if not loader.has_token(ignore_auth_mode=True):
         return ()
     return tuple(loader.get_token_for_http_header(ignore_auth_mode=True).items())
 
 
-def serve_controller() -> Any:  # noqa: ANN401 - an actor handle
+def serve_controller() -> Any:  # an actor handle
     """Return the handle of Ray Serve's controller. Raises ValueError if there is none."""
     import ray
 
@@ -218,12 +259,16 @@ def serve_logger() -> logging.Logger:
 
 
 def current_request_id() -> str:
-    """Return the id of the request that this task works on: a gRPC client's ``request_id``, or one that Ray Serve made."""
+    """Return the id of the request that this task works on: a gRPC client's ``request_id``, or one
+    that Ray Serve made.
+    """
     return str(table.REQUEST_CONTEXT.value().request_id)
 
 
 def internal_request_id() -> str:
-    """Return the id by which Ray Serve finds the calls of this task's request; empty before it has a replica."""
+    """Return the id by which Ray Serve finds the calls of this task's request; empty before it has
+    a replica.
+    """
     return str(table.REQUEST_CONTEXT.value()._internal_request_id)
 
 
@@ -233,11 +278,13 @@ def bind_request_id(context: Context, request_id: str) -> None:
 
 
 def cancel_calls(internal_id: str) -> None:
-    """Cancel the calls of a request, by its internal id, that have not ended, whatever the proxy is doing.
+    """Cancel the calls of a request, by its internal id, that have not ended, whatever the proxy is
+    doing.
 
-    Ray Serve itself cancels the call of a client that leaves if the proxy waits for the replica at that moment. It forgets the
-    call if the proxy is writing to the client, or has just made the call: the replica then works for no client, and what it
-    sends stays in gRPC's buffers, in pieces of 64 KiB, until the proxy ends.
+    Ray Serve itself cancels the call of a client that leaves if the proxy waits for the replica at
+    that moment. It forgets the call if the proxy is writing to the client, or has just made the
+    call: the replica then works for no client, and what it sends stays in gRPC's buffers, in pieces
+    of 64 KiB, until the proxy ends.
     """
     if internal_id:
         for call in tuple(table.IN_FLIGHT.value(internal_id).values()):
@@ -250,45 +297,57 @@ def is_tracing_enabled() -> bool:
 
 
 def bind_trace(context: Context) -> None:
-    """Let calls that are made in ``context`` belong to the trace of the current request, if there is one."""
+    """Let calls that are made in ``context`` belong to the trace of the current request, if there
+    is one.
+    """
     if is_tracing_enabled() and (trace := table.TRACE_CONTEXT.value()) is not None:
         context.run(table.SET_TRACE_CONTEXT.value, trace)
 
 
 def set_proxy_tracing(exporter_path: str, sampling_ratio: float) -> None:
-    """Set the exporter and the ratio that a proxy sets its tracing up with, in place of its environment variables."""
+    """Set the exporter and the ratio that a proxy sets its tracing up with, in place of its
+    environment variables.
+    """
     table.TRACING_EXPORTER.replace(exporter_path)
     table.TRACING_RATIO.replace(sampling_ratio)
 
 
-def configure_handle(handle: "DeploymentHandle[Any]", *, by_reference: bool, **options: Any) -> "DeploymentHandle[Any]":  # noqa: ANN401
-    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or gRPC between replicas.
+def configure_handle(
+    handle: "DeploymentHandle[Any]", *, by_reference: bool, **options: Any
+) -> "DeploymentHandle[Any]":
+    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or
+    gRPC between replicas.
 
-    Answers are plain values; cloudpickle, Ray Serve's default, makes a pickler in Python for each of them.
+    Answers are plain values; cloudpickle, Ray Serve's default, makes a pickler in Python for each
+    of them.
     """
     return handle.options(_by_reference=by_reference, response_serialization="pickle", **options)
 
 
-def connect_handle(handle: Any) -> None:  # noqa: ANN401 - DeploymentHandle, whose types lack this
+def connect_handle(handle: Any) -> None:  # DeploymentHandle, whose types lack this
     """Connect a deployment handle from a process that is no replica, unless it is connected.
 
-    Its router has a loop of its own there, whatever ``ray_settings.SERVE_SETTINGS`` says of replicas.
+    Its router has a loop of its own there, whatever ``ray_settings.SERVE_SETTINGS`` says of
+    replicas.
     """
     if not handle.is_initialized:  # Ray Serve returns the same handle again
         handle._init(_run_router_in_separate_loop=True)
 
 
-async def broadcast_results(response: Any) -> list[Any]:  # noqa: ANN401 - DeploymentBroadcastResponse
-    """Return one pending result per replica, with ``get_async`` and ``cancel``; ``results_async`` would fail if any does."""
+async def broadcast_results(response: Any) -> list[Any]:  # DeploymentBroadcastResponse
+    """Return one pending result per replica, with ``get_async`` and ``cancel``; ``results_async``
+    would fail if any does.
+    """
     results: list[Any] = await response._fetch_replica_results_async()
     return results
 
 
 def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> None:
-    """Replace the queues of responses that Ray Serve makes in this process by such as make no task for each message.
+    """Replace the queues of responses that Ray Serve makes in this process by such as make no task
+    for each message.
 
-    ``on_new`` is called for each with what returns its length. Ray Serve waits for a task that waits for a message, and for the
-    call. Here the end of the call is a message, too.
+    ``on_new`` is called for each with what returns its length. Ray Serve waits for a task that
+    waits for a message, and for the call. Here the end of the call is a message, too.
     """
     queue: Any = table.MESSAGE_QUEUE.value
 
@@ -297,8 +356,12 @@ def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> No
             super().__init__()
             on_new(self._message_queue.__len__)
 
-        async def fetch_messages_from_queue(self, call_fut: "asyncio.Future[Any]") -> AsyncGenerator[list[Any], None]:
-            """Yield what is in the queue, until the call that fills it has ended; raise what it has raised."""
+        async def fetch_messages_from_queue(
+            self, call_fut: "asyncio.Future[Any]"
+        ) -> AsyncGenerator[list[Any], None]:
+            """Yield what is in the queue, until the call that fills it has ended; raise what it has
+            raised.
+            """
             call_fut.add_done_callback(lambda _: self._new_message_event.set())
             try:
                 is_done = False
@@ -318,15 +381,15 @@ def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> No
 def replace_response_generators() -> None:
     """Replace what reads responses in a proxy by one that makes no task for each message.
 
-    To be called before the proxy takes requests. Ray Serve waits for a task that reads and one that ends when the client leaves.
-    Here the latter cancels the call, and what reads it ends with that.
+    To be called before the proxy takes requests. Ray Serve waits for a task that reads and one that
+    ends when the client leaves. Here the latter cancels the call, and what reads it ends with that.
     """
     from ray.serve.exceptions import RequestCancelledError
 
     generator: Any = table.RESPONSE_GENERATOR.value
 
     class ResponseGenerator(generator):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
 
             def cancel_call(_: object) -> None:
@@ -336,7 +399,7 @@ def replace_response_generators() -> None:
             if self._disconnected_task is not None:
                 self._disconnected_task.add_done_callback(cancel_call)
 
-        async def _get_next_streaming_result(self) -> Any:  # noqa: ANN401
+        async def _get_next_streaming_result(self) -> Any:
             if self._timeout_s is not None:
                 return await super()._get_next_streaming_result()
             try:
@@ -347,7 +410,7 @@ def replace_response_generators() -> None:
     table.RESPONSE_GENERATOR.replace(ResponseGenerator)
 
 
-def is_streaming(streaming_type: Any) -> bool:  # noqa: ANN401 - gRPCStreamingType
+def is_streaming(streaming_type: Any) -> bool:  # gRPCStreamingType
     """Return whether a gRPC method of this type answers with a stream."""
     kinds = table.GRPC_STREAMING_TYPE.value
     return streaming_type in (kinds.UNARY_STREAM, kinds.STREAM_STREAM)

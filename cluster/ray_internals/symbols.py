@@ -1,7 +1,8 @@
 """A private name of Ray, and the check that this version of Ray still has all of them.
 
-Ray may change private names in any version, and ``pyproject.toml`` pins the minor version for that reason. Names are looked
-up when they are used, so that a missing one is a one-line error at start and not an ImportError in some module.
+Ray may change private names in any version, and ``pyproject.toml`` pins the minor version for that
+reason. Names are looked up when they are used, so that a missing one is a one-line error at start
+and not an ImportError in some module.
 """
 
 import inspect
@@ -22,8 +23,8 @@ RAY_VERSION = "2.60.0"  # the version that ``table.py`` was written for
 class PrivateSymbol:
     """One private name: ``path`` is ``module:name`` or ``module:Class.name``.
 
-    ``needed_for`` says why we use it, ``breaks`` what does not work without it. ``parameters`` are those that we pass, or that
-    a replacement of ours relies on.
+    ``needed_for`` says why we use it, ``breaks`` what does not work without it. ``parameters`` are
+    those that we pass, or that a replacement of ours relies on.
     """
 
     path: str
@@ -33,7 +34,7 @@ class PrivateSymbol:
     breaks: str
 
     @property
-    def value(self) -> Any:  # noqa: ANN401 - whatever Ray has there
+    def value(self) -> Any:  # whatever Ray has there
         """The object itself. Raises ConfigError if Ray has it no more."""
         try:
             return getattr(self._owner(), self._name)
@@ -41,7 +42,9 @@ class PrivateSymbol:
             raise ConfigError(_describe_changes([self._missing])) from error
 
     def replace(self, value: object) -> None:
-        """Put ``value`` in the place of Ray's own object, in this process; a function keeps the names of the parameters."""
+        """Put ``value`` in the place of Ray's own object, in this process; a function keeps the
+        names of the parameters.
+        """
         setattr(self._owner(), self._name, value)
 
     @contextmanager
@@ -55,19 +58,26 @@ class PrivateSymbol:
             self.replace(previous)
 
     def change(self) -> str:
-        """Describe what this version of Ray has changed of it, and what that breaks; empty if nothing."""
+        """Describe what this version of Ray has changed of it, and what that breaks; empty if
+        nothing.
+        """
         try:
             owner = self._owner()
         except (ImportError, AttributeError):
             return self._missing
         if not hasattr(owner, self._name):
-            is_set = inspect.isclass(owner) and self._name in owner.__init__.__code__.co_names  # by the constructor
+            # by the constructor
+            is_set = inspect.isclass(owner) and self._name in owner.__init__.__code__.co_names
             return "" if is_set else self._missing
         if not self.parameters:
             return ""
         known = inspect.signature(getattr(owner, self._name)).parameters
         missing = [name for name in self.parameters if name not in known]
-        return f"{self.path} has no parameter {', '.join(missing)} (breaks {self.breaks})" if missing else ""
+        return (
+            f"{self.path} has no parameter {', '.join(missing)} (breaks {self.breaks})"
+            if missing
+            else ""
+        )
 
     @property
     def is_attribute(self) -> bool:
@@ -82,7 +92,7 @@ class PrivateSymbol:
     def _name(self) -> str:
         return self.path.rpartition(":")[2].rpartition(".")[2]
 
-    def _owner(self) -> Any:  # noqa: ANN401 - a module or a class
+    def _owner(self) -> Any:  # a module or a class
         module, _, name = self.path.partition(":")
         owner: Any = import_module(module)
         for part in name.split(".")[:-1]:
@@ -91,7 +101,8 @@ class PrivateSymbol:
 
 
 def assert_supported(*tables: tuple[PrivateSymbol, ...]) -> None:
-    """Raise ConfigError, in one line that names every change, unless this version of Ray has all symbols of ``tables``.
+    """Raise ConfigError, in one line that names every change, unless this version of Ray has all
+    symbols of ``tables``.
 
     To be called before Ray is started or joined, and in Ray Serve's proxies.
     """
@@ -101,13 +112,15 @@ def assert_supported(*tables: tuple[PrivateSymbol, ...]) -> None:
 
 def _describe_changes(changes: list[str]) -> str:
     return (
-        f"Ray {version('ray')} has changed private names that Tramontane uses (it was tested with {RAY_VERSION}): "
-        f"{'; '.join(changes)}; install ray=={RAY_VERSION}"
+        f"Ray {version('ray')} has changed private names that Tramontane uses (it was tested with"
+        f" {RAY_VERSION}): {'; '.join(changes)}; install ray=={RAY_VERSION}"
     )
 
 
 def is_installed(package: str) -> bool:
-    """Look for a package without importing it, or for one inside of another, of which the outer ones are imported."""
+    """Look for a package without importing it, or for one inside of another, of which the outer
+    ones are imported.
+    """
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # an outer package is missing

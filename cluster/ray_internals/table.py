@@ -1,6 +1,8 @@
-"""The private names of Ray and Ray Serve that Tramontane uses: why each is needed, and what breaks without it.
+"""The private names of Ray and Ray Serve that Tramontane uses: why each is needed, and what breaks
+without it.
 
-No other package imports them (``tests/test_walls.py``), and every row is used (``tests/cluster/ray_internals``).
+No other package imports them (``tests/test_walls.py``), and every row is used
+(``tests/cluster/ray_internals``).
 """
 
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol
@@ -11,10 +13,14 @@ _serve: list[PrivateSymbol] = []
 _monitoring: list[PrivateSymbol] = []
 
 
-def _add(table: list[PrivateSymbol], module: str, *names: str, needed_for: str, breaks: str) -> tuple[PrivateSymbol, ...]:
-    """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we pass.
+def _add(
+    table: list[PrivateSymbol], module: str, *names: str, needed_for: str, breaks: str
+) -> tuple[PrivateSymbol, ...]:
+    """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we
+    pass.
 
-    Returns those that are in the module itself. ``Queue.length`` is an attribute of objects that Ray hands out.
+    Returns those that are in the module itself. ``Queue.length`` is an attribute of objects that
+    Ray hands out.
     """
     symbols = []
     for each in names:
@@ -29,7 +35,10 @@ KV_GET, KV_PUT, KV_DELETE = _add(
     _ray,
     "ray.experimental.internal_kv",
     *("_internal_kv_get(key)", "_internal_kv_put(key, value, overwrite)", "_internal_kv_del(key)"),
-    needed_for="state that outlives actors: deployments, drained applications, expert plans, load attempts, speeds of GPUs",
+    needed_for=(
+        "state that outlives actors: deployments, drained applications, expert plans, load"
+        " attempts, speeds of GPUs"
+    ),
     breaks="rolling updates, draining, moved experts and the limit of load attempts",
 )
 (ACTORS,) = _add(
@@ -53,8 +62,17 @@ _add(
     needed_for="the settings with which the head node was started",
     breaks="the count of hidden states by way",
 )
-_holders = {"needed_for": "who holds the resources that a pipeline lacks", "breaks": "errors of clusters that are full"}
-_add(_ray, "ray._private.state", "GlobalState._connect_and_get_accessor", "GlobalState.available_resources_per_node", **_holders)
+_holders = {
+    "needed_for": "who holds the resources that a pipeline lacks",
+    "breaks": "errors of clusters that are full",
+}
+_add(
+    _ray,
+    "ray._private.state",
+    "GlobalState._connect_and_get_accessor",
+    "GlobalState.available_resources_per_node",
+    **_holders,
+)
 _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
 (ACTOR_ROW,) = _add(_ray, "ray.core.generated.gcs_pb2", "ActorTableData", **_holders)
 (WORKER_LOGS,) = _add(
@@ -62,7 +80,9 @@ _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
     "ray._private.worker",
     "_worker_logs_enabled",
     needed_for="commands whose standard output has only their own lines",
-    breaks="the output of commands, between whose lines Ray would print errors of the whole cluster",
+    breaks=(
+        "the output of commands, between whose lines Ray would print errors of the whole cluster"
+    ),
 )
 (RAY_CLUSTERS_POSSIBLE,) = _add(
     _ray,
@@ -82,7 +102,10 @@ _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
     _ray,
     "ray._private.services",
     "ConsolePopen",
-    needed_for="Ray's daemons in process groups of their own, which a signal to the group of the command does not reach",
+    needed_for=(
+        "Ray's daemons in process groups of their own, which a signal to the group of the command"
+        " does not reach"
+    ),
     breaks="draining when timeout, systemd or a terminal ends serve, because Ray ends first",
 )
 _no_dashboard = {
@@ -91,13 +114,20 @@ _no_dashboard = {
 }
 (NODE,) = _add(_ray, "ray._private.node", "Node", "Node.get_gcs_client", **_no_dashboard)
 DASHBOARD_KEY, DASHBOARD_KEYS = _add(
-    _ray, "ray._private.ray_constants", "DASHBOARD_ADDRESS", "KV_NAMESPACE_DASHBOARD", **_no_dashboard
+    _ray,
+    "ray._private.ray_constants",
+    "DASHBOARD_ADDRESS",
+    "KV_NAMESPACE_DASHBOARD",
+    **_no_dashboard,
 )
 (DASHBOARD_PACKAGES,) = _add(
     _ray,
     "ray._private.utils",
     "get_dashboard_dependency_error",
-    needed_for="a start of Ray that does not import the dashboard's packages into the command to see whether they are there",
+    needed_for=(
+        "a start of Ray that does not import the dashboard's packages into the command to see"
+        " whether they are there"
+    ),
     breaks="the start of a local cluster, which would take half a second longer",
 )
 (SET_PROCESS_TITLE,) = _add(
@@ -137,8 +167,15 @@ DASHBOARD_KEY, DASHBOARD_KEYS = _add(
     breaks="--address",
 )
 _head_check = {"needed_for": OPEN_CHANNEL.needed_for, "breaks": OPEN_CHANNEL.breaks}
-(CHECK_ALIVE,) = _add(_join, "ray.core.generated.gcs_service_pb2", "CheckAliveRequest", **_head_check)
-(HEAD_SERVICE,) = _add(_join, "ray.core.generated.gcs_service_pb2_grpc", "NodeInfoGcsServiceStub(channel)", **_head_check)
+(CHECK_ALIVE,) = _add(
+    _join, "ray.core.generated.gcs_service_pb2", "CheckAliveRequest", **_head_check
+)
+(HEAD_SERVICE,) = _add(
+    _join,
+    "ray.core.generated.gcs_service_pb2_grpc",
+    "NodeInfoGcsServiceStub(channel)",
+    **_head_check,
+)
 (TOKEN_LOADER,) = _add(
     _join,
     "ray._raylet",
@@ -150,17 +187,29 @@ _autoscaler = {
     "needed_for": "whether Ray's autoscaler may add nodes to a cluster that is too small",
     "breaks": "waiting for nodes that an autoscaler adds",
 }
-(AUTOSCALER_STATUS,) = _add(_join, "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", **_autoscaler)
-(TYPE_WITHOUT_AUTOSCALER,) = _add(_join, "ray.autoscaler._private.util", "format_readonly_node_type(node_id)", **_autoscaler)
-(IS_AUTOSCALER_2,) = _add(_join, "ray.autoscaler.v2.utils", "is_autoscaler_v2(fetch_from_server)", **_autoscaler)
+(AUTOSCALER_STATUS,) = _add(
+    _join, "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", **_autoscaler
+)
+(TYPE_WITHOUT_AUTOSCALER,) = _add(
+    _join, "ray.autoscaler._private.util", "format_readonly_node_type(node_id)", **_autoscaler
+)
+(IS_AUTOSCALER_2,) = _add(
+    _join, "ray.autoscaler.v2.utils", "is_autoscaler_v2(fetch_from_server)", **_autoscaler
+)
 
 MESSAGE_QUEUE, ADD_PORT = _add(
     _serve,
     "ray.serve._private.replica",
     *("MessageQueue", "MessageQueue._message_queue", "add_port_to_grpc_server(server, address)"),
     *("MessageQueue._new_message_event", "MessageQueue.get_messages_nowait"),
-    needed_for="the length of a replica's response queue, what an event costs, and the address of its internal port",
-    breaks="streams, the bound on what slow clients leave unread, and the protection of the internal port",
+    needed_for=(
+        "the length of a replica's response queue, what an event costs, and the address of its"
+        " internal port"
+    ),
+    breaks=(
+        "streams, the bound on what slow clients leave unread, and the protection of the internal"
+        " port"
+    ),
 )
 _events = {"needed_for": "what an event costs in a proxy", "breaks": "streams through proxies"}
 (RESPONSE_GENERATOR,) = _add(
@@ -207,14 +256,22 @@ CONTROLLER_NAME, CONTROLLER_NAMESPACE, SERVE_LOGGER, IS_HA_PROXY = _add(
 _add(
     _serve,
     "ray.serve._private.controller",
-    *("ServeController.get_http_config", "ServeController.get_grpc_config", "ServeController.get_tracing_config"),
+    *(
+        "ServeController.get_http_config",
+        "ServeController.get_grpc_config",
+        "ServeController.get_tracing_config",
+    ),
     needed_for="the addresses and the tracing that a running Ray Serve was started with",
     breaks="gRPC, tracing and serving on a cluster that has Ray Serve already",
 )
 TRACING_EXPORTER, TRACING_RATIO, TRACE_CONTEXT, SET_TRACE_CONTEXT, IS_TRACING, FILE_EXPORTER = _add(
     _serve,
     "ray.serve._private.tracing_utils",
-    *("RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "RAY_SERVE_TRACING_SAMPLING_RATIO", "get_trace_context"),
+    *(
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH",
+        "RAY_SERVE_TRACING_SAMPLING_RATIO",
+        "get_trace_context",
+    ),
     *("set_trace_context(trace_context)", "is_tracing_enabled", "default_tracing_exporter"),
     needed_for="spans of proxies, and of calls that belong to no request of Ray Serve's",
     breaks="tracing",
@@ -222,7 +279,12 @@ TRACING_EXPORTER, TRACING_RATIO, TRACE_CONTEXT, SET_TRACE_CONTEXT, IS_TRACING, F
 CLIENT, REQUEST_CONTEXT, MAKE_CONTEXT, CURRENT_CONTEXT, IN_FLIGHT = _add(
     _serve,
     "ray.serve.context",
-    *("_get_global_client", "_get_serve_request_context", "_RequestContext(request_id)", "_RequestContext._internal_request_id"),
+    *(
+        "_get_global_client",
+        "_get_serve_request_context",
+        "_RequestContext(request_id)",
+        "_RequestContext._internal_request_id",
+    ),
     *("_serve_request_context", "_get_in_flight_requests(parent_request_id)"),
     needed_for="request ids in logs, and cancelling the calls of a client that has left",
     breaks="request ids in logs, and the end of calls whose clients have left",
@@ -264,12 +326,29 @@ _add(
     breaks="the distribution of requests over pipelines",
 )
 
-CORE_DASHBOARD, SERVE_DASHBOARD, DEPLOYMENT_DASHBOARD, LLM_DASHBOARD, DATA_DASHBOARD, TRAIN_DASHBOARD = _add(
+(
+    CORE_DASHBOARD,
+    SERVE_DASHBOARD,
+    DEPLOYMENT_DASHBOARD,
+    LLM_DASHBOARD,
+    DATA_DASHBOARD,
+    TRAIN_DASHBOARD,
+) = _add(
     _monitoring,
     "ray.dashboard.modules.metrics.grafana_dashboard_factory",
-    *("generate_default_grafana_dashboard", "generate_serve_grafana_dashboard", "generate_serve_deployment_grafana_dashboard"),
-    *("generate_serve_llm_grafana_dashboard", "generate_data_grafana_dashboard", "generate_train_grafana_dashboard"),
-    needed_for="Grafana dashboards whose panels Ray's dashboard shows, the first of them with our row",
+    *(
+        "generate_default_grafana_dashboard",
+        "generate_serve_grafana_dashboard",
+        "generate_serve_deployment_grafana_dashboard",
+    ),
+    *(
+        "generate_serve_llm_grafana_dashboard",
+        "generate_data_grafana_dashboard",
+        "generate_train_grafana_dashboard",
+    ),
+    needed_for=(
+        "Grafana dashboards whose panels Ray's dashboard shows, the first of them with our row"
+    ),
     breaks="tramontane monitoring",
 )
 

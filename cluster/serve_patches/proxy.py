@@ -1,4 +1,6 @@
-"""The middlewares of Ray Serve's HTTP proxies, with those that end abandoned calls and remove Ray Serve's control headers."""
+"""The middlewares of Ray Serve's HTTP proxies, with those that end abandoned calls and remove Ray
+Serve's control headers.
+"""
 
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
@@ -11,15 +13,19 @@ from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
-from tramontane.cluster.ray_internals.accessors import cancel_calls, internal_request_id, replace_response_generators
+from tramontane.cluster.ray_internals.accessors import (
+    cancel_calls,
+    internal_request_id,
+    replace_response_generators,
+)
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.grpc_proxy import bind_grpc_to_http_host
 from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
 from tramontane.router.openai.errors import error_body
 
-# With these a client could choose its replica and its timeout, and keep its request alive after it has left. The proxy also
-# answers 500 if they are not UTF-8.
+# With these a client could choose its replica and its timeout, and keep its request alive after it
+# has left. The proxy also answers 500 if they are not UTF-8.
 CONTROL_HEADERS = (
     b"serve-multiplexed-model-id",
     b"x-session-id",
@@ -35,8 +41,9 @@ HEALTH_PATH = "/-/healthz"  # answers as /health does; operators of clusters res
 def proxy_middlewares() -> list[Middleware]:
     """Return a proxy's middlewares, innermost first, and patch Ray Serve in its process.
 
-    Ray Serve's proxies call this by name before they open their ports: see ``ray_settings.SERVE_SETTINGS``. Raises ConfigError
-    if this version of Ray lacks a private name that we need.
+    Ray Serve's proxies call this by name before they open their ports: see
+    ``ray_settings.SERVE_SETTINGS``. Raises ConfigError if this version of Ray lacks a private name
+    that we need.
     """
     assert_supported(SERVE_SYMBOLS)
     bind_grpc_to_http_host()
@@ -44,11 +51,18 @@ def proxy_middlewares() -> list[Middleware]:
     use_serve_log(LogSettings(), "proxy")
     enable_proxy_tracing()
     failover = Middleware(FailoverMiddleware, nodes=DeadNodeWatcher(list_dead_nodes))
-    return [Middleware(CancelAbandonedCalls), failover, Middleware(StripControlHeaders), Middleware(SlowClientMiddleware)]
+    return [
+        Middleware(CancelAbandonedCalls),
+        failover,
+        Middleware(StripControlHeaders),
+        Middleware(SlowClientMiddleware),
+    ]
 
 
 class CancelAbandonedCalls:
-    """ASGI middleware directly around Ray Serve's application, in the task in which Ray Serve sets the request's id."""
+    """ASGI middleware directly around Ray Serve's application, in the task in which Ray Serve sets
+    the request's id.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +76,9 @@ class CancelAbandonedCalls:
 
 
 class StripControlHeaders:
-    """ASGI middleware that removes Ray Serve's control headers and hides the paths that describe its other applications."""
+    """ASGI middleware that removes Ray Serve's control headers and hides the paths that describe
+    its other applications.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,14 +87,20 @@ class StripControlHeaders:
         """Pass the request on without control headers, or answer 404 for a hidden path."""
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path.startswith(SERVE_PATHS) and path != HEALTH_PATH:
-            response = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)
+            response = JSONResponse(
+                error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404
+            )
             await response(scope, receive, send)
             return
         kept = [
-            (name, value) for name, value in scope.get("headers", ()) if not _is_control_header(name.replace(b"_", b"-"), value)
+            (name, value)
+            for name, value in scope.get("headers", ())
+            if not _is_control_header(name.replace(b"_", b"-"), value)
         ]
         await self._app({**scope, "headers": kept}, receive, send)
 
 
 def _is_control_header(name: bytes, value: bytes) -> bool:
-    return name in CONTROL_HEADERS or (name in READ_BY_RAY_SERVE and not REQUEST_ID_PATTERN.fullmatch(value))
+    return name in CONTROL_HEADERS or (
+        name in READ_BY_RAY_SERVE and not REQUEST_ID_PATTERN.fullmatch(value)
+    )

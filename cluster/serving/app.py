@@ -1,4 +1,6 @@
-"""The Ray Serve application: Ingress (any number) and Batch (one) call Router (one per pipeline)."""
+"""The Ray Serve application: Ingress (any number) and Batch (one) call Router (one per
+pipeline).
+"""
 
 import uuid
 from typing import Any
@@ -22,40 +24,64 @@ from tramontane.cluster.serving.router_replica import RouterReplica
 from tramontane.proto.errors import ConfigError
 
 APPLICATION = "tramontane"
-GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
+GRPC_FUNCTIONS = tuple(
+    f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs")
+)
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
-DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
+# where pipelines are scaled and updated in place; a command that is interrupted waits less
+DRAIN_S = 600.0
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
 HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them
-HEALTH_CHECK_TIMEOUT_S = 10.0  # three missed checks replace a replica, before ingresses give its requests up
-HAND_OVER_S = 15.0  # after a router's grace: ingresses move its requests to another router, and it stops
+# three missed checks replace a replica, before ingresses give its requests up
+HEALTH_CHECK_TIMEOUT_S = 10.0
+# after a router's grace: ingresses move its requests to another router, and it stops
+HAND_OVER_S = 15.0
 MAX_SURGE_PERCENT = 100  # all replicas of a new version start before those of the old one stop
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Build the application for ``serve deploy`` and ``serve build``; ``args`` are the keys of the configuration."""
+    """Build the application for ``serve deploy`` and ``serve build``; ``args`` are the keys of the
+    configuration.
+    """
     assert_supported(SERVE_SYMBOLS)
     config = validate_config(args)
-    return application(config, grace_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
+    return application(
+        config, grace_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout
+    )
 
 
 def validate_config(args: dict[str, Any]) -> EngineConfig:
     """Read a Serve config's ``args``. Raises ConfigError for keys that do not belong there."""
     if SECRET_KEY in args:
-        raise ConfigError("api_key: not for a Serve config, which Ray shows to all users of its dashboard; give an api_key_file")
-    if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
         raise ConfigError(
-            f"{secret[0]}: a password is not for a Serve config, which Ray shows to all users of its dashboard; "
-            "leave it out, and have every node know it by ~/.pgpass, or as the storage's library says"
+            "api_key: not for a Serve config, which Ray shows to all users of its dashboard; give"
+            " an api_key_file"
+        )
+    if secret := [
+        key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))
+    ]:
+        raise ConfigError(
+            f"{secret[0]}: a password is not for a Serve config, which Ray shows to all users of"
+            " its dashboard; leave it out, and have every node know it by ~/.pgpass, or as the"
+            " storage's library says"
         )
     if others := sorted(CLI_ONLY_KEYS & args.keys()):
-        raise ConfigError(f"{', '.join(others)}: not for a Serve config; set http_options and tracing_config of the Serve config")
+        raise ConfigError(
+            f"{', '.join(others)}: not for a Serve config; set http_options and tracing_config of"
+            " the Serve config"
+        )
     return EngineConfig.build(None, args)
 
 
 def grpc_options(port: int) -> gRPCOptions:
-    """Return the option for Ray Serve's start; port 0 means no gRPC. Reflection is registered by our own functions."""
-    return gRPCOptions(port=port, grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [], enable_reflection=False)
+    """Return the option for Ray Serve's start; port 0 means no gRPC. Reflection is registered by
+    our own functions.
+    """
+    return gRPCOptions(
+        port=port,
+        grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [],
+        enable_reflection=False,
+    )
 
 
 def application(
@@ -65,17 +91,22 @@ def application(
     grace_s: float = 20.0,
     grpc_on_loopback_only: bool = False,
 ) -> Application:
-    """Bind the deployments. Every node must have the checkpoint as it is here, where the application is built.
+    """Bind the deployments. Every node must have the checkpoint as it is here, where the
+    application is built.
 
-    ``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``. ``grace_s``: how long a replica that is to
-    stop may finish its requests. ``grpc_on_loopback_only``: refuse gRPC peers on other machines, because Ray Serve's gRPC port
-    is open to all of them in a cluster that we have not started.
+    ``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``. ``grace_s``:
+    how long a replica that is to stop may finish its requests. ``grpc_on_loopback_only``: refuse
+    gRPC peers on other machines, because Ray Serve's gRPC port is open to all of them in a cluster
+    that we have not started.
     """
     config = config.with_absolute_paths()
     with annotate_node():
         fingerprint = model_fingerprint(config)
     common = _replica_options(config)
-    many: dict[str, Any] = {"max_ongoing_requests": UNBOUNDED, "max_surge_percent": MAX_SURGE_PERCENT}
+    many: dict[str, Any] = {
+        "max_ongoing_requests": UNBOUNDED,
+        "max_surge_percent": MAX_SURGE_PERCENT,
+    }
     router = serve.deployment(
         name="Router",
         **router_scaling_options(config),
@@ -85,14 +116,22 @@ def application(
         **common,
         **many,
     )(RouterReplica)
-    batch = serve.deployment(name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common)(BatchReplica)
+    batch = serve.deployment(
+        name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common
+    )(BatchReplica)
     ingress = serve.deployment(
-        name="Ingress", num_replicas=config.num_ingresses, graceful_shutdown_timeout_s=grace_s, **common, **many
+        name="Ingress",
+        num_replicas=config.num_ingresses,
+        graceful_shutdown_timeout_s=grace_s,
+        **common,
+        **many,
     )(serve.ingress()(IngressReplica))
     build_id = uuid.uuid4().hex
     routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, build_id)
     jobs = batch.bind(config.without_secrets(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id)
+    return ingress.bind(
+        config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id
+    )
 
 
 def _replica_options(config: EngineConfig) -> dict[str, Any]:

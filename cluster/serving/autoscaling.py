@@ -1,4 +1,6 @@
-"""Autoscaling of pipelines: the metrics that routers report to Ray Serve, and the policy that it applies to them."""
+"""Autoscaling of pipelines: the metrics that routers report to Ray Serve, and the policy that it
+applies to them.
+"""
 
 import logging
 import math
@@ -14,46 +16,70 @@ from tramontane.cluster.config.engine_keys import SEQS_ON_CPUS
 from tramontane.cluster.config.serving_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
-SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # names of a router's custom metrics in Ray Serve
+# names of a router's custom metrics in Ray Serve
+SHARE, TOKENS = "pipeline_share", "tokens_in_flight"
 POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
-# The mean of the look-back period counts; the delays say how long it has to last. A Serve config has Ray Serve's own
-# intervals, because Ray Serve warns of the first one there.
-INTERVALS: Mapping[str, Any] = MappingProxyType({"metrics_interval_s": 1.0, "look_back_period_s": 5.0})
+# The mean of the look-back period counts; the delays say how long it has to last. A Serve config
+# has Ray Serve's own intervals, because Ray Serve warns of the first one there.
+INTERVALS: Mapping[str, Any] = MappingProxyType(
+    {"metrics_interval_s": 1.0, "look_back_period_s": 5.0}
+)
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineAutoscalingPolicy:
-    """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues included, would fill.
+    """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues
+    included, would fill.
 
-    ``target_load``: the share of a pipeline's slots or of its cache's pages, whichever is scarcer, that is to be used.
-    ``target_tokens``: how many tokens a pipeline is to have in flight, if that is to count as well.
+    ``target_load``: the share of a pipeline's slots or of its cache's pages, whichever is scarcer,
+    that is to be used. ``target_tokens``: how many tokens a pipeline is to have in flight, if that
+    is to count as well.
 
-    Ray Serve rounds up, applies the bounds and the delays. A router that is gone does not count; its requests count where they
-    continue.
+    Ray Serve rounds up, applies the bounds and the delays. A router that is gone does not count;
+    its requests count where they continue.
 
-    A Serve config may contain anything, and an exception here would stop Ray Serve's controller for all of its applications.
-    So arguments that make no sense are logged and ignored.
+    A Serve config may contain anything, and an exception here would stop Ray Serve's controller for
+    all of its applications. So arguments that make no sense are logged and ignored.
     """
 
-    def __init__(self, target_load: object = None, target_tokens: object = None, **unknown: object) -> None:
-        self._target_load, self._target_tokens = _positive(target_load) or ScalingKeys().target_load, _positive(target_tokens)
+    def __init__(
+        self, target_load: object = None, target_tokens: object = None, **unknown: object
+    ) -> None:
+        self._target_load, self._target_tokens = (
+            _positive(target_load) or ScalingKeys().target_load,
+            _positive(target_tokens),
+        )
         targets = {"target_load": target_load, "target_tokens": target_tokens}
-        ignored = unknown | {key: value for key, value in targets.items() if value is not None and _positive(value) is None}
+        ignored = unknown | {
+            key: value
+            for key, value in targets.items()
+            if value is not None and _positive(value) is None
+        }
         if ignored:
-            logger.warning("%s ignores %s: target_load and target_tokens must be positive numbers", POLICY, ignored)
+            logger.warning(
+                "%s ignores %s: target_load and target_tokens must be positive numbers",
+                POLICY,
+                ignored,
+            )
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of pipelines that are wanted, and the state to keep between calls, which is empty."""
-        if not context.current_num_replicas:  # all routers are dead, and their requests wait at the ingresses
+        """Return the number of pipelines that are wanted, and the state to keep between calls,
+        which is empty.
+        """
+        # all routers are dead, and their requests wait at the ingresses
+        if not context.current_num_replicas:
             return context.target_num_replicas, {}
         metrics = context.aggregated_metrics or {}
         shares, tokens = metrics.get(SHARE, {}), metrics.get(TOKENS, {})
         wanted = sum(shares.values()) / self._target_load
         if self._target_tokens is not None:
             wanted = max(wanted, sum(tokens.values()) / self._target_tokens)
-        if len(shares) < context.current_num_replicas and context.config is not None:  # one has not reported yet
-            wanted = max(wanted, context.total_num_requests / context.config.get_target_ongoing_requests())
+        # one has not reported yet
+        if len(shares) < context.current_num_replicas and context.config is not None:
+            wanted = max(
+                wanted, context.total_num_requests / context.config.get_target_ongoing_requests()
+            )
         return wanted, {}
 
 
@@ -67,12 +93,15 @@ def to_metrics(demand: PipelineLoad) -> dict[str, float]:
 
 
 def autoscaling_fields(config: EngineConfig, slots: int) -> dict[str, Any]:
-    """Return how the Router deployment is scaled, as it is written in a Serve config. ``slots``: those of one pipeline."""
+    """Return how the Router deployment is scaled, as it is written in a Serve config. ``slots``:
+    those of one pipeline.
+    """
     targets = {"target_load": config.target_load, "target_tokens": config.target_tokens}
     return {
         "min_replicas": config.replicas,
         "max_replicas": config.max_pipelines,
-        "target_ongoing_requests": max(int(slots * config.target_load), 1),  # for routers that have not reported yet
+        # for routers that have not reported yet
+        "target_ongoing_requests": max(int(slots * config.target_load), 1),
         "upscale_delay_s": config.upscale_delay,
         "downscale_delay_s": config.downscale_delay,
         "policy": {"policy_function": POLICY, "policy_kwargs": targets},
@@ -80,11 +109,14 @@ def autoscaling_fields(config: EngineConfig, slots: int) -> dict[str, Any]:
 
 
 def router_scaling_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of the Router deployment: a fixed number of replicas, or how it is scaled."""
+    """Return the options of the Router deployment: a fixed number of replicas, or how it is
+    scaled.
+    """
     if config.max_pipelines == config.replicas:
         return {"num_replicas": config.replicas}
     fields = autoscaling_fields(config, config.max_num_seqs or SEQS_ON_CPUS)
     policy: Any = AutoscalingPolicy(**fields.pop("policy"))  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():  # metrics_interval_s is deprecated, but replicas do not read its successor yet
+    # metrics_interval_s is deprecated, but replicas do not read its successor yet
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return {"autoscaling_config": AutoscalingConfig(**fields, policy=policy, **INTERVALS)}

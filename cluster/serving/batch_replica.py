@@ -1,4 +1,6 @@
-"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that also run interactive requests."""
+"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that also run
+interactive requests.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,11 @@ from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
-from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model, max_running
+from tramontane.cluster.serving.served_model import (
+    load_chat_format,
+    load_checked_model,
+    max_running,
+)
 from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.ports import TokenSource
@@ -54,7 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 def num_machines() -> int:
-    """Count the machines of the cluster; nodes at one address share a disk. It blocks, and raises PipelineError."""
+    """Count the machines of the cluster; nodes at one address share a disk. It blocks, and raises
+    PipelineError.
+    """
     try:
         return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})  # type: ignore[no-untyped-call]
     except (RayError, RuntimeError) as error:
@@ -77,14 +85,18 @@ class MachineCount:
 
 
 class SingleNodeBatchService(BatchService):
-    """A service whose store is on one machine's disk: it accepts no job and no file while the cluster has others.
+    """A service whose store is on one machine's disk: it accepts no job and no file while the
+    cluster has others.
 
-    Ingresses and the runner may be on different machines, and then accepted jobs would never run. All else works, so that jobs
-    and files that are there can be read and cancelled.
+    Ingresses and the runner may be on different machines, and then accepted jobs would never run.
+    All else works, so that jobs and files that are there can be read and cancelled.
     """
 
     def __init__(
-        self, settings: JobSettings, machines: Callable[[], int] = num_machines, now: Callable[[], float] = time.monotonic
+        self,
+        settings: JobSettings,
+        machines: Callable[[], int] = num_machines,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(settings)
         self._machines = MachineCount(machines, now)
@@ -93,14 +105,17 @@ class SingleNodeBatchService(BatchService):
         """Raise PipelineError if there are several machines."""
         if (num_machines := await self._machines.get()) > 1:
             raise PipelineError(
-                f"batch jobs are off: this cluster has {num_machines} machines, and their store is on the disk of one; "
-                "serve with --jobs-database postgresql://HOST/NAME and a --jobs-storage that all of them see"
+                f"batch jobs are off: this cluster has {num_machines} machines, and their store is"
+                " on the disk of one; serve with --jobs-database postgresql://HOST/NAME and a"
+                " --jobs-storage that all of them see"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LineExecutor:
-    """Computes the response to one line of a batch job, with a model, its chat template and a source of tokens."""
+    """Computes the response to one line of a batch job, with a model, its chat template and a
+    source of tokens.
+    """
 
     model: ServedModel
     chat: ChatTemplate
@@ -110,19 +125,25 @@ class LineExecutor:
         """Return the response of ``/v1/completions``."""
         request = parse_completion(body)
         self._check(request)
-        return await (await Completion.prepare(self.model, request, time.monotonic())).run(self.source)
+        return await (await Completion.prepare(self.model, request, time.monotonic())).run(
+            self.source
+        )
 
     async def chat_completion(self, body: bytes) -> dict[str, Any]:
         """Return the response of ``/v1/chat/completions``."""
         request = parse_chat(body)
         self._check(request)
-        return await (await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())).run(self.source)
+        return await (
+            await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())
+        ).run(self.source)
 
     async def fim_completion(self, body: bytes) -> dict[str, Any]:
         """Return the response of ``/v1/fim/completions``."""
         request = parse_fim(body)
         self._check(request)
-        return await (await FimCompletion.of_request(self.model, request, time.monotonic())).run(self.source)
+        return await (await FimCompletion.of_request(self.model, request, time.monotonic())).run(
+            self.source
+        )
 
     def _check(self, request: CompletionRequest | ChatRequest | FimRequest) -> None:
         if request.stream:
@@ -131,20 +152,28 @@ class LineExecutor:
 
 
 # By endpoint of a line. A new endpoint is added here and to ``router.batch.jobs.Endpoint``.
-HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
-    {
-        "/v1/completions": LineExecutor.completion,
-        "/v1/chat/completions": LineExecutor.chat_completion,
-        "/v1/fim/completions": LineExecutor.fim_completion,
-    }
+HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, Any]]]] = (
+    MappingProxyType(
+        {
+            "/v1/completions": LineExecutor.completion,
+            "/v1/chat/completions": LineExecutor.chat_completion,
+            "/v1/fim/completions": LineExecutor.fim_completion,
+        }
+    )
 )
 
 
 def job_settings(config: EngineConfig) -> JobSettings:
-    """Return the settings that ingresses and the runner share. Each model has its own queue, so servers may share a store."""
+    """Return the settings that ingresses and the runner share. Each model has its own queue, so
+    servers may share a store.
+    """
     home = Path.home() / HOME_FOLDER
     return JobSettings(
-        config.jobs_database.get_secret_value() if config.jobs_database else f"sqlite:///{home / 'jobs.sqlite'}",
+        (
+            config.jobs_database.get_secret_value()
+            if config.jobs_database
+            else f"sqlite:///{home / 'jobs.sqlite'}"
+        ),
         config.jobs_storage.get_secret_value() if config.jobs_storage else str(home / "jobs"),
         config.model_name,
         tuple(HANDLERS),
@@ -167,7 +196,9 @@ def job_limits(config: EngineConfig) -> JobLimits:
 
 
 def batch_service(config: EngineConfig) -> BatchService:
-    """Make an ingress's service. A folder that is given with PostgreSQL is taken for one that every machine sees."""
+    """Make an ingress's service. A folder that is given with PostgreSQL is taken for one that every
+    machine sees.
+    """
     settings = job_settings(config)
     is_on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
     return SingleNodeBatchService(settings) if is_on_one_machine else BatchService(settings)
@@ -181,7 +212,9 @@ class LowPriorityTokenSource:
 
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Generate with the priority of batch work."""
-        return self._source.generate([replace(spec, priority=BATCH_PRIORITY, cache_salt=self._tenant) for spec in specs])
+        return self._source.generate(
+            [replace(spec, priority=BATCH_PRIORITY, cache_salt=self._tenant) for spec in specs]
+        )
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Check the wrapped source's capacity."""
@@ -189,19 +222,26 @@ class LowPriorityTokenSource:
 
 
 class BatchReplica:
-    """The Batch deployment: runs the jobs of its model. If it is killed, the next one continues them when its lease expires."""
+    """The Batch deployment: runs the jobs of its model. If it is killed, the next one continues
+    them when its lease expires.
+    """
 
-    def __init__(self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]") -> None:
+    def __init__(
+        self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]"
+    ) -> None:
         bind_internal_port_to_node()
         use_serve_log(config.logs, "batch")
         model = load_checked_model(config, fingerprint)
         num_running = max_running(config) * config.max_pipelines
-        concurrency = config.jobs_concurrency or num_running + num_running // 4  # some always wait, so that no slot stays empty
+        # some always wait, so that no slot stays empty
+        concurrency = config.jobs_concurrency or num_running + num_running // 4
         node = ray.get_runtime_context().get_node_id()
         max_unaccepted, mark = model.max_sequences * config.max_pipelines, short_digest(fingerprint)
         routing = prefix_aware_routing(config, mark)
         self._routers = RouterClient(router, max_unaccepted, model=mark, node=node, routing=routing)
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export)
+        start_periodic_thread(
+            EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export
+        )
         self._model, self._chat = model, load_chat_format(config, model)
         settings = job_settings(config)
         self._service = BatchService(settings)
@@ -209,7 +249,10 @@ class BatchReplica:
         claims = JobClaimStore(self._database, settings.queue)
         runner = BatchRunner(claims, JobStorage(settings.storage), self._answer, concurrency)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(runner.run()), loop.create_task(self._collect_garbage_forever())]
+        self._tasks = [
+            loop.create_task(runner.run()),
+            loop.create_task(self._collect_garbage_forever()),
+        ]
 
     async def __del__(self) -> None:
         for task in self._tasks:
@@ -220,15 +263,25 @@ class BatchReplica:
         await asyncio.to_thread(self._database.close)
 
     async def check_health(self) -> None:
-        """Raise PipelineError if a task has ended, whose error is logged then; Ray Serve starts another replica."""
-        for task, name in zip(self._tasks, ("the runner of batch jobs", "the collector of old jobs and files"), strict=True):
+        """Raise PipelineError if a task has ended, whose error is logged then; Ray Serve starts
+        another replica.
+        """
+        for task, name in zip(
+            self._tasks,
+            ("the runner of batch jobs", "the collector of old jobs and files"),
+            strict=True,
+        ):
             if task.done():
                 error = None if task.cancelled() else task.exception()
                 logger.error("%s has ended, and the replica with it", name, exc_info=error)
                 raise PipelineError(f"{name} has ended")
 
-    async def _answer(self, endpoint: Endpoint, body: dict[str, Any], tenant: str) -> dict[str, Any]:
-        executor = LineExecutor(self._model, self._chat, LowPriorityTokenSource(self._routers, tenant))
+    async def _answer(
+        self, endpoint: Endpoint, body: dict[str, Any], tenant: str
+    ) -> dict[str, Any]:
+        executor = LineExecutor(
+            self._model, self._chat, LowPriorityTokenSource(self._routers, tenant)
+        )
         return await HANDLERS[endpoint](executor, json.dumps(body).encode())
 
     async def _collect_garbage_forever(self) -> None:
@@ -236,11 +289,15 @@ class BatchReplica:
 
 
 async def repeat_forever(
-    work: Callable[[], Awaitable[None]], complaint: str, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    work: Callable[[], Awaitable[None]],
+    complaint: str,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> None:
-    """Call ``work`` every ``GARBAGE_INTERVAL_S``, and less often while it fails, whatever its errors are.
+    """Call ``work`` every ``GARBAGE_INTERVAL_S``, and less often while it fails, whatever its
+    errors are.
 
-    An error is logged the first time, and again if the work has succeeded since: of defects with the traceback.
+    An error is logged the first time, and again if the work has succeeded since: of defects with
+    the traceback.
     """
     pause_s, known = GARBAGE_INTERVAL_S, set[type[Exception]]()
     while True:
@@ -252,6 +309,12 @@ async def repeat_forever(
             pause_s = min(2 * pause_s, MAX_GARBAGE_INTERVAL_S)
             if type(error) not in known:
                 is_defect = not isinstance(error, PipelineError)
-                logger.warning("%s; the next attempt is in %.0f s: %s", complaint, pause_s, error, exc_info=is_defect)
+                logger.warning(
+                    "%s; the next attempt is in %.0f s: %s",
+                    complaint,
+                    pause_s,
+                    error,
+                    exc_info=is_defect,
+                )
                 known.add(type(error))
         await sleep(pause_s)

@@ -1,4 +1,6 @@
-"""Draining: a server that is about to stop finishes its requests within a time limit, and accepts no new ones."""
+"""Draining: a server that is about to stop finishes its requests within a time limit, and accepts
+no new ones.
+"""
 
 import time
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from tramontane.cluster.serving.app import APPLICATION
 
 POLL_INTERVAL_S = 0.1
 BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
-END_TIMEOUT_S = 15.0  # for the remaining streams to receive their error before the server is removed
+# for the remaining streams to receive their error before the server is removed
+END_TIMEOUT_S = 15.0
 
 Report = Callable[[str], None]
 
@@ -27,7 +30,9 @@ def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -
 
 
 def _end_all() -> None:
-    """End all requests, and wait until no ingress replica has one: an error that is still to be sent is lost with its proxy."""
+    """End all requests, and wait until no ingress replica has one: an error that is still to be
+    sent is lost with its proxy.
+    """
     deadline = time.monotonic() + END_TIMEOUT_S
     _broadcast("end_all")
     while start_draining() and time.monotonic() < deadline:
@@ -45,7 +50,9 @@ def drain(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) 
     num_reported = 0
     while num_left := start_draining():
         if num_left != num_reported:
-            report(f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most")
+            report(
+                f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most"
+            )
             num_reported = num_left
         if time.monotonic() >= deadline or cancelled(POLL_INTERVAL_S):
             break
@@ -59,7 +66,8 @@ def resume() -> None:
 
 
 def start_draining() -> int:
-    """Let every ingress replica refuse new requests, and return how many requests they have together.
+    """Let every ingress replica refuse new requests, and return how many requests they have
+    together.
 
     If all that answer have none, a replica that does not answer counts as one request.
     """
@@ -72,7 +80,9 @@ def _broadcast(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
     connect_handle(handle)
     try:
-        answers: list[Any] = handle.broadcast(method).results(timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True)
+        answers: list[Any] = handle.broadcast(method).results(
+            timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True
+        )
     except (RayError, TimeoutError) as error:
         return [error]
     except RayServeException:  # there is none

@@ -28,7 +28,10 @@ from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
-from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node, track_response_queues
+from tramontane.cluster.serve_patches.replica import (
+    bind_internal_port_to_node,
+    track_response_queues,
+)
 from tramontane.cluster.serving.batch_replica import batch_service
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
@@ -39,11 +42,13 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
 WRITES_PER_CORE = 50  # a second, by all ingress replicas of a machine together
-MAX_WRITES = 400  # a second, by one ingress replica: it is one process, whatever the number of cores
+# a second, by one ingress replica: it is one process, whatever the number of cores
+MAX_WRITES = 400
 
 
 class IngressReplica(GrpcServicer):
-    """Parses, bounds, tokenizes and streams requests; keeps no state between them. Ray Serve calls its gRPC methods by name.
+    """Parses, bounds, tokenizes and streams requests; keeps no state between them. Ray Serve calls
+    its gRPC methods by name.
 
     It shares the store of batch jobs with ``Batch``, and does not call it.
     """
@@ -66,12 +71,17 @@ class IngressReplica(GrpcServicer):
         pacer = _pacer(config)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
         routing = prefix_aware_routing(config, digest)
-        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing)
+        self._routers = RouterClient(
+            router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing
+        )
         application = serve.get_replica_context().app_name
-        if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
+        # this replica replaces one that has died since
+        if is_drained(application, number_deployment(application, build_id)):
             self._routers.drain()
         source = CountingTokenSource(self._routers, model.counts)
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export)
+        start_periodic_thread(
+            EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export
+        )
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         super().__init__(
@@ -85,12 +95,19 @@ class IngressReplica(GrpcServicer):
             id_of=serve_request_id,
         )
         self._http_app = HttpApp(self._http_config(config, model, keys, pacer, node, digest))
-        # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each if they had to visit it.
+        # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each
+        # if they had to visit it.
         gc.collect()
         gc.freeze()
 
     def _http_config(
-        self, config: EngineConfig, model: ServedModel, keys: ApiKeys, pacer: Pacer, node: str, digest: str
+        self,
+        config: EngineConfig,
+        model: ServedModel,
+        keys: ApiKeys,
+        pacer: Pacer,
+        node: str,
+        digest: str,
     ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         extra_routes = [
@@ -155,8 +172,10 @@ def _pacer(config: EngineConfig) -> Pacer:
 
 
 def write_budget(num_cores: int, num_ingresses: int) -> int:
-    """Return the writes to streams per second of one of so many ingress replicas under full load: they share the cores.
+    """Return the writes to streams per second of one of so many ingress replicas under full load:
+    they share the cores.
 
-    2 cores, 1 ingress: 100 writes. 2 cores, 2 ingresses: 50. 64 cores: 400 with up to 8 ingresses, as many as one process makes.
+    2 cores, 1 ingress: 100 writes. 2 cores, 2 ingresses: 50. 64 cores: 400 with up to 8 ingresses,
+    as many as one process makes.
     """
     return max(1, min(WRITES_PER_CORE * num_cores // num_ingresses, MAX_WRITES))

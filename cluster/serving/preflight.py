@@ -1,6 +1,8 @@
-"""What is checked before an application starts: the store of batch jobs, free resources, ports, a running Ray Serve.
+"""What is checked before an application starts: the store of batch jobs, free resources, ports, a
+running Ray Serve.
 
-Otherwise mistakes would show only when the model is loaded, or only in the logs of Ray Serve, which tries again and again.
+Otherwise mistakes would show only when the model is loaded, or only in the logs of Ray Serve, which
+tries again and again.
 """
 
 import errno
@@ -14,7 +16,12 @@ from pathlib import Path
 import psutil
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.common.ports import RUNNING_SERVER, describe_listener, find_listener, with_parents
+from tramontane.cluster.common.ports import (
+    RUNNING_SERVER,
+    describe_listener,
+    find_listener,
+    with_parents,
+)
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.lifecycle import PLACEMENT_ATTEMPT_S
 from tramontane.cluster.pipeline.resources import (
@@ -38,9 +45,11 @@ PORT_TIMEOUT_S = 15.0
 
 
 def check_job_storage(config: EngineConfig) -> None:
-    """Create the folders that the configuration names for batch jobs. Raises ConfigError if one cannot be used.
+    """Create the folders that the configuration names for batch jobs. Raises ConfigError if one
+    cannot be used.
 
-    A store on another machine need not exist yet. Without a writable home directory there are no batch jobs, but all else.
+    A store on another machine need not exist yet. Without a writable home directory there are no
+    batch jobs, but all else.
     """
     settings = job_settings(config.with_absolute_paths())
     database, storage = Database(settings.database), JobStorage(settings.storage)
@@ -57,7 +66,9 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
     try:
         folder.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{flag}: {folder} cannot be made: {error.strerror}; name another place") from error
+        raise ConfigError(
+            f"{flag}: {folder} cannot be made: {error.strerror}; name another place"
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag}: {folder} cannot be written to; name another place, or allow it")
 
@@ -65,13 +76,17 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
 def check_resources(spec: PipelineSpec, num_pipelines: int, report: Callable[[str], None]) -> None:
     """Raise PlanError unless the cluster has free what the pipelines' stages need.
 
-    Where Ray's autoscaler may add nodes, it does so once the stages wait for them. So then what is missing is only reported.
+    Where Ray's autoscaler may add nodes, it does so once the stages wait for them. So then what is
+    missing is only reported.
     """
     check_placeable(spec, read_resources(), num_pipelines)
-    deadline = time.monotonic() + RESOURCES_TIMEOUT_S  # Ray counts what has just ended as free a little later
+    # Ray counts what has just ended as free a little later
+    deadline = time.monotonic() + RESOURCES_TIMEOUT_S
     while shortage := describe_shortage(spec, cluster := read_resources(), num_pipelines):
         if cluster.may_grow_for(spec):
-            wait = describe_wait(spec, PLACEMENT_ATTEMPT_S + spec.placement_timeout_s, shortage, num_pipelines)
+            wait = describe_wait(
+                spec, PLACEMENT_ATTEMPT_S + spec.placement_timeout_s, shortage, num_pipelines
+            )
             report(f"{wait}; Ray Serve repeats the attempt some times")
             return
         if time.monotonic() >= deadline:
@@ -82,11 +97,13 @@ def check_resources(spec: PipelineSpec, num_pipelines: int, report: Callable[[st
 def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
     """Raise ConfigError unless the HTTP and gRPC addresses can be bound here.
 
-    A port that a Ray cluster uses is waited for up to ``PORT_TIMEOUT_S``: that of a server that was killed needs some seconds
-    to end.
+    A port that a Ray cluster uses is waited for up to ``PORT_TIMEOUT_S``: that of a server that was
+    killed needs some seconds to end.
     """
     if config.grpc_port == config.port:
-        raise ConfigError(f"--grpc-port and --port are both {config.port}; choose another --grpc-port")
+        raise ConfigError(
+            f"--grpc-port and --port are both {config.port}; choose another --grpc-port"
+        )
     _check_port(config.host, config.port, "--port", report)
     if config.grpc_port:
         _check_port(config.host, config.grpc_port, "--grpc-port", report)
@@ -100,33 +117,55 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
         if not (in_use and _may_be_released(host, port)) or time.monotonic() > deadline:
             raise ConfigError(_describe_unavailable(host, port, flag, error)) from error
         if not is_reported:
-            report(f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process still has")
+            report(
+                f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process"
+                " still has"
+            )
         is_reported = True
         time.sleep(POLL_INTERVAL_S)
 
 
 def _describe_unavailable(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"{flag} {port} is in use by {describe_listener(host, port)}; choose another {flag}, or stop that first"
+        return (
+            f"{flag} {port} is in use by {describe_listener(host, port)}; choose another {flag}, or"
+            " stop that first"
+        )
     match error:
         case UnicodeError() | socket.gaierror():
-            return f"--host {host} is no address, and no name of one; give an address of this machine, such as 127.0.0.1"
+            return (
+                f"--host {host} is no address, and no name of one; give an address of this machine,"
+                " such as 127.0.0.1"
+            )
         case OSError(errno=errno.EADDRNOTAVAIL):
-            return f"--host {host} is not an address of this machine; give one that is, or 0.0.0.0 for all of them"
+            return (
+                f"--host {host} is not an address of this machine; give one that is, or 0.0.0.0 for"
+                " all of them"
+            )
         case OSError(errno=errno.EAFNOSUPPORT):
-            return f"--host {host} is an IPv6 address, and this machine has no IPv6; give an IPv4 address"
+            return (
+                f"--host {host} is an IPv6 address, and this machine has no IPv6; give an IPv4"
+                " address"
+            )
         case OSError(errno=errno.EACCES | errno.EPERM):
-            return f"{flag} {port} is for root alone on this machine, as low numbers are; choose a higher {flag}"
+            return (
+                f"{flag} {port} is for root alone on this machine, as low numbers are; choose a"
+                f" higher {flag}"
+            )
         case _:
             code = errno.errorcode.get(error.errno or 0, "no code")
-            return f"--host {host} {flag} {port} cannot be opened ({code}); choose another {flag} or --host"
+            return (
+                f"--host {host} {flag} {port} cannot be opened ({code}); choose another {flag} or"
+                " --host"
+            )
 
 
 def _may_be_released(host: str, port: int) -> bool:
-    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve`` that is running.
+    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve``
+    that is running.
 
-    Process 1 does not count: it is the parent of what a killed server left, and in a container its command line is often the
-    server's, such as ``tini -- tramontane serve``.
+    Process 1 does not count: it is the parent of what a killed server left, and in a container its
+    command line is often the server's, such as ``tini -- tramontane serve``.
     """
     with suppress(psutil.Error):
         if (process := find_listener(host, port)) is not None:
@@ -148,25 +187,34 @@ def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
 
 
 def check_running_serve(config: EngineConfig, report: Callable[[str], None]) -> bool:
-    """Return whether there will be gRPC, and report what Ray Serve lacks because it was started without it.
+    """Return whether there will be gRPC, and report what Ray Serve lacks because it was started
+    without it.
 
-    Raises ConfigError if its addresses, those that it was first started with, differ from the configuration's.
+    Raises ConfigError if its addresses, those that it was first started with, differ from the
+    configuration's.
     """
     http, grpc = running_serve_options()
     if (http.host, http.port) != (config.host, config.port):
         raise ConfigError(
-            f"Ray Serve runs on this cluster already, at {http.host}:{http.port}; "
-            f"give --host {http.host} --port {http.port}, or shut it down first with: serve shutdown"
+            f"Ray Serve runs on this cluster already, at {http.host}:{http.port}; give --host"
+            f" {http.host} --port {http.port}, or shut it down first with: serve shutdown"
         )
     if config.tracing_exporter is not None:
-        report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
+        report(
+            "Ray Serve, and with it tracing, stays as it was started on this cluster, whatever"
+            " --tracing-exporter says"
+        )
     if not config.grpc_port:
         return False
     if not set(GRPC_FUNCTIONS) <= set(grpc.grpc_servicer_functions) or not grpc.port:
-        report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
+        report(
+            "gRPC is off, because Ray Serve was started on this cluster without it; shut it down"
+            " first to have both"
+        )
         return False
     if grpc.port != config.grpc_port:
         raise ConfigError(
-            f"Ray Serve runs on this cluster already, with gRPC at port {grpc.port}; give --grpc-port {grpc.port}, or 0 for none"
+            f"Ray Serve runs on this cluster already, with gRPC at port {grpc.port}; give"
+            f" --grpc-port {grpc.port}, or 0 for none"
         )
     return True

@@ -1,4 +1,6 @@
-"""Retries of one request that has lost its router, and an ingress's own estimate of whether routers would accept more."""
+"""Retries of one request that has lost its router, and an ingress's own estimate of whether routers
+would accept more.
+"""
 
 import asyncio
 import copy
@@ -13,20 +15,26 @@ from tramontane.proto import errors
 from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.request import SequenceRequest
 
-NEW_VERSION_TIMEOUT_S = 120.0  # for a version that was announced, and for an old router if only that could continue a request
-ADMISSION_TIMEOUT_S = 50.0  # a request that no router has accepted can still be refused, and may find another server
-MAX_LOSSES = 10  # of routers that had accepted a request and sent no token of it: it may be what they die of
-RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``backoff_delays``
+# for a version that was announced, and for an old router if only that could continue a request
+NEW_VERSION_TIMEOUT_S = 120.0
+# a request that no router has accepted can still be refused, and may find another server
+ADMISSION_TIMEOUT_S = 50.0
+# of routers that had accepted a request and sent no token of it: it may be what they die of
+MAX_LOSSES = 10
+# bounds of the first delay and of any; see ``backoff_delays``
+RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
-FULL_TTL_S = 0.25  # how long "this router is full", or all are, is believed, unless a request ends before
+# how long "this router is full", or all are, is believed, unless a request ends before
+FULL_TTL_S = 0.25
 NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
 
 
 class FailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
-    Which error ends a request, and after how long, depends on what routers have answered; only the delays are common ones.
-    ``without_router_since``: when the request lost its router, by the event loop's clock; before that, when it arrived.
+    Which error ends a request, and after how long, depends on what routers have answered; only the
+    delays are common ones. ``without_router_since``: when the request lost its router, by the event
+    loop's clock; before that, when it arrived.
     """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
@@ -43,7 +51,8 @@ class FailoverBudget:
     def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.
 
-        A request that no router has ever accepted may be refused with the routers' reason; it waits for a newer version.
+        A request that no router has ever accepted may be refused with the routers' reason; it waits
+        for a newer version.
         """
         now = asyncio.get_running_loop().time()
         self._failing_since = self._failing_since or now
@@ -53,15 +62,24 @@ class FailoverBudget:
             self._failing_since = self.without_router_since = now
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
-                raise errors.PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
+                raise errors.PipelineError(
+                    f"{MAX_LOSSES} routers were lost with this request: {error}"
+                ) from error
         may_wait = self._was_accepted or isinstance(error, errors.PipelineSupersededError)
-        if isinstance(error, errors.PipelineUnavailableError | errors.OverloadedError) and not may_wait:
+        if (
+            isinstance(error, errors.PipelineUnavailableError | errors.OverloadedError)
+            and not may_wait
+        ):
             raise error
         if now - self._failing_since <= self._timeout_s(error):
             return
         if self._was_accepted:
-            raise errors.PipelineError(f"no router could continue this request in time: {error}") from error
-        raise errors.PipelineUnavailableError("no pipeline was ready in time; try again later") from error
+            raise errors.PipelineError(
+                f"no router could continue this request in time: {error}"
+            ) from error
+        raise errors.PipelineUnavailableError(
+            "no pipeline was ready in time; try again later"
+        ) from error
 
     def _timeout_s(self, error: errors.TramontaneError) -> float:
         """Return how long the request may be without a token if this is the latest error."""
@@ -69,7 +87,11 @@ class FailoverBudget:
             return NEW_VERSION_TIMEOUT_S
         if self._was_accepted:
             return LOAD_TIMEOUT_S
-        return NEW_VERSION_TIMEOUT_S if isinstance(error, errors.PipelineSupersededError) else ADMISSION_TIMEOUT_S
+        return (
+            NEW_VERSION_TIMEOUT_S
+            if isinstance(error, errors.PipelineSupersededError)
+            else ADMISSION_TIMEOUT_S
+        )
 
     async def backoff(self) -> None:
         """Wait until the next attempt."""
@@ -87,23 +109,29 @@ class WaitingRequest:
 class AdmissionWindow:
     """Refuses requests that no router would accept soon.
 
-    ``max_unaccepted``: sequences that may be on their way to a router. Without a running router they would wait in Ray Serve,
-    which has neither a bound nor a timeout.
+    ``max_unaccepted``: sequences that may be on their way to a router. Without a running router
+    they would wait in Ray Serve, which has neither a bound nor a timeout.
     """
 
     def __init__(self, max_unaccepted: int) -> None:
         self._max_unaccepted = max_unaccepted
         self.unaccepted: dict[int, WaitingRequest] = {}  # by request
         self._pausing: list[WaitingRequest] = []  # requests that wait for their next attempt
-        self._full: dict[int, tuple[errors.QueueFullError, float]] = {}  # the routers' common error and its expiry, by owner
+        # the routers' common error and its expiry, by owner
+        self._full: dict[int, tuple[errors.QueueFullError, float]] = {}
 
     def check(self, num_sequences: int, owner: int) -> None:
-        """Raise OverloadedError if too many wait, or if all routers have just refused this owner."""
+        """Raise OverloadedError if too many wait, or if all routers have just refused this
+        owner.
+        """
         waiting = (*self.unaccepted.values(), *self._pausing)
         num_waiting = sum(each.num_sequences for each in waiting)
-        if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:  # larger requests are refused for good elsewhere
+        # larger requests are refused for good elsewhere
+        if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:
             oldest = min(each.since for each in waiting)
-            raise errors.OverloadedError("too many requests are on their way to a pipeline", _retry_after_s(oldest))
+            raise errors.OverloadedError(
+                "too many requests are on their way to a pipeline", _retry_after_s(oldest)
+            )
         if owner in self._full:
             error, expires_at = self._full[owner]
             if asyncio.get_running_loop().time() < expires_at:
@@ -123,7 +151,9 @@ class AdmissionWindow:
         self._full[owner] = error, asyncio.get_running_loop().time() + FULL_TTL_S
 
     def on_request_end(self, number: int) -> None:
-        """Note that no router has the request any more. One that had accepted it has a free slot or queue entry now."""
+        """Note that no router has the request any more. One that had accepted it has a free slot or
+        queue entry now.
+        """
         if self.unaccepted.pop(number, None) is None:
             self._full.clear()
 
@@ -131,13 +161,16 @@ class AdmissionWindow:
 class RecentRefusals:
     """The routers that have refused a request a moment ago. Other requests ask the others first.
 
-    A router that refuses is always the least loaded one; without this memory every request would be sent to all of them.
-    A full queue holds for requests of the same owner and priority, and other reasons for all. That one request is too large
-    for the room which is left holds for no other, and is not remembered.
+    A router that refuses is always the least loaded one; without this memory every request would be
+    sent to all of them. A full queue holds for requests of the same owner and priority, and other
+    reasons for all. That one request is too large for the room which is left holds for no other,
+    and is not remembered.
     """
 
     def __init__(self) -> None:
-        self._refusals: defaultdict[tuple[int, int] | None, dict[str, tuple[errors.TramontaneError, float]]] = defaultdict(dict)
+        self._refusals: defaultdict[
+            tuple[int, int] | None, dict[str, tuple[errors.TramontaneError, float]]
+        ] = defaultdict(dict)
 
     def add(self, replica: str, error: errors.TramontaneError, first: SequenceRequest) -> None:
         """Note that a router has just refused a request with this first sequence."""
@@ -152,8 +185,13 @@ class RecentRefusals:
         now = asyncio.get_running_loop().time()
         refusals: dict[str, errors.TramontaneError] = {}
         for key in (None, (first.owner, first.priority)):
-            valid = {replica: refusal for replica, refusal in self._refusals.pop(key, {}).items() if now < refusal[1]}
-            refusals |= {replica: copy.copy(error) for replica, (error, _) in valid.items()}  # a raise extends its traceback
+            valid = {
+                replica: refusal
+                for replica, refusal in self._refusals.pop(key, {}).items()
+                if now < refusal[1]
+            }
+            # a raise extends its traceback
+            refusals |= {replica: copy.copy(error) for replica, (error, _) in valid.items()}
             if valid:
                 self._refusals[key] = valid
         return refusals
@@ -168,21 +206,30 @@ class RecentRefusals:
 class RouterSearch:
     """The routers that have refused one request, while another one is looked for.
 
-    Routers that have just refused another request are asked only if there are no others. A pipeline that is being fenced
-    again gets the request, which then waits, only if no other router accepts it.
+    Routers that have just refused another request are asked only if there are no others. A pipeline
+    that is being fenced again gets the request, which then waits, only if no other router accepts
+    it.
     """
 
     def __init__(self, recent: RecentRefusals, first: SequenceRequest) -> None:
         self._recent, self._first, self.may_wait = recent, first, False
         self.refused = recent.matching(first)  # by replica
 
-    def add(self, replica: str, error: errors.TramontaneError, *, had_choice: bool) -> errors.TramontaneError | None:
-        """Note a refusal; return the reason if no router is left. ``had_choice``: the call was not for this router only."""
+    def add(
+        self, replica: str, error: errors.TramontaneError, *, had_choice: bool
+    ) -> errors.TramontaneError | None:
+        """Note a refusal; return the reason if no router is left. ``had_choice``: the call was not
+        for this router only.
+        """
         has_others = replica not in self.refused or not had_choice
         self.refused[replica] = error
         self._recent.add(replica, error, self._first)
         if not has_others:
-            recovering = [each for each, refusal in self.refused.items() if isinstance(refusal, errors.PipelineRecoveringError)]
+            recovering = [
+                each
+                for each, refusal in self.refused.items()
+                if isinstance(refusal, errors.PipelineRecoveringError)
+            ]
             if self.may_wait or not recovering:
                 return most_useful_error(self.refused.values())
             self.may_wait = True
@@ -194,7 +241,9 @@ class RouterSearch:
 
 
 def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.TramontaneError:
-    """Choose among several routers' refusals: a version that is to come, then a queue with room soon, last another model."""
+    """Choose among several routers' refusals: a version that is to come, then a queue with room
+    soon, last another model.
+    """
 
     def rank(refusal: errors.TramontaneError) -> int:
         if isinstance(refusal, errors.PipelineSupersededError):
@@ -207,6 +256,8 @@ def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.Tram
 
 
 def _retry_after_s(since: float) -> int:
-    """Return how long the oldest request has waited, in whole seconds: 0.2 s gives 1, 12.3 s gives 13, 100 s gives 60."""
+    """Return how long the oldest request has waited, in whole seconds: 0.2 s gives 1, 12.3 s gives
+    13, 100 s gives 60.
+    """
     waited_s = math.ceil(asyncio.get_running_loop().time() - since)
     return min(max(1, waited_s), MAX_RETRY_AFTER_S)

@@ -1,4 +1,6 @@
-"""Queries of an ingress to every router: readiness, activity, expert load; and the order to move experts."""
+"""Queries of an ingress to every router: readiness, activity, expert load; and the order to move
+experts.
+"""
 
 import asyncio
 import math
@@ -22,17 +24,23 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 READY_TIMEOUT_S = 5.0
 READINESS_TTL_S = 1.0  # for which the answer of the routers stands
 DIGEST_TIMEOUT_S = 2.0  # the other digests wait for a router that hangs
-# The longest, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is that for one pipeline, too.
+# The longest, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is that for
+# one pipeline, too.
 DIGEST_INTERVAL_S, MAX_DIGEST_INTERVAL_S = 1.0, 5.0
-S_PER_DIGEST = 0.05  # of an ingress: with 64 pipelines it queries every 3.2 s, which is 20 calls a second
+# of an ingress: with 64 pipelines it queries every 3.2 s, which is 20 calls a second
+S_PER_DIGEST = 0.05
 RETIREMENT_POLL_INTERVAL_S = 2.0  # for routers that have requests and are to stop
 
 
 def prefix_aware_routing(config: EngineConfig, model: str) -> PrefixAwareRouting | None:
-    """Return the choice of a pipeline by prefixes, if they cache any; there may be several now or later. ``model``: its mark."""
+    """Return the choice of a pipeline by prefixes, if they cache any; there may be several now or
+    later. ``model``: its mark.
+    """
     if not config.enable_prefix_caching:
         return None
-    return PrefixAwareRouting(lambda tenant: cache_salt(model, "" if config.share_prefixes else tenant), _now)
+    return PrefixAwareRouting(
+        lambda tenant: cache_salt(model, "" if config.share_prefixes else tenant), _now
+    )
 
 
 class RouterQueries:
@@ -46,13 +54,18 @@ class RouterQueries:
     async def is_ready(self) -> bool:
         """Return whether any router can make tokens now, as soon as one answers that it can.
 
-        Routers are asked once a second at most, however many ask this ingress: any client may, without a key.
+        Routers are asked once a second at most, however many ask this ingress: any client may,
+        without a key.
         """
         now = asyncio.get_running_loop().time()
-        if self._readiness is None or (self._readiness.done() and now >= self._readiness_asked_at + READINESS_TTL_S):
+        if self._readiness is None or (
+            self._readiness.done() and now >= self._readiness_asked_at + READINESS_TTL_S
+        ):
             self._readiness_asked_at = now
             # Not a part of the request of the client that happens to ask first, which may leave.
-            self._readiness = asyncio.create_task(self._query_readiness(), context=request_context(""))
+            self._readiness = asyncio.create_task(
+                self._query_readiness(), context=request_context("")
+            )
         return await asyncio.shield(self._readiness)
 
     async def _query_readiness(self) -> bool:
@@ -63,16 +76,26 @@ class RouterQueries:
         return MeasuredLoad.summed(await self._broadcast("expert_load"))
 
     async def activity(self, after: Mapping[str, int]) -> list[PipelineActivity]:
-        """Return the activity of all pipelines that report it in time, by name; see ``RouterReplica.activity``."""
+        """Return the activity of all pipelines that report it in time, by name; see
+        ``RouterReplica.activity``.
+        """
         return sorted(await self._broadcast("activity", after), key=attrgetter("name"))
 
     async def follow_digests(self, routing: PrefixAwareRouting) -> None:
-        """Query the digests of all pipelines at intervals, until cancelled. The clock of ``routing`` is the event loop's."""
+        """Query the digests of all pipelines at intervals, until cancelled. The clock of
+        ``routing`` is the event loop's.
+        """
         while True:
             asked_at = _now()
-            digests = await self._broadcast("prefix_digest", dict(routing.known), timeout_s=DIGEST_TIMEOUT_S)
+            digests = await self._broadcast(
+                "prefix_digest", dict(routing.known), timeout_s=DIGEST_TIMEOUT_S
+            )
             routing.update(digests, asked_at)
-            wished_s = max(DIGEST_INTERVAL_S, len(digests) * S_PER_DIGEST) if len(digests) > 1 else math.inf
+            wished_s = (
+                max(DIGEST_INTERVAL_S, len(digests) * S_PER_DIGEST)
+                if len(digests) > 1
+                else math.inf
+            )
             await asyncio.sleep(min(wished_s, MAX_DIGEST_INTERVAL_S))
 
     async def _broadcast(
@@ -84,11 +107,15 @@ class RouterQueries:
     ) -> list[Any]:
         """Call all routers at once, and return the answers of those that answer in time.
 
-        A router that hangs or is gone does not affect the others. Returns early once an answer is sufficient.
+        A router that hangs or is gone does not affect the others. Returns early once an answer is
+        sufficient.
         """
         answers: list[Any] = []
         calls = await self._broadcast_calls(method, *arguments)
-        pending = {asyncio.create_task(_wait_for_answer(call, timeout_s or READY_TIMEOUT_S)) for call in calls}
+        pending = {
+            asyncio.create_task(_wait_for_answer(call, timeout_s or READY_TIMEOUT_S))
+            for call in calls
+        }
         try:
             while pending and not any(map(is_sufficient, answers)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -102,14 +129,18 @@ class RouterQueries:
         """Start the calls to all routers that Ray Serve knows."""
         with suppress(Exception):  # there is no router
             async with asyncio.timeout(READY_TIMEOUT_S):
-                calls: Any = configure_handle(self._handle, by_reference=False).broadcast(method, *arguments)
+                calls: Any = configure_handle(self._handle, by_reference=False).broadcast(
+                    method, *arguments
+                )
                 return await broadcast_results(calls)
         return []
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
-        """Let every pipeline in turn follow a plan for this load; return how many experts were loaded, by how many pipelines.
+        """Let every pipeline in turn follow a plan for this load; return how many experts were
+        loaded, by how many pipelines.
 
-        Raises ConfigError if one refuses and PipelineError if one fails; those before it have moved theirs.
+        Raises ConfigError if one refuses and PipelineError if one fails; those before it have moved
+        theirs.
         """
         num_moved = num_pipelines = 0
         async with aclosing(self._one_by_one("move_experts", load)) as answers:
@@ -120,7 +151,9 @@ class RouterQueries:
         return num_moved, num_pipelines
 
     async def _wait_until_retiring(self, replica: str, grace_s: float) -> None:
-        """Return once Ray Serve has routed nothing to this router for ``grace_s``, because it is to stop and another one runs."""
+        """Return once Ray Serve has routed nothing to this router for ``grace_s``, because it is to
+        stop and another one runs.
+        """
         retired_at = math.inf
         while asyncio.get_running_loop().time() < retired_at + grace_s:
             await asyncio.sleep(RETIREMENT_POLL_INTERVAL_S)
@@ -138,28 +171,41 @@ class RouterQueries:
         return False
 
     async def _one_by_one(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """Call one router after the other, and yield their answers. Each answers with its name as well."""
+        """Call one router after the other, and yield their answers. Each answers with its name as
+        well.
+        """
         called: set[str] = set()
         while True:
-            answer, replica = await cancellable(self._method(method, exclude(called)).remote(*arguments))
+            answer, replica = await cancellable(
+                self._method(method, exclude(called)).remote(*arguments)
+            )
             if replica in called:  # there is no other one
                 return
             called.add(replica)
             yield answer
 
-    def _method(self, name: str, constraint: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
+    def _method(
+        self, name: str, constraint: str, *, stream: bool = False, by_reference: bool = False
+    ) -> "DeploymentHandle[Any]":
         """Return the handle of a method; see ``least_loaded_router`` for ``constraint``.
 
-        Calls use gRPC between replicas, a third less work for an ingress than Ray objects, unless ``by_reference``.
+        Calls use gRPC between replicas, a third less work for an ingress than Ray objects, unless
+        ``by_reference``.
         """
-        return configure_handle(self._handle, by_reference=by_reference, method_name=name, session_id=constraint, stream=stream)
+        return configure_handle(
+            self._handle,
+            by_reference=by_reference,
+            method_name=name,
+            session_id=constraint,
+            stream=stream,
+        )
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _wait_for_answer(call: Any, timeout_s: float) -> Any:  # noqa: ANN401 - of Ray Serve, to one router
+async def _wait_for_answer(call: Any, timeout_s: float) -> Any:  # of Ray Serve, to one router
     """Return a call's answer, with which the router's name comes; None if there is none in time."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -173,8 +219,10 @@ async def _wait_for_answer(call: Any, timeout_s: float) -> Any:  # noqa: ANN401 
         raise
 
 
-async def cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types lack cancel
-    """Wait for a response, and cancel its call if the waiting task is cancelled, which Ray Serve does not do by itself."""
+async def cancellable(response: Any) -> Any:  # DeploymentResponse, whose types lack cancel
+    """Wait for a response, and cancel its call if the waiting task is cancelled, which Ray Serve
+    does not do by itself.
+    """
     try:
         return await response
     except asyncio.CancelledError:

@@ -46,13 +46,20 @@ logger = logging.getLogger(__name__)
 
 
 class RouterReplica:
-    """Drives one pipeline behind Ray Serve, which calls ``__del__`` when it stops the replica, but not when it is killed.
+    """Drives one pipeline behind Ray Serve, which calls ``__del__`` when it stops the replica, but
+    not when it is killed.
 
-    ``build_id`` is that of the application's build. Routers of a later build take over its pipelines.
+    ``build_id`` is that of the application's build. Routers of a later build take over its
+    pipelines.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, build_id: str
+        self,
+        config: EngineConfig,
+        fingerprint: Fingerprint,
+        launched: bool,
+        owns_serve: bool,
+        build_id: str,
     ) -> None:
         use_serve_log(config.logs, "router")
         bind_internal_port_to_node()
@@ -67,9 +74,12 @@ class RouterReplica:
         self._driving: asyncio.Task[None] | None = None
         self._acquiring: asyncio.Task[Driven] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
-        deployed_at = number_deployment(application.name, build_id)  # before routers of an older one lose their pipelines
+        # before routers of an older one lose their pipelines
+        deployed_at = number_deployment(application.name, build_id)
         self._deployments, self._deployed_at = DeploymentWatch(application.name), deployed_at
-        self._acquiring = asyncio.create_task(self._exit.enter_async_context(self._pipeline(fingerprint, application)))
+        self._acquiring = asyncio.create_task(
+            self._exit.enter_async_context(self._pipeline(fingerprint, application))
+        )
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
@@ -79,30 +89,39 @@ class RouterReplica:
         self._driving = asyncio.create_task(self._drive())
         await self._wait_until_ready()
 
-    def _pipeline(self, fingerprint: Fingerprint, application: OwnerApplication) -> AbstractAsyncContextManager[Driven]:
+    def _pipeline(
+        self, fingerprint: Fingerprint, application: OwnerApplication
+    ) -> AbstractAsyncContextManager[Driven]:
         config = self._config
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
-        rank = getattr(serve.get_replica_context().rank, "rank", 0)  # only the first to be claimed; Ray Serve may give None
-        return adopt_or_create_pipeline(prefix, new_spec, self._deployed_at, config.placement_timeout, first_number=rank)
+        # only the first to be claimed; Ray Serve may give None
+        rank = getattr(serve.get_replica_context().rank, "rank", 0)
+        return adopt_or_create_pipeline(
+            prefix, new_spec, self._deployed_at, config.placement_timeout, first_number=rank
+        )
 
     async def _wait_until_ready(self) -> None:
         while not self._router.is_ready:
             if self._router.failure is not None:
                 failure = self._router.failure
-                await self.__del__()  # Ray Serve does not call it for a replica that was never ready
+                # Ray Serve does not call it for a replica that was never ready
+                await self.__del__()
                 raise failure
             await asyncio.sleep(0.01)
 
     async def __del__(self) -> None:
-        if self._driving is None:  # there is no pipeline: the constructor has failed, or still waits for one
+        # there is no pipeline: the constructor has failed, or still waits for one
+        if self._driving is None:
             if self._acquiring is not None:
                 self._acquiring.cancel()
                 await asyncio.wait([self._acquiring])  # it removes what it has begun to create
             return
         self._driving.cancel()
-        await asyncio.wait([self._driving])  # a defect that has ended it does not keep the pipeline from being removed
-        if not self._is_given_up:  # else the next replica adopts the pipeline with its loaded weights
+        # a defect that has ended it does not keep the pipeline from being removed
+        await asyncio.wait([self._driving])
+        # else the next replica adopts the pipeline with its loaded weights
+        if not self._is_given_up:
             await self._exit.aclose()
 
     def _export_metrics(self) -> None:
@@ -115,27 +134,41 @@ class RouterReplica:
                 yield message
 
     async def generate(
-        self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True, write_interval_s: float = 0.0
+        self,
+        ingress: str,
+        number: int,
+        specs: bytes,
+        model: str,
+        may_wait: bool = True,
+        write_interval_s: float = 0.0,
     ) -> bytes:
         """Run one request from its arrival to its end; see ``IngressStreams``."""
         if not self._router.is_attached and await self._is_superseded():
             return self._streams.refusal(
-                PipelineSupersededError("the pipeline was given to a newer version, which is not ready yet")
+                PipelineSupersededError(
+                    "the pipeline was given to a newer version, which is not ready yet"
+                )
             )
-        return await self._streams.generate(self._router, ingress, number, specs, model, may_wait, write_interval_s)
+        return await self._streams.generate(
+            self._router, ingress, number, specs, model, may_wait, write_interval_s
+        )
 
     async def _is_superseded(self) -> bool:
         """Return whether routers of a later deployment are starting or running."""
         return await asyncio.to_thread(self._deployments.is_superseded, self._deployed_at)
 
     async def is_ready(self) -> tuple[bool, str]:
-        """Return whether this router makes progress, and its name. Concurrent calls share one check of the stages."""
+        """Return whether this router makes progress, and its name. Concurrent calls share one check
+        of the stages.
+        """
         if self._health_check is None or self._health_check.done():
             self._health_check = asyncio.create_task(self._check_progress())
         return await asyncio.shield(self._health_check), self._name
 
     async def _check_progress(self) -> bool:
-        """Check the stages of an idle pipeline, which no step would do; fence them if one has died or lost its epoch."""
+        """Check the stages of an idle pipeline, which no step would do; fence them if one has died
+        or lost its epoch.
+        """
         router = self._router
         if router.is_ready and router.scheduler.is_idle:
             epoch = router.scheduler.epoch
@@ -143,13 +176,16 @@ class RouterReplica:
                 is_fenced = all(stage.epoch == epoch for stage in await self._chain.health())
             except PipelineError:
                 is_fenced = False
-            still_idle = router.is_ready and router.scheduler.is_idle and router.scheduler.epoch == epoch
+            still_idle = (
+                router.is_ready and router.scheduler.is_idle and router.scheduler.epoch == epoch
+            )
             if not is_fenced and still_idle:  # steps that have begun since will fail by themselves
                 router.request_recovery(PipelineError("a stage has lost its sequences"))
         return router.is_healthy
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
-        """Return the tokens of each expert by layer and this router's name; None while a stage cannot answer.
+        """Return the tokens of each expert by layer and this router's name; None while a stage
+        cannot answer.
 
         There are no layers if the model has no experts.
         """
@@ -157,14 +193,23 @@ class RouterReplica:
         if args.moe is None:
             return (), self._name
         try:
-            by_layer = {layer: tokens for stage in await self._chain.health() for layer, tokens in stage.expert_load.items()}
+            by_layer = {
+                layer: tokens
+                for stage in await self._chain.health()
+                for layer, tokens in stage.expert_load.items()
+            }
         except PipelineError:
             return None, self._name
         is_complete = by_layer.keys() == set(args.moe_layers)  # a stage that is loading has none
-        return (tuple(by_layer.get(layer, ()) for layer in range(args.n_layers)) if is_complete else None), self._name
+        return (
+            tuple(by_layer.get(layer, ()) for layer in range(args.n_layers))
+            if is_complete
+            else None
+        ), self._name
 
     async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
-        """Return this pipeline's part of ``GET /activity``, None if it is not driven now, and this router's name.
+        """Return this pipeline's part of ``GET /activity``, None if it is not driven now, and this
+        router's name.
 
         ``after``: by pipeline, see ``ActivityLog.as_data``.
         """
@@ -191,19 +236,34 @@ class RouterReplica:
         return activity, self._name
 
     async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
-        """Return what is cached, None if the pipeline is not driven now, and this router's name. ``known``: by replica."""
+        """Return what is cached, None if the pipeline is not driven now, and this router's name.
+        ``known``: by replica.
+        """
         if not self._router.is_attached:
             return None, self._name
-        return make_digest(self._name, self._num_routers, self._router.scheduler, known.get(self._name)), self._name
+        return (
+            make_digest(
+                self._name, self._num_routers, self._router.scheduler, known.get(self._name)
+            ),
+            self._name,
+        )
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
-        """Follow a plan for this load; return how many experts were loaded or why none were, and this router's name."""
+        """Follow a plan for this load; return how many experts were loaded or why none were, and
+        this router's name.
+        """
         return await self._move_experts(load), self._name
 
     async def _move_experts(self, load: ExpertLoad) -> tuple[int, str]:
         experts = self._spec.expert_actors
         if experts is None:
-            return 0, "experts are inside the stages of this server; start it with --expert-actors to move them"
+            return (
+                0,
+                (
+                    "experts are inside the stages of this server; start it with --expert-actors to"
+                    " move them"
+                ),
+            )
         try:
             plan = await asyncio.to_thread(lambda: replan(experts.current_plan(), per_expert(load)))
             return await self._chain.move_experts(plan), ""
@@ -211,18 +271,25 @@ class RouterReplica:
             return 0, str(error)
 
     async def check_health(self) -> None:
-        """Raise PipelineError if only a new replica helps: another router has the pipeline, or it makes no progress.
+        """Raise PipelineError if only a new replica helps: another router has the pipeline, or it
+        makes no progress.
 
-        If a later deployment has the pipeline this replica stays, and refuses requests, until the next one is ready.
+        If a later deployment has the pipeline this replica stays, and refuses requests, until the
+        next one is ready.
         """
         assert self._driving is not None
         self._is_given_up = False
         router = self._router
-        has_lost = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
+        has_lost = (
+            isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
+        )
         is_healthy = router.is_ready and not router.health.is_failing
-        if self._driving.done() or (has_lost and not is_healthy and not await self._is_superseded()):
+        if self._driving.done() or (
+            has_lost and not is_healthy and not await self._is_superseded()
+        ):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
-        if router.is_ready and not router.is_healthy:  # not while stages reload, when no other router could do better
+        # not while stages reload, when no other router could do better
+        if router.is_ready and not router.is_healthy:
             self._is_given_up = True
             raise PipelineError("this router has had requests for long, and nothing was done")
 
@@ -231,7 +298,9 @@ class RouterReplica:
         return to_metrics(self._router.scheduler.measure_load())
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
-        """Return what the pipeline holds now, for tests and diagnosis. Without ``stages`` these are not called."""
+        """Return what the pipeline holds now, for tests and diagnosis. Without ``stages`` these are
+        not called.
+        """
         scheduler = self._router.scheduler
         scheduler.check_integrity()
         return {
@@ -245,7 +314,9 @@ class RouterReplica:
             "preempted": scheduler.num_preempted,
             "policy_failure": scheduler.policy.failure,
             "recoveries": self._router.health.num_recoveries,
-            "last_recovery": self._router.health.last_recovery and asdict(self._router.health.last_recovery),
+            "last_recovery": (
+                self._router.health.last_recovery and asdict(self._router.health.last_recovery)
+            ),
             "step_limit_s": self._router.step_limit_s,
             "streams": self._streams.num_open,
             "tasks": len(asyncio.all_tasks()),
@@ -255,7 +326,9 @@ class RouterReplica:
         }
 
     async def _drive(self) -> None:
-        """Run the pipeline, and restart it whenever it fails; its requests then end with the reason."""
+        """Run the pipeline, and restart it whenever it fails; its requests then end with the
+        reason.
+        """
         watching = asyncio.create_task(self._watch_fingerprint())
         try:
             await self._run_routers()
@@ -263,16 +336,22 @@ class RouterReplica:
             watching.cancel()
 
     async def _watch_fingerprint(self) -> None:
-        """Read the fingerprint again while it is not known, or experts are on actors, which restart without a fence."""
+        """Read the fingerprint again while it is not known, or experts are on actors, which restart
+        without a fence.
+        """
         while True:
             await asyncio.sleep(FINGERPRINT_INTERVAL_S)
-            if self._router.is_ready and (self._spec.plan.experts is not None or not self._router.fingerprint):
+            if self._router.is_ready and (
+                self._spec.plan.experts is not None or not self._router.fingerprint
+            ):
                 await self._router.refresh_fingerprint()
 
     async def _run_routers(self) -> None:
         while True:
             await run_with_drafts(self._router, draft_port(self._spec))
-            logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
+            logger.warning(
+                "the pipeline failed, and is being started again: %s", self._router.failure
+            )
             failed = self._router
             has_started = bool(failed.scheduler.epoch) and not failed.health.is_failing
             self._num_failed_starts = 0 if has_started else self._num_failed_starts + 1
@@ -292,12 +371,16 @@ class RouterReplica:
         )
 
 
-def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:
+def _new_spec(
+    config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication
+) -> PipelineSpec:
     """Plan a pipeline for the cluster as it is now; it gets its name later."""
     with annotate_node():
         check_fingerprint(config.model, fingerprint)
         args = validate_model(config)
-    spec = pipeline_spec(config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint)
+    spec = pipeline_spec(
+        config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint
+    )
     for choice in spec.plan.chosen:
         logger.info("%s", choice.describe())
     return replace(spec, application=application)

@@ -17,12 +17,16 @@ WEIGHTS_SUFFIX = ".safetensors"  # files that only stages read
 
 
 def load_checked_model(config: EngineConfig, fingerprint: Fingerprint) -> ServedModel:
-    """Load the model in a replica, if its folder has on this node what it had where the application was built.
+    """Load the model in a replica, if its folder has on this node what it had where the application
+    was built.
 
     Raises CheckpointError, which names the node.
     """
     with annotate_node():
-        check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
+        check_fingerprint(
+            config.model,
+            tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)),
+        )
         return load_served_model(config)
 
 
@@ -42,15 +46,22 @@ def load_served_model(config: EngineConfig) -> ServedModel:
 
 
 def max_running(config: EngineConfig) -> int:
-    """Return the most sequences that a pipeline may admit at once: as given, else the most that is ever planned here."""
+    """Return the most sequences that a pipeline may admit at once: as given, else the most that is
+    ever planned here.
+    """
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
     return config.max_num_seqs or (MAX_SEQS_ON_GPUS if has_gpus else SEQS_ON_CPUS)
 
 
 def load_chat_format(config: EngineConfig, model: ServedModel) -> ChatTemplate:
-    """Load the chat template; for a model without one, a template that refuses every conversation with the reason."""
+    """Load the chat template; for a model without one, a template that refuses every conversation
+    with the reason.
+    """
     if model.tokenizer is None:
-        return NoChatTemplate("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
+        return NoChatTemplate(
+            "this model has no tokenizer, so it has no conversations; give token ids to"
+            " /v1/completions"
+        )
     try:
         return load_chat_template(config.model, model.tokenizer)
     except CheckpointError as error:

@@ -1,4 +1,6 @@
-"""``tramontane serve``: start the application in a cluster, report that it is ready, and remove it at the end."""
+"""``tramontane serve``: start the application in a cluster, report that it is ready, and remove it
+at the end.
+"""
 
 import json
 import logging
@@ -35,7 +37,12 @@ from tramontane.cluster.serve_patches.grpc_proxy import LOOPBACK
 from tramontane.cluster.serve_patches.replica import format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
-from tramontane.cluster.serving.preflight import check_job_storage, check_ports, check_resources, check_running_serve
+from tramontane.cluster.serving.preflight import (
+    check_job_storage,
+    check_ports,
+    check_resources,
+    check_running_serve,
+)
 from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages, token_file
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -46,8 +53,10 @@ Report = Callable[[str], None]
 READY_POLL_INTERVAL_S = 0.1
 READY_TIMEOUT_S = 60.0
 DEFAULT_DRAIN_S = 30.0
-ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # no client connects to these; the others are at this machine
-OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # names, not those of other applications: see ``adopt_or_create_pipeline``
+# no client connects to these; the others are at this machine
+ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# names, not those of other applications: see ``adopt_or_create_pipeline``
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +75,12 @@ class ReadyInfo:
     def to_line(self) -> str:
         """Return the line that announces it, as JSON if the configuration says so."""
         if self.config.json_output:
-            fields = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
+            fields = {
+                "url": self.url,
+                "base_url": f"{self.url}/v1",
+                "grpc": self.grpc,
+                "model": self.config.model_name,
+            }
             fields["ui"] = f"{self.url}/ui"
             fields |= {"dashboard": f"http://{self.dashboard}"} if self.dashboard else {}
             numbers = {
@@ -77,36 +91,49 @@ class ReadyInfo:
             }
             return json.dumps(fields | numbers)
         low, high = self.config.replicas, self.config.max_pipelines
-        pipelines = f"{low} to {high} pipelines" if high > low else f"{low} pipeline{'s' * (low != 1)}"
+        pipelines = (
+            f"{low} to {high} pipelines" if high > low else f"{low} pipeline{'s' * (low != 1)}"
+        )
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
-        interfaces = f", on all interfaces ({self.config.host})" if self.config.host in ALL_INTERFACES else ""
+        interfaces = (
+            f", on all interfaces ({self.config.host})"
+            if self.config.host in ALL_INTERFACES
+            else ""
+        )
         dashboard = f", Ray's dashboard is http://{self.dashboard}" if self.dashboard else ""
         return (
-            f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
-            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}{interfaces}; "
-            f"{self.url}/ui shows it at work{dashboard}, Ctrl-C stops it"
+            f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name}"
+            f" on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}{interfaces};"
+            f" {self.url}/ui shows it at work{dashboard}, Ctrl-C stops it"
         )
 
 
-def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[ReadyInfo], None]) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP; then finish running requests, and remove everything that was started.
+def run_server(
+    config: EngineConfig,
+    report: Report,
+    show_loading: ShowLoading,
+    announce: Callable[[ReadyInfo], None],
+) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP; then finish running requests, and remove everything
+    that was started.
 
     Raises UserError before anything is started if something cannot work.
     """
     if config.local:
         raise ConfigError(
-            "serve always runs on a Ray cluster, so --local cannot be used with it; leave that out, or use generate, chat or "
-            "bench, which can run in one process"
+            "serve always runs on a Ray cluster, so --local cannot be used with it; leave that out,"
+            " or use generate, chat or bench, which can run in one process"
         )
     config.logs.to_stderr_with_serve("command")
     if config.log_format == "json":
         report, show_loading = _log_progress, lambda _: None
     assert_supported(RAY_SYMBOLS, SERVE_SYMBOLS)
-    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # raises ConfigError before anything starts
+    # raises ConfigError before anything starts
+    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)
     if is_ha_proxy_enabled() and config.host in LOOPBACK:
         raise ConfigError(
-            f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
-            "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
+            f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on"
+            " all interfaces; unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
         )
     ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
@@ -122,7 +149,11 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
             with report_losses(OUR_PIPELINES, logger.warning):
                 announce(ready)
                 signals.wait_next()
-            stop(DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
+            stop(
+                DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout,
+                report,
+                signals.wait_next,
+            )
 
 
 def _log_progress(message: str) -> None:
@@ -133,7 +164,9 @@ def _log_progress(message: str) -> None:
 
 
 @contextmanager
-def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[tuple[bool, str]]:
+def _own_cluster(
+    config: EngineConfig, report: Report, show_loading: ShowLoading
+) -> Iterator[tuple[bool, str]]:
     """Serve in a cluster of our own, which ends with this process in any case.
 
     Yields whether there is gRPC, and the address of Ray's dashboard, if it is wanted.
@@ -141,7 +174,8 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
     check_ports(config, report)
     report("checking the checkpoint")
     hardware = probe_local()
-    spec = pipeline_spec(config, validate_model(config), hardware)  # raises PlanError before Ray is started
+    # raises PlanError before Ray is started
+    spec = pipeline_spec(config, validate_model(config), hardware)
     problem = let_dashboard_show_stages() if config.dashboard else ""
     report("starting Ray")
     num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage
@@ -153,7 +187,10 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         report("starting Ray Serve")
         _start_serve(config)
         config = _with_choices(config, spec.plan, hardware, report)
-        report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
+        report(
+            f"loading {spec.describe_workers(config.replicas)},"
+            f" {spec.plan.describe_memory(config.replicas)}"
+        )
         with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
@@ -168,14 +205,22 @@ def _announced(dashboard: str, problem: str, port: int, report: Report) -> Itera
         return
     with token_file(port) as token:
         asks = f", with the token in {token}" if token else ""
-        shows = f"does not show the stages: {problem}; see tramontane monitoring --help" if problem else "shows the stages"
+        shows = (
+            f"does not show the stages: {problem}; see tramontane monitoring --help"
+            if problem
+            else "shows the stages"
+        )
         report(f"Ray's dashboard is at http://{dashboard}{asks}; its Metrics page {shows}")
         yield
 
 
 @contextmanager
-def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[tuple[bool, str]]:
-    """Serve on a cluster that stays. Yields whether there is gRPC, without which Ray Serve may have been started, and ""."""
+def _joined_cluster(
+    config: EngineConfig, report: Report, show_loading: ShowLoading
+) -> Iterator[tuple[bool, str]]:
+    """Serve on a cluster that stays. Yields whether there is gRPC, without which Ray Serve may have
+    been started, and "".
+    """
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
@@ -183,8 +228,9 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
-                f"an application named {APPLICATION} is on this cluster already; end the command that serves it, or remove it "
-                f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
+                f"an application named {APPLICATION} is on this cluster already; end the command"
+                " that serves it, or remove it with: python -c 'from ray import serve;"
+                f' serve.delete("{APPLICATION}")\''
             )
         if owns_serve:
             check_ports(config, report)
@@ -195,15 +241,22 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 report("starting Ray Serve")
                 _start_serve(config)
             config = _with_choices(config, spec.plan, hardware, report)
-            report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
+            report(
+                f"loading {spec.describe_workers(config.replicas)},"
+                f" {spec.plan.describe_memory(config.replicas)}"
+            )
             with send_heartbeats(_supervisors):
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc, ""
 
 
-def _with_choices(config: EngineConfig, plan: PipelinePlan, hardware: Hardware, report: Report) -> EngineConfig:
-    """Report what the planner has chosen; return the configuration with the number of ingress replicas."""
+def _with_choices(
+    config: EngineConfig, plan: PipelinePlan, hardware: Hardware, report: Report
+) -> EngineConfig:
+    """Report what the planner has chosen; return the configuration with the number of ingress
+    replicas.
+    """
     for choice in plan.chosen:
         report(choice.describe())
     num_ingresses = choose_num_ingresses(config, plan, hardware)
@@ -215,7 +268,9 @@ def _with_choices(config: EngineConfig, plan: PipelinePlan, hardware: Hardware, 
 
 @contextmanager
 def _remove_at_end(report: Report, remove: Callable[[], None]) -> Iterator[None]:
-    """Remove what was started. That takes seconds, and a second Ctrl-C must not stop it half-way."""
+    """Remove what was started. That takes seconds, and a second Ctrl-C must not stop it
+    half-way.
+    """
     try:
         yield
     finally:
@@ -232,27 +287,38 @@ def _start_serve(config: EngineConfig) -> None:
             http_options=options,
             grpc_options=grpc_options(config.grpc_port),
             tracing_config=tracing_config(config.tracing_exporter, config.tracing_sampling_ratio),
-            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},  # its lines only name requests
+            # its lines only name requests
+            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},
         )
     except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
         raise ConfigError(
-            f"Ray Serve cannot listen at --host {config.host} --port {config.port} --grpc-port {config.grpc_port}: "
-            f"{ray_error_message(error)}; choose others"
+            f"Ray Serve cannot listen at --host {config.host} --port {config.port} --grpc-port"
+            f" {config.grpc_port}: {ray_error_message(error)}; choose others"
         ) from error
 
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
     try:
-        app = application(config, launched, owns_serve, grpc_on_loopback_only=config.host in LOOPBACK)
+        app = application(
+            config, launched, owns_serve, grpc_on_loopback_only=config.host in LOOPBACK
+        )
         serve.run(app, name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
-        raise _deployment_error() or PipelineError(f"Ray Serve refused the application: {error}") from error
+        raise _deployment_error() or PipelineError(
+            f"Ray Serve refused the application: {error}"
+        ) from error
 
 
 def _deployment_error() -> Exception | None:
-    """Find why the deployment failed: the last of our own errors in the traceback that Ray Serve has as text."""
+    """Find why the deployment failed: the last of our own errors in the traceback that Ray Serve
+    has as text.
+    """
     status = serve.status().applications.get(APPLICATION)
-    text = "\n".join(deployment.message for deployment in status.deployments.values()) if status else ""
+    text = (
+        "\n".join(deployment.message for deployment in status.deployments.values())
+        if status
+        else ""
+    )
     found = re.findall(r"tramontane\.proto\.errors\.(\w+): (.*)", text)
     return getattr(errors, found[-1][0])(found[-1][1].strip()) if found else None
 
@@ -261,15 +327,20 @@ def _wait_until_healthy(url: str) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError, ValueError):
-            if httpx.get(f"{url}/health", timeout=10, trust_env=False).json() == {"status": "ready"}:
+            if httpx.get(f"{url}/health", timeout=10, trust_env=False).json() == {
+                "status": "ready"
+            }:
                 return
         time.sleep(READY_POLL_INTERVAL_S)
     raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
 
 
 def _remove(owns_serve: bool) -> None:
-    """Remove the application. Replicas remove their pipelines when they stop; those of dead replicas are removed here."""
-    with suppress(Exception):  # Ray Serve may exceed its own timeout, which does not matter for what follows
+    """Remove the application. Replicas remove their pipelines when they stop; those of dead
+    replicas are removed here.
+    """
+    # Ray Serve may exceed its own timeout, which does not matter for what follows
+    with suppress(Exception):
         serve.delete(APPLICATION)
     for name in _supervisors():
         shut_down_pipeline(name.removesuffix(SUPERVISOR_SUFFIX))

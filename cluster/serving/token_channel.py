@@ -1,7 +1,9 @@
-"""The streams from a router to its ingresses: one to each, with one message for all tokens of a step.
+"""The streams from a router to its ingresses: one to each, with one message for all tokens of a
+step.
 
-A stream per request would cost one message of Ray Serve per token. Here a request is a plain call that lasts as long as its
-sequences (so that Ray Serve sees the load and passes cancellation on), and its tokens travel with those of other requests.
+A stream per request would cost one message of Ray Serve per token. Here a request is a plain call
+that lasts as long as its sequences (so that Ray Serve sees the load and passes cancellation on),
+and its tokens travel with those of other requests.
 """
 
 import asyncio
@@ -29,12 +31,13 @@ from tramontane.router.engine.router import Router
 
 KEEPALIVE = b""
 DONE = b""
-# Tokens, log-probabilities and expert ids in one message, of 50 bytes at most: an ingress decodes them within some milliseconds,
-# and Ray Serve's gRPC takes 4 MiB.
+# Tokens, log-probabilities and expert ids in one message, of 50 bytes at most: an ingress decodes
+# them within some milliseconds, and Ray Serve's gRPC takes 4 MiB.
 MAX_MESSAGE_VALUES = 2**13
 KEEPALIVE_INTERVAL_S = 1.0
 IDLE_TIMEOUT_S = 2.0
-SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
+# then the other machine, or the network to it, is taken to be lost: no error would show it
+SILENCE_TIMEOUT_S = 5.0
 NUM_SILENCE_CHECKS = 10  # in that time
 PAUSE_SHARE = 0.4  # of the time between two writes of an ingress to one client
 MAX_PAUSE_S, MAX_URGENT_PAUSE_S, MIN_PAUSE_PER_REQUEST_S = 0.5, 0.1, 0.001
@@ -57,9 +60,10 @@ class IngressStream:
     def pause_s(self) -> float:
         """Seconds after a message in which tokens gather for the next one; without load, none.
 
-        A message has a cost of its own, and the ingress writes to its clients less often than tokens come. It has 500 streams,
-        of which 8 are here, and 100 writes per second: each client is written to every 5 s, and the pause would be 2 s, so it
-        is 0.5 s. When 1 of the 8 is left, 0.25 s. With 64 requests and no stream it is 64 ms. At half of the load of this
+        A message has a cost of its own, and the ingress writes to its clients less often than
+        tokens come. It has 500 streams, of which 8 are here, and 100 writes per second: each client
+        is written to every 5 s, and the pause would be 2 s, so it is 0.5 s. When 1 of the 8 is
+        left, 0.25 s. With 64 requests and no stream it is 64 ms. At half of the load of this
         process and its machine, half of that.
         """
         shortest = min(MIN_PAUSE_PER_REQUEST_S * self.num_requests, MAX_URGENT_PAUSE_S)
@@ -67,12 +71,18 @@ class IngressStream:
         return pause_s * self._load.level
 
     def accept(self, write_interval_s: float) -> None:
-        """Note that a request has begun, and how often its ingress writes to each stream under full load."""
+        """Note that a request has begun, and how often its ingress writes to each stream under full
+        load.
+        """
         self.num_requests += 1
         self._pause_per_request_s = PAUSE_SHARE * write_interval_s / self.num_requests
 
-    def put(self, number: int, output: RequestOutput | TramontaneError, *, is_urgent: bool = False) -> None:
-        """Queue tokens, or the failure, of the ingress's request ``number``. What is urgent shortens the pause."""
+    def put(
+        self, number: int, output: RequestOutput | TramontaneError, *, is_urgent: bool = False
+    ) -> None:
+        """Queue tokens, or the failure, of the ingress's request ``number``. What is urgent
+        shortens the pause.
+        """
         if isinstance(output, RequestOutput) and output.num_values > MAX_MESSAGE_VALUES:
             self._ready += [(number, part) for part in split_output(output, MAX_MESSAGE_VALUES)]
         else:
@@ -82,7 +92,9 @@ class IngressStream:
             self._is_urgent.set()
 
     def release(self) -> None:
-        """Note that a request has ended. The last one wakes the stream, which then waits with the idle timeout."""
+        """Note that a request has ended. The last one wakes the stream, which then waits with the
+        idle timeout.
+        """
         self.num_requests -= 1
         if not self.num_requests:
             self._filled.set()
@@ -90,8 +102,8 @@ class IngressStream:
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """Yield messages with everything that is ready.
 
-        Keepalive messages without content let either end detect the loss of the other. A stream without requests ends after a
-        while: an endless call would keep its router from stopping.
+        Keepalive messages without content let either end detect the loss of the other. A stream
+        without requests ends after a while: an endless call would keep its router from stopping.
         """
         yield KEEPALIVE
         while True:
@@ -121,10 +133,17 @@ class IngressStream:
 class IngressStreams:
     """A router's streams to all ingresses.
 
-    ``replica``: the name under which ingresses address this router. ``load``: of this process and its machine.
+    ``replica``: the name under which ingresses address this router. ``load``: of this process and
+    its machine.
     """
 
-    def __init__(self, replica: str, model: str = "", nodes: DeadNodeWatcher | None = None, load: Load = FULL_LOAD) -> None:
+    def __init__(
+        self,
+        replica: str,
+        model: str = "",
+        nodes: DeadNodeWatcher | None = None,
+        load: Load = FULL_LOAD,
+    ) -> None:
         self._replica, self._model_key, self._load = replica, model_key(model), load
         self._nodes = nodes or DeadNodeWatcher(list_dead_nodes)
         self._streams: dict[str, IngressStream] = {}
@@ -135,15 +154,18 @@ class IngressStreams:
         return len(self._streams)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncGenerator[bytes, None]:
-        """Stream to one ingress, which is named ``node/name``. When the stream breaks, the ingress's requests are aborted.
+        """Stream to one ingress, which is named ``node/name``. When the stream breaks, the
+        ingress's requests are aborted.
 
-        The loss of its machine does not break the stream, so they are also aborted when Ray declares the node dead. The stream
-        is empty if it is meant for another replica, which has gone: the call was routed to this one instead.
+        The loss of its machine does not break the stream, so they are also aborted when Ray
+        declares the node dead. The stream is empty if it is meant for another replica, which has
+        gone: the call was routed to this one instead.
         """
         if replica != self._replica:
             return
         stream = IngressStream(self._load)
-        if (previous := self._streams.get(ingress)) is not None:  # broken, but only the ingress has noticed
+        # broken, but only the ingress has noticed
+        if (previous := self._streams.get(ingress)) is not None:
             previous.closed.set()
         self._streams[ingress] = stream
         losing = asyncio.create_task(self._close_with_node(ingress.rpartition("/")[0], stream))
@@ -173,10 +195,10 @@ class IngressStreams:
     ) -> bytes:
         """Run one request to its end; its tokens go through the ingress's stream.
 
-        ``may_wait``: whether the request is queued while the pipeline is being fenced again; otherwise it is refused then.
-        ``write_interval_s``: how often the ingress writes to each stream to a client under full load.
-        Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
-        aborts the request.
+        ``may_wait``: whether the request is queued while the pipeline is being fenced again;
+        otherwise it is refused then. ``write_interval_s``: how often the ingress writes to each
+        stream to a client under full load. Returns DONE or an encoded refusal; so for another
+        model, whose token ids have other meanings. Cancelling this call aborts the request.
         """
         if (reason := self._reason_to_refuse(router, ingress, model, may_wait)) is not None:
             return self.refusal(reason)
@@ -186,11 +208,17 @@ class IngressStreams:
             request = router.submit(decoded, delivery.put)
         except TramontaneError as error:
             request_id = decoded[0].request_id
-            logger.info("request %s is refused: %s", request_id or "-", error, extra=request_fields(request_id))
+            logger.info(
+                "request %s is refused: %s",
+                request_id or "-",
+                error,
+                extra=request_fields(request_id),
+            )
             return self.refusal(error)
         log_accepted(request, decoded)
         stream.accept(write_interval_s)
-        stream.put(number, announcement(router.fingerprint))  # which says, too, that a router has accepted the request
+        # which says, too, that a router has accepted the request
+        stream.put(number, announcement(router.fingerprint))
         try:
             with self._load.watching():
                 await _wait_for_any(delivery.ended, stream.closed)
@@ -200,15 +228,25 @@ class IngressStreams:
             is_complete = delivery.ended.is_set() and not delivery.has_failed
             log_ended(request, is_complete=is_complete)
             record_spans(request, router.health, is_complete=is_complete)
-        return DONE if delivery.ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
+        return (
+            DONE
+            if delivery.ended.is_set()
+            else self.refusal(PipelineError("the stream to the ingress broke"))
+        )
 
-    def _reason_to_refuse(self, router: Router, ingress: str, model: str, may_wait: bool) -> TramontaneError | None:
+    def _reason_to_refuse(
+        self, router: Router, ingress: str, model: str, may_wait: bool
+    ) -> TramontaneError | None:
         if model != self._model_key:
-            return ModelMismatchError("the server has another model or version now; send the request again")
+            return ModelMismatchError(
+                "the server has another model or version now; send the request again"
+            )
         if not router.is_attached:
             return PipelineUnavailableError("the pipeline is being started again; try again soon")
         if not (router.is_ready or may_wait):
-            return PipelineRecoveringError("the pipeline is being fenced again; its requests wait until then")
+            return PipelineRecoveringError(
+                "the pipeline is being fenced again; its requests wait until then"
+            )
         if ingress not in self._streams:
             return StreamNotOpenError("no stream from the router could be kept open")
         return None
@@ -227,27 +265,36 @@ class _Delivery:
         self.ended, self.has_failed = asyncio.Event(), False
 
     def put(self, output: RequestOutput | TramontaneError) -> None:
-        """Send tokens, or the failure, which ends all sequences. The first tokens and the ends of sequences are urgent."""
+        """Send tokens, or the failure, which ends all sequences. The first tokens and the ends of
+        sequences are urgent.
+        """
         if isinstance(output, TramontaneError):
             self.has_failed, finished = True, list(self._unfinished)
         else:
             finished = [event.seq_id for event in output.events if event.finish]
         self._stream.put(self._number, output, is_urgent=bool(finished) or not self._has_begun)
-        self._has_begun = self._has_begun or (isinstance(output, RequestOutput) and bool(output.events))
+        self._has_begun = self._has_begun or (
+            isinstance(output, RequestOutput) and bool(output.events)
+        )
         self._unfinished.difference_update(finished)
         if not self._unfinished:
             self.ended.set()
 
 
 def model_key(model: str) -> str:
-    """Return the key that ingresses send with each request: the model, and the digest of the wire format."""
+    """Return the key that ingresses send with each request: the model, and the digest of the wire
+    format.
+    """
     return f"{model}/{wire.PROTOCOL_HASH}"
 
 
 def _messages(ready: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> Iterator[bytes]:
     """Encode one message, or several if it would have too many values."""
     outputs = (output for _, output in ready if isinstance(output, RequestOutput))
-    if len(ready) > 1 and sum(len(output.events) + output.num_values for output in outputs) > MAX_MESSAGE_VALUES:
+    if (
+        len(ready) > 1
+        and sum(len(output.events) + output.num_values for output in outputs) > MAX_MESSAGE_VALUES
+    ):
         yield from _messages(ready[: len(ready) // 2])
         yield from _messages(ready[len(ready) // 2 :])
     else:
@@ -264,10 +311,11 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
 
 
 class _SilenceTimer:
-    """Ends the wait for a message after a number of checks in a row, ``limit_s`` or up to a tenth longer.
+    """Ends the wait for a message after a number of checks in a row, ``limit_s`` or up to a tenth
+    longer.
 
-    Checks are counted rather than seconds: however long the event loop of this process was blocked, that is one check, and
-    what came in that time is read before the next ones.
+    Checks are counted rather than seconds: however long the event loop of this process was blocked,
+    that is one check, and what came in that time is read before the next ones.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -295,8 +343,12 @@ class _SilenceTimer:
         self._timer.cancel()
 
 
-async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``; see ``_SilenceTimer``."""
+async def with_idle_timeout(
+    messages: AsyncIterable[bytes], limit_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``; see
+    ``_SilenceTimer``.
+    """
     iterator, timer = aiter(messages), _SilenceTimer(limit_s)
     try:
         while True:

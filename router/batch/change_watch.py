@@ -1,4 +1,6 @@
-"""For how long rows of the database have stayed as they are, by this process's own monotonic clock."""
+"""For how long rows of the database have stayed as they are, by this process's own monotonic
+clock.
+"""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -8,7 +10,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Unchanged(NamedTuple):
-    """Seconds since a row was first seen as it is now, and whether it was seen otherwise before, so that its owner lives."""
+    """Seconds since a row was first seen as it is now, and whether it was seen otherwise before, so
+    that its owner lives.
+    """
 
     seconds: float
     has_changed: bool
@@ -21,7 +25,8 @@ class _Seen(NamedTuple):
 
 
 class ChangeWatch(Generic[K]):
-    """Notices whether the owners of rows still write them. Times that others wrote are only compared with each other.
+    """Notices whether the owners of rows still write them. Times that others wrote are only
+    compared with each other.
 
     Machines need not agree on the time for this, and a clock that is set changes nothing.
     """
@@ -44,7 +49,8 @@ class ChangeWatch(Generic[K]):
 
 
 def is_stale(touched_at: float, now: float, timeout_s: float) -> bool:
-    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that was so far ahead of this one.
+    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that was so
+    far ahead of this one.
 
     At 1000 with 30: 969 and 1031 are stale, 970 and 1030 are not.
     """

@@ -1,4 +1,6 @@
-"""A runner's access to jobs in the database: claim them for a time, fetch lines, write their outcomes. Methods block."""
+"""A runner's access to jobs in the database: claim them for a time, fetch lines, write their
+outcomes. Methods block.
+"""
 
 import time
 import uuid
@@ -6,14 +8,32 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.change_watch import ChangeWatch
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
+from tramontane.router.batch.store import (
+    OPEN_STATES,
+    StoredResult,
+    assign_offsets,
+    error_text,
+    read_results,
+)
 from tramontane.router.batch.tables import DONE, FAILED, PENDING, Scope, files, jobs, lines
 from tramontane.router.openai.errors import error_body
 
@@ -27,7 +47,9 @@ class JobLostError(TramontaneError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job held by one runner. When its lease expires, another runner may claim the job with the next ``epoch``."""
+    """A job held by one runner. When its lease expires, another runner may claim the job with the
+    next ``epoch``.
+    """
 
     number: int
     tenant: str
@@ -54,7 +76,9 @@ class Lease(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The end of a line. ``result`` is JSON: an answer, or OpenAI's error object. ``http_status`` is None if it never ran."""
+    """The end of a line. ``result`` is JSON: an answer, or OpenAI's error object. ``http_status``
+    is None if it never ran.
+    """
 
     place: int
     is_error: bool
@@ -63,15 +87,20 @@ class Outcome(NamedTuple):
 
 
 CANCELLED = error_text(
-    error_body("the job was cancelled before this line started", "invalid_request_error", code="batch_cancelled")
+    error_body(
+        "the job was cancelled before this line started",
+        "invalid_request_error",
+        code="batch_cancelled",
+    )
 )
 
 
 class JobClaimStore:
     """One runner's access to a queue.
 
-    ``clock``: seconds since 1970, which decide only about leases that this runner sees for the first time (``_expired``).
-    ``steady_clock``: seconds that never go back, for all other decisions.
+    ``clock``: seconds since 1970, which decide only about leases that this runner sees for the
+    first time (``_expired``). ``steady_clock``: seconds that never go back, for all other
+    decisions.
     """
 
     def __init__(
@@ -95,27 +124,40 @@ class JobClaimStore:
     def claim(self, limit: int, running: Collection[int] = ()) -> Sequence[Claim]:
         """Claim jobs that have no runner, or whose runner has let its lease expire.
 
-        Tenants share ``limit``, which counts the jobs in ``running``, equally: of 64 each of three tenants may have 21, and
-        however many there are each has at least one. Its oldest jobs come first.
+        Tenants share ``limit``, which counts the jobs in ``running``, equally: of 64 each of three
+        tenants may have 21, and however many there are each has at least one. Its oldest jobs come
+        first.
 
-        Jobs in ``running`` are excluded: this runner works on them. It may hold others, because the answer to an earlier claim
-        was lost or because releasing them failed; these are free again when their lease has expired.
+        Jobs in ``running`` are excluded: this runner works on them. It may hold others, because the
+        answer to an earlier claim was lost or because releasing them failed; these are free again
+        when their lease has expired.
         """
         now = self.clock()
         is_running = jobs.c.number.in_(running)
         is_open = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES)
         expired = self._expired(is_open, running, now)
         is_free = or_(jobs.c.owner.is_(None), jobs.c.number.in_(expired)) & ~is_running
-        wanted = [row.number for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))]
+        wanted = [
+            row.number
+            for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))
+        ]
         if not wanted:  # as usually; then there is no reason to write
             return []
-        claimable = select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)
+        claimable = (
+            select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)
+        )
         with self._database.writing() as connection:
             found = connection.execute(claimable.with_for_update(skip_locked=True)).all()
-            rows = [row for row in found if row.owner is None or expired[row.number] == _lease(row)]  # else it was renewed since
+            # else it was renewed since
+            rows = [row for row in found if row.owner is None or expired[row.number] == _lease(row)]
             for row in rows:
                 state = JobState.RUNNING.value if row.state == JobState.QUEUED else row.state
-                values = {"owner": self.owner, "epoch": row.epoch + 1, "leased_until": now + self.lease_s, "state": state}
+                values = {
+                    "owner": self.owner,
+                    "epoch": row.epoch + 1,
+                    "leased_until": now + self.lease_s,
+                    "state": state,
+                }
                 values["started_at"] = row.started_at or now
                 connection.execute(update(jobs).where(jobs.c.number == row.number).values(values))
         return [
@@ -131,18 +173,26 @@ class JobClaimStore:
             for row in rows
         ]
 
-    def _expired(self, is_open: Condition, running: Collection[int], now: float) -> dict[int, Lease]:
-        """Return the leases that have expired, by the job's number; of open jobs that this runner does not work on.
+    def _expired(
+        self, is_open: Condition, running: Collection[int], now: float
+    ) -> dict[int, Lease]:
+        """Return the leases that have expired, by the job's number; of open jobs that this runner
+        does not work on.
 
-        It looks at the leases of all: one that another runner takes from it has changed, and is not seen for the first time.
+        It looks at the leases of all: one that another runner takes from it has changed, and is not
+        seen for the first time.
 
-        A lease that this runner has seen for ``lease_s`` without a change has, whatever time stands in it, and one that it has
-        seen change has not before. So runners need not agree on the time, and a clock that is set ends no living runner's
-        lease. Only of a lease that was never seen to change the time that stands in it counts as well, so that a runner that
-        starts need not wait: it has expired if that has passed, or is further away than two leases, which no clock within
-        one lease of this one has written. The same holds for leases of its own, as it renews no others than those of ``running``.
+        A lease that this runner has seen for ``lease_s`` without a change has, whatever time stands
+        in it, and one that it has seen change has not before. So runners need not agree on the
+        time, and a clock that is set ends no living runner's lease. Only of a lease that was never
+        seen to change the time that stands in it counts as well, so that a runner that starts need
+        not wait: it has expired if that has passed, or is further away than two leases, which no
+        clock within one lease of this one has written. The same holds for leases of its own, as it
+        renews no others than those of ``running``.
         """
-        held = self._database.read(select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(is_open))
+        held = self._database.read(
+            select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(is_open)
+        )
         leases = {row.number: _lease(row) for row in held if row.owner is not None}
         seen = self._watch.look(leases)
         return {
@@ -159,21 +209,39 @@ class JobClaimStore:
         }
 
     def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
-        """Return epoch and state of those ``running`` that this runner still holds; with ``renew``, extend their leases."""
-        mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue) & jobs.c.number.in_(running)
+        """Return epoch and state of those ``running`` that this runner still holds; with ``renew``,
+        extend their leases.
+        """
+        mine = (
+            (jobs.c.owner == self.owner)
+            & (jobs.c.queue == self._queue)
+            & jobs.c.number.in_(running)
+        )
         if renew:
-            self._database.write(update(jobs).where(mine).values(leased_until=self.clock() + self.lease_s))
+            self._database.write(
+                update(jobs).where(mine).values(leased_until=self.clock() + self.lease_s)
+            )
         rows = self._database.read(select(jobs.c.number, jobs.c.epoch, jobs.c.state).where(mine))
         return {row.number: (row.epoch, JobState(row.state)) for row in rows}
 
     def release(self, claim: Claim) -> None:
         """End the lease, so that another runner does not have to wait until it expires."""
-        self._database.write(update(jobs).where(self._where_held(claim)).values(owner=None, leased_until=None))
+        self._database.write(
+            update(jobs).where(self._where_held(claim)).values(owner=None, leased_until=None)
+        )
 
-    def next_lines(self, claim: Claim, after: int, limit: int, max_bytes: int = 2**22) -> Sequence[PendingLine]:
-        """Return pending lines behind the place ``after``: at least one, if there is one, and else at most ``max_bytes``."""
-        pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
-        wanted = select(lines.c.place, lines.c.text).where(pending).order_by(lines.c.place).limit(limit)
+    def next_lines(
+        self, claim: Claim, after: int, limit: int, max_bytes: int = 2**22
+    ) -> Sequence[PendingLine]:
+        """Return pending lines behind the place ``after``: at least one, if there is one, and else
+        at most ``max_bytes``.
+        """
+        pending = (
+            (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
+        )
+        wanted = (
+            select(lines.c.place, lines.c.text).where(pending).order_by(lines.c.place).limit(limit)
+        )
         found: list[PendingLine] = []
         with self._database.stream_rows(wanted) as rows:
             for row in rows:
@@ -184,14 +252,20 @@ class JobClaimStore:
         return found
 
     def finish(self, claim: Claim, outcomes: Sequence[Outcome]) -> None:
-        """Write outcomes. Only the first outcome of a line counts; a later one changes nothing. Raises JobLostError."""
+        """Write outcomes. Only the first outcome of a line counts; a later one changes nothing.
+        Raises JobLostError.
+        """
         with self._database.writing() as connection:
             self._lock(connection, claim)
             _write(connection, claim, outcomes)
 
     def cancel_some(self, claim: Claim, after: int, limit: int = 5000) -> int | None:
-        """Cancel pending lines behind ``after``; return the place of the last one, None if none are left. Raises JobLostError."""
-        pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
+        """Cancel pending lines behind ``after``; return the place of the last one, None if none are
+        left. Raises JobLostError.
+        """
+        pending = (
+            (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
+        )
         with self._database.writing() as connection:
             self._lock(connection, claim)
             selected = select(lines.c.place).where(pending).order_by(lines.c.place).limit(limit)
@@ -204,14 +278,20 @@ class JobClaimStore:
         return read_results(self._database, claim.number, offset, limit)
 
     def announce_file(self, claim: Claim, file: FileRecord) -> None:
-        """Record a file of the job's tenant before it is written, so that the remains of a killed runner can be found."""
-        self._database.write(insert(files).values(file.as_row(Scope(self._queue, claim.tenant), is_whole=False)))
+        """Record a file of the job's tenant before it is written, so that the remains of a killed
+        runner can be found.
+        """
+        self._database.write(
+            insert(files).values(file.as_row(Scope(self._queue, claim.tenant), is_whole=False))
+        )
 
     def withdraw_file(self, file: FileRecord) -> None:
         """Delete the record of an announced file."""
         self._database.write(delete(files).where(files.c.file_id == file.file_id))
 
-    def end(self, claim: Claim, state: JobState, output: FileRecord | None, errors: FileRecord | None) -> None:
+    def end(
+        self, claim: Claim, state: JobState, output: FileRecord | None, errors: FileRecord | None
+    ) -> None:
         """Write the job's final state and the files that hold its results. Raises JobLostError."""
         now = self.clock()
         written = [file for file in (output, errors) if file is not None]
@@ -219,17 +299,35 @@ class JobClaimStore:
             self._lock(connection, claim)
             for file in written:
                 this = files.c.file_id == file.file_id
-                connection.execute(update(files).where(this).values(is_whole=True, num_bytes=file.num_bytes))
-            values: dict[str, Any] = {"state": state.value, "ended_at": now, "owner": None, "leased_until": None}
-            values |= {"output_file": output and output.file_id, "error_file": errors and errors.file_id}
+                connection.execute(
+                    update(files).where(this).values(is_whole=True, num_bytes=file.num_bytes)
+                )
+            values: dict[str, Any] = {
+                "state": state.value,
+                "ended_at": now,
+                "owner": None,
+                "leased_until": None,
+            }
+            values |= {
+                "output_file": output and output.file_id,
+                "error_file": errors and errors.file_id,
+            }
             connection.execute(update(jobs).where(jobs.c.number == claim.number).values(values))
 
     def _where_held(self, claim: Claim) -> Condition:
-        return (jobs.c.number == claim.number) & (jobs.c.owner == self.owner) & (jobs.c.epoch == claim.epoch)
+        return (
+            (jobs.c.number == claim.number)
+            & (jobs.c.owner == self.owner)
+            & (jobs.c.epoch == claim.epoch)
+        )
 
     def _lock(self, connection: Connection, claim: Claim) -> None:
-        """Lock the job's row: until the transaction ends no other runner can claim the job or write one of its lines."""
-        updated = connection.execute(update(jobs).where(self._where_held(claim)).values(touched_at=self.clock()))
+        """Lock the job's row: until the transaction ends no other runner can claim the job or write
+        one of its lines.
+        """
+        updated = connection.execute(
+            update(jobs).where(self._where_held(claim)).values(touched_at=self.clock())
+        )
         if updated.rowcount == 0:
             raise JobLostError(f"{claim.job_id} is held by another runner")
 
@@ -238,11 +336,19 @@ def _lease(row: Row[Any]) -> Lease:
     return Lease(row.owner, row.epoch, row.leased_until)
 
 
-def _fair_choice(is_open: Condition, is_running: Condition, is_free: Condition, limit: int) -> Select[tuple[int]]:
-    """Select the numbers of free jobs that are within their tenant's share of ``limit``, running ones counted first."""
+def _fair_choice(
+    is_open: Condition, is_running: Condition, is_free: Condition, limit: int
+) -> Select[tuple[int]]:
+    """Select the numbers of free jobs that are within their tenant's share of ``limit``, running
+    ones counted first.
+    """
     where = is_open & (is_running | is_free)
     num_tenants = select(func.count(jobs.c.tenant.distinct())).where(where).scalar_subquery()
-    rank = func.row_number().over(partition_by=jobs.c.tenant, order_by=(is_running.desc(), jobs.c.number)).label("rank")
+    rank = (
+        func.row_number()
+        .over(partition_by=jobs.c.tenant, order_by=(is_running.desc(), jobs.c.number))
+        .label("rank")
+    )
     ranked = select(jobs.c.number, rank, is_free.label("is_free")).where(where).subquery()
     is_within_share = (ranked.c.rank == 1) | (ranked.c.rank * num_tenants <= limit)
     return select(ranked.c.number).where(ranked.c.is_free, is_within_share)
@@ -258,10 +364,17 @@ def _write(connection: Connection, claim: Claim, outcomes: Sequence[Outcome]) ->
         return
     ended = [by_place[place] for place in places]
     num_failed = sum(outcome.is_error for outcome in ended)
-    values = {"num_done": jobs.c.num_done + len(ended) - num_failed, "num_failed": jobs.c.num_failed + num_failed}
+    values = {
+        "num_done": jobs.c.num_done + len(ended) - num_failed,
+        "num_failed": jobs.c.num_failed + num_failed,
+    }
     values["num_bytes"] = jobs.c.num_bytes + sum(len(each.result.encode()) for each in ended)
     connection.execute(update(jobs).where(jobs.c.number == claim.number).values(values))
-    this = (lines.c.job == bindparam("of_job")) & (lines.c.place == bindparam("at")) & (lines.c.state == PENDING)
+    this = (
+        (lines.c.job == bindparam("of_job"))
+        & (lines.c.place == bindparam("at"))
+        & (lines.c.state == PENDING)
+    )
     rows = [
         {
             "of_job": claim.number,

@@ -20,7 +20,8 @@ from tramontane.router.batch.tables import Scope, files
 Purpose = Literal["batch", "batch_output"]
 MAX_NAME = 255  # characters
 INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time never will be complete
-RECORD_BYTES = 2**26  # of a file that is being written, after which its size is recorded and checked
+# of a file that is being written, after which its size is recorded and checked
+RECORD_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,9 @@ class FileRecord:
     def new(cls, filename: str, purpose: Purpose, now: float, num_bytes: int = 0) -> "FileRecord":
         """Create a record with a new id."""
         file_id = f"file-{uuid.uuid4().hex}"
-        return cls(file_id, filename[:MAX_NAME], purpose, num_bytes, now, f"{purpose}/{file_id}.jsonl")
+        return cls(
+            file_id, filename[:MAX_NAME], purpose, num_bytes, now, f"{purpose}/{file_id}.jsonl"
+        )
 
     def as_row(self, scope: Scope, is_whole: bool) -> dict[str, Any]:
         """Return the columns of its row."""
@@ -49,10 +52,16 @@ class FileRecord:
 
 
 class FileStore:
-    """The files of one tenant, and deletion of old files of all tenants. Methods block: call them in a thread."""
+    """The files of one tenant, and deletion of old files of all tenants. Methods block: call them
+    in a thread.
+    """
 
     def __init__(
-        self, database: Database, storage: JobStorage, quota: TenantQuota, clock: Callable[[], float] = time.time
+        self,
+        database: Database,
+        storage: JobStorage,
+        quota: TenantQuota,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._database, self._storage, self._quota, self._clock = database, storage, quota, clock
         self._scope, self._max_bytes = quota.scope, quota.limits.max_bytes
@@ -62,8 +71,12 @@ class FileStore:
         record = FileRecord.new(filename, purpose, self._clock())
         self._database.write(insert(files).values(record.as_row(self._scope, is_whole=False)))
         try:
-            self._record_size(record, self._storage.write(record.path, self._bounded(record, pieces)))
-            self._database.write(update(files).where(files.c.file_id == record.file_id).values(is_whole=True))
+            self._record_size(
+                record, self._storage.write(record.path, self._bounded(record, pieces))
+            )
+            self._database.write(
+                update(files).where(files.c.file_id == record.file_id).values(is_whole=True)
+            )
         except BaseException:
             self._forget(record)
             raise
@@ -72,12 +85,15 @@ class FileStore:
     def get(self, file_id: str) -> FileRecord:
         """Return a file's record. Raises UnknownFileError."""
         where = self._scope.where(files) & (files.c.file_id == file_id) & files.c.is_whole
-        rows = self._database.read(select(files).where(where)) if "\0" not in file_id else []  # PostgreSQL cannot compare a NUL
+        # PostgreSQL cannot compare a NUL
+        rows = self._database.read(select(files).where(where)) if "\0" not in file_id else []
         if not rows:
             raise UnknownFileError(f"there is no file {file_id!r:.80}")
         return _record(rows[0])
 
-    def list(self, limit: int, after: str | None, purpose: str | None, newest_first: bool) -> Sequence[FileRecord]:
+    def list(
+        self, limit: int, after: str | None, purpose: str | None, newest_first: bool
+    ) -> Sequence[FileRecord]:
         """Return records of files, starting behind the file ``after``. Raises UnknownFileError."""
         where = self._scope.where(files) & files.c.is_whole
         if purpose is not None:
@@ -86,7 +102,10 @@ class FileStore:
             number = self.get(after).number
             where &= files.c.number < number if newest_first else files.c.number > number
         order = files.c.number.desc() if newest_first else files.c.number
-        return [_record(row) for row in self._database.read(select(files).where(where).order_by(order).limit(limit))]
+        return [
+            _record(row)
+            for row in self._database.read(select(files).where(where).order_by(order).limit(limit))
+        ]
 
     def delete(self, file_id: str) -> None:
         """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
@@ -97,15 +116,21 @@ class FileStore:
         return self._storage.read(record.path)
 
     def discard_old(self, before: float) -> None:
-        """Delete files of all tenants that were created before this time. Jobs do not need their input after submission."""
+        """Delete files of all tenants that were created before this time. Jobs do not need their
+        input after submission.
+        """
         self._discard(files.c.is_whole & (files.c.created_at < before))
 
     def delete_abandoned(self) -> None:
         """Delete incomplete files of processes that died, of all tenants."""
-        self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - INCOMPLETE_TIMEOUT_S))
+        self._discard(
+            ~files.c.is_whole & (files.c.touched_at < self._clock() - INCOMPLETE_TIMEOUT_S)
+        )
 
     def _discard(self, which: ColumnElement[bool]) -> None:
-        for row in self._database.read(select(files).where(which, files.c.queue == self._scope.queue)):
+        for row in self._database.read(
+            select(files).where(which, files.c.queue == self._scope.queue)
+        ):
             self._forget(_record(row))
 
     def _forget(self, record: FileRecord) -> None:
@@ -118,7 +143,9 @@ class FileStore:
         for piece in pieces:
             num_bytes += len(piece)
             if num_bytes > self._max_bytes:
-                raise FileTooLargeError(f"the file is larger than {format_bytes(self._max_bytes)}; split it")
+                raise FileTooLargeError(
+                    f"the file is larger than {format_bytes(self._max_bytes)}; split it"
+                )
             if num_bytes - num_recorded >= RECORD_BYTES:
                 self._record_size(record, num_bytes)
                 num_recorded = num_bytes
@@ -132,4 +159,6 @@ class FileStore:
 
 
 def _record(row: Row[Any]) -> FileRecord:
-    return FileRecord(row.file_id, row.filename, row.purpose, row.num_bytes, row.created_at, row.path, row.number)
+    return FileRecord(
+        row.file_id, row.filename, row.purpose, row.num_bytes, row.created_at, row.path, row.number
+    )

@@ -1,4 +1,6 @@
-"""Ingest of a job's input: its lines are split, validated and stored, and its text gets a digest, in the threads of jobs."""
+"""Ingest of a job's input: its lines are split, validated and stored, and its text gets a digest,
+in the threads of jobs.
+"""
 
 import hashlib
 from collections.abc import AsyncIterator, Callable
@@ -11,12 +13,15 @@ from tramontane.router.batch.store import StoredJob
 from tramontane.router.batch.submissions import JobSubmissions
 
 MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
-SPLIT_BYTES = 2**16  # that are split at once: threads are shared, and a mebibyte of line ends takes a second
+# that are split at once: threads are shared, and a mebibyte of line ends takes a second
+SPLIT_BYTES = 2**16
 ADD_INTERVAL_S = 10.0  # of a slow submission; well below TAKEOVER_TIMEOUT_S
 
 
 class JobIngest:
-    """Splits, validates and stores the lines of one job, in the threads of jobs. ``is_quoted``: see ``parse_line``."""
+    """Splits, validates and stores the lines of one job, in the threads of jobs. ``is_quoted``: see
+    ``parse_line``.
+    """
 
     def __init__(
         self,
@@ -28,7 +33,13 @@ class JobIngest:
         is_quoted: bool,
     ) -> None:
         self._is_quoted = is_quoted
-        self._job, self._submissions, self._threads, self._limits, self._clock = job, submissions, threads, limits, clock
+        self._job, self._submissions, self._threads, self._limits, self._clock = (
+            job,
+            submissions,
+            threads,
+            limits,
+            clock,
+        )
         self._splitter, self._digest = LineSplitter(limits.max_line_bytes), hashlib.sha256()
         self._ready: list[InputLine] = []
         self._ready_bytes = self._place = 0
@@ -68,7 +79,9 @@ class JobIngest:
 
     def _append_line(self, line: InputLine) -> None:
         if line.number > self._limits.max_lines:
-            raise JobRefusedError(f"the input has more than {self._limits.max_lines} lines; split it")
+            raise JobRefusedError(
+                f"the input has more than {self._limits.max_lines} lines; split it"
+            )
         if line.text is not None and not line.text.strip():
             return
         self._ready.append(line)
@@ -90,7 +103,9 @@ def digest_of_url(url: str) -> str:
     return f"url:{hashlib.sha256(url.encode(errors='replace')).hexdigest()}"
 
 
-async def digest_of_text(pieces: AsyncIterator[bytes], max_bytes: int, threads: JobThreadPool) -> str:
+async def digest_of_text(
+    pieces: AsyncIterator[bytes], max_bytes: int, threads: JobThreadPool
+) -> str:
     """Return the digest of a text, in the threads of jobs. Raises FileTooLargeError."""
     digest, num_bytes = hashlib.sha256(), 0
     async for piece in pieces:

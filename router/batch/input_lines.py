@@ -1,4 +1,6 @@
-"""Lines of a job's input: split, and validated one by one. An invalid line does not affect the others."""
+"""Lines of a job's input: split, and validated one by one. An invalid line does not affect the
+others.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -56,7 +58,9 @@ Line = TypeVar("Line", bound=HasText)
 
 
 class ParsedLine(NamedTuple):
-    """A validated line: either ``problem`` says why it is not a request, or ``text`` is one and has a ``custom_id``."""
+    """A validated line: either ``problem`` says why it is not a request, or ``text`` is one and has
+    a ``custom_id``.
+    """
 
     number: int
     custom_id: str | None
@@ -65,7 +69,8 @@ class ParsedLine(NamedTuple):
 
 
 class LineSplitter:
-    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of a line that is too long is dropped.
+    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of a line that is
+    too long is dropped.
 
     The pieces ``ab``, ``c\nd`` and the end give the lines ``abc`` and ``d``.
     """
@@ -106,10 +111,13 @@ class LineSplitter:
         return InputLine(self._number, text)
 
 
-def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int, is_quoted: bool = True) -> ParsedLine:
+def parse_line(
+    raw: InputLine, endpoint: Endpoint, max_bytes: int, is_quoted: bool = True
+) -> ParsedLine:
     """Validate a line. A problem is in the result; nothing is raised.
 
-    ``is_quoted``: problems may repeat parts of the line. Of a text that the client has not sent itself they do not.
+    ``is_quoted``: problems may repeat parts of the line. Of a text that the client has not sent
+    itself they do not.
     """
     custom_id = None
     try:
@@ -142,7 +150,11 @@ def _parse_json(text: bytes) -> dict[str, Any]:
 
 def _custom_id(request: dict[str, Any]) -> str:
     custom_id = request.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID or "\0" in custom_id:
+    if (
+        not isinstance(custom_id, str)
+        or not 0 < len(custom_id) <= MAX_CUSTOM_ID
+        or "\0" in custom_id
+    ):
         raise RequestError(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters")
     return custom_id
 
@@ -153,7 +165,10 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool)
 
     if (url := request.get("url", endpoint)) != endpoint:
         found = quote(url, "another one")
-        raise RequestError(f"url is {found}, but the job's endpoint (--endpoint) is {endpoint}; change one of the two")
+        raise RequestError(
+            f"url is {found}, but the job's endpoint (--endpoint) is {endpoint}; change one of"
+            " the two"
+        )
     if (method := request.get("method", "POST")) != "POST":
         raise RequestError(f"method is {quote(method, 'another one')}; it must be POST")
     if not isinstance(request.get("body"), dict):
@@ -163,7 +178,8 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool)
 
 
 def by_prefix(lines: Iterable[Line]) -> list[Line]:
-    """Bring lines together whose prompts begin alike, in the order of the first of them; others keep their order.
+    """Bring lines together whose prompts begin alike, in the order of the first of them; others
+    keep their order.
 
     Beginnings a, b, a, c, b: a, a, b, b, c.
     """

@@ -8,11 +8,13 @@ from tramontane.router.batch.outcomes import Sleep
 
 
 class LineSlots:
-    """So many lines are in progress at once. A free slot goes to the waiting tenant that holds the fewest.
+    """So many lines are in progress at once. A free slot goes to the waiting tenant that holds the
+    fewest.
 
-    Of tenants that hold equally many it goes to the one whose last turn is longest ago; within a tenant slots are granted in
-    the order in which they were requested. With 4 slots, one tenant that waits with a thousand jobs and another one with a
-    single job hold 2 each; with one slot they alternate.
+    Of tenants that hold equally many it goes to the one whose last turn is longest ago; within a
+    tenant slots are granted in the order in which they were requested. With 4 slots, one tenant
+    that waits with a thousand jobs and another one with a single job hold 2 each; with one slot
+    they alternate.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -20,7 +22,8 @@ class LineSlots:
         self._held: Counter[str] = Counter()  # by tenant
         self._turns = count(1)
         self._last_turn: Counter[str] = Counter()  # by tenant; 0 if it had none
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant; empty while a slot is free
+        # by tenant; empty while a slot is free
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def acquire(self, tenant: str) -> "LineSlot":
         """Wait for a slot."""
@@ -70,9 +73,13 @@ class LineSlot:
         self._slots, self._tenant, self._is_held = slots, tenant, True
 
     async def yield_during(self, seconds: float, sleep: Sleep, unless: asyncio.Event) -> None:
-        """Release the slot for this time, then acquire it again. If ``unless`` is set, return at once without the slot."""
+        """Release the slot for this time, then acquire it again. If ``unless`` is set, return at
+        once without the slot.
+        """
         self.release()
-        waiting = [asyncio.ensure_future(each) for each in (self._reacquire(seconds, sleep), unless.wait())]
+        waiting = [
+            asyncio.ensure_future(each) for each in (self._reacquire(seconds, sleep), unless.wait())
+        ]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -1,7 +1,9 @@
-"""Outcomes of lines: written to the database, all that are ready in one transaction, and at the job's end to result files.
+"""Outcomes of lines: written to the database, all that are ready in one transaction, and at the
+job's end to result files.
 
-A result file has OpenAI's format, one line per result; answers are in one file and errors in another. Files are written a
-page at a time, so that jobs that end together take turns at the thread for it.
+A result file has OpenAI's format, one line per result; answers are in one file and errors in
+another. Files are written a page at a time, so that jobs that end together take turns at the thread
+for it.
 """
 
 import asyncio
@@ -66,12 +68,17 @@ class OutcomeWriter:
             for claim, ready in by_claim.items():
                 await self._finish(claim, ready)
 
-    async def _finish(self, claim: Claim, ready: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
+    async def _finish(
+        self, claim: Claim, ready: list[tuple[Outcome, asyncio.Future[None]]]
+    ) -> None:
         outcomes = [outcome for outcome, _ in ready]
         failure: Exception | None = None
         try:
-            await retry_while_store_down(lambda: self._threads.run(self._claims.finish, claim, outcomes), self._sleep)
-        except Exception as error:  # usually JobLostError; a defect must not keep outcomes of other jobs from being written
+            await retry_while_store_down(
+                lambda: self._threads.run(self._claims.finish, claim, outcomes), self._sleep
+            )
+        # usually JobLostError; a defect must not keep outcomes of other jobs from being written
+        except Exception as error:
             failure = error
         for _, written in ready:
             if written.done():  # the waiting task was cancelled
@@ -85,9 +92,11 @@ class OutcomeWriter:
 async def write_result_files(
     claims: JobClaimStore, storage: JobStorage, claim: Claim, sleep: Sleep, threads: JobThreadPool
 ) -> tuple[FileRecord | None, FileRecord | None]:
-    """Write the answers and the errors of a job whose lines are all done; None stands for a file that would be empty.
+    """Write the answers and the errors of a job whose lines are all done; None stands for a file
+    that would be empty.
 
-    Clients see the files once the job's end is written. Writing starts again while the store cannot be used.
+    Clients see the files once the job's end is written. Writing starts again while the store cannot
+    be used.
     """
 
     async def write() -> tuple[FileRecord | None, FileRecord | None]:
@@ -116,7 +125,11 @@ class _ResultFiles:
         """Write some results; return False if there were none left."""
         page = self._claims.results(self._claim, self._offset, RESULTS_AT_ONCE)
         for is_error in (False, True):
-            lines = [result_line(self._claim.job_id, result) for result in page if result.line.is_error == is_error]
+            lines = [
+                result_line(self._claim.job_id, result)
+                for result in page
+                if result.line.is_error == is_error
+            ]
             if lines:
                 self._file(is_error).write(b"".join(lines))
         self._offset += len(page)
@@ -133,11 +146,16 @@ class _ResultFiles:
 
     def close(self) -> tuple[FileRecord | None, FileRecord | None]:
         """Complete the files, and return the record of each."""
-        written = {is_error: replace(self._records[is_error], num_bytes=file.close()) for is_error, file in self._open.items()}
+        written = {
+            is_error: replace(self._records[is_error], num_bytes=file.close())
+            for is_error, file in self._open.items()
+        }
         return written.get(False), written.get(True)
 
     def discard(self) -> None:
-        """Delete the files as far as possible; what was announced and remains is deleted by ``FileStore.delete_abandoned``."""
+        """Delete the files as far as possible; what was announced and remains is deleted by
+        ``FileStore.delete_abandoned``.
+        """
         for file in self._open.values():
             with suppress(JobStoreError):
                 file.close()

@@ -17,7 +17,9 @@ IS_OPEN = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
 
 
 class Usage(NamedTuple):
-    """What a tenant has. Jobs that are being submitted are open, too; bytes are those of files, lines and results."""
+    """What a tenant has. Jobs that are being submitted are open, too; bytes are those of files,
+    lines and results.
+    """
 
     num_open_lines: int
     num_bytes: int
@@ -26,7 +28,8 @@ class Usage(NamedTuple):
 class TenantQuota:
     """The bounds of the tenant of ``scope``. Methods block.
 
-    Results of accepted jobs are always stored. What several requests add at once may exceed a bound by one portion of each.
+    Results of accepted jobs are always stored. What several requests add at once may exceed a bound
+    by one portion of each.
     """
 
     def __init__(self, database: Database, scope: Scope, limits: JobLimits) -> None:
@@ -36,10 +39,14 @@ class TenantQuota:
     def usage(self) -> Usage:
         """Return what the tenant has."""
         of_jobs = select(
-            func.coalesce(func.sum(case((IS_OPEN, jobs.c.num_lines), else_=0)), 0).label("num_lines"),
+            func.coalesce(func.sum(case((IS_OPEN, jobs.c.num_lines), else_=0)), 0).label(
+                "num_lines"
+            ),
             func.coalesce(func.sum(jobs.c.num_bytes), 0).label("num_bytes"),
         ).where(self.scope.where(jobs))
-        of_files = select(func.coalesce(func.sum(files.c.num_bytes), 0).label("num_bytes")).where(self.scope.where(files))
+        of_files = select(func.coalesce(func.sum(files.c.num_bytes), 0).label("num_bytes")).where(
+            self.scope.where(files)
+        )
         if not self._database.is_created:
             return Usage(0, 0)
         (job_sums,), (file_sums,) = self._database.read(of_jobs), self._database.read(of_files)
@@ -48,11 +55,13 @@ class TenantQuota:
     def check_new_job(self, connection: Connection) -> None:
         """Raise OverloadedError if no further job may be open."""
         where = self.scope.where(jobs) & IS_OPEN
-        num_open = connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
+        num_open = connection.execute(
+            select(func.count()).select_from(jobs).where(where)
+        ).scalar_one()
         if num_open >= (bound := self.limits.max_open_jobs):
             raise OverloadedError(
-                f"{num_open} of your batch jobs have not ended, and at most {bound} may be open (--jobs-max-open); "
-                "submit this one later",
+                f"{num_open} of your batch jobs have not ended, and at most {bound} may be open"
+                " (--jobs-max-open); submit this one later",
                 RETRY_AFTER_S,
             )
 
@@ -61,8 +70,9 @@ class TenantQuota:
         usage, bound = self.usage(), self.limits.max_open_lines
         if usage.num_open_lines + num_lines > bound:
             raise OverloadedError(
-                f"your open batch jobs would have {usage.num_open_lines + num_lines} lines with this one, "
-                f"and at most {bound} may be open (--jobs-max-lines); submit this one later",
+                f"your open batch jobs would have {usage.num_open_lines + num_lines} lines with"
+                f" this one, and at most {bound} may be open (--jobs-max-lines); submit this one"
+                " later",
                 RETRY_AFTER_S,
             )
         self._check_bytes(usage.num_bytes + num_bytes)
@@ -74,8 +84,8 @@ class TenantQuota:
     def _check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.limits.max_stored_bytes:
             raise QuotaExceededError(
-                f"your files and batch jobs would hold {format_bytes(num_bytes)} with this one, and at most "
-                f"{format_bytes(self.limits.max_stored_bytes)} may be stored (--jobs-max-bytes); "
-                "delete files, or wait until jobs expire",
+                f"your files and batch jobs would hold {format_bytes(num_bytes)} with this one, and"
+                f" at most {format_bytes(self.limits.max_stored_bytes)} may be stored"
+                " (--jobs-max-bytes); delete files, or wait until jobs expire",
                 QUOTA_RETRY_AFTER_S,
             )

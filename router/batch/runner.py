@@ -1,9 +1,10 @@
 """Runs batch jobs: keeps lines in progress and writes the outcome of each.
 
-Tenants share the slots for lines equally (``line_slots.py``), and the jobs of a tenant take turns, line by line: each job has
-a task that waits for a slot, and a tenant's slots are granted in the order of waiting. A job of three lines is therefore done
-in three turns, however long the job before it is. A line that waits to be retried releases its slot in the meantime; at most
-as many lines of one job are started and unfinished as there are slots.
+Tenants share the slots for lines equally (``line_slots.py``), and the jobs of a tenant take turns,
+line by line: each job has a task that waits for a slot, and a tenant's slots are granted in the
+order of waiting. A job of three lines is therefore done in three turns, however long the job before
+it is. A line that waits to be retried releases its slot in the meantime; at most as many lines of
+one job are started and unfinished as there are slots.
 """
 
 import asyncio
@@ -28,7 +29,12 @@ from tramontane.router.batch.claims import Claim, JobClaimStore, JobLostError, O
 from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import by_prefix, extract_body
 from tramontane.router.batch.line_slots import LineSlot, LineSlots
-from tramontane.router.batch.outcomes import OutcomeWriter, Sleep, retry_while_store_down, write_result_files
+from tramontane.router.batch.outcomes import (
+    OutcomeWriter,
+    Sleep,
+    retry_while_store_down,
+    write_result_files,
+)
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import error_text
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
@@ -37,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-Answer = Callable[[Endpoint, dict[str, Any], str], Awaitable[dict[str, Any]]]  # to the body of a line of a tenant's job
+# to the body of a line of a tenant's job
+Answer = Callable[[Endpoint, dict[str, Any], str], Awaitable[dict[str, Any]]]
 
 POLL_S = 1.0
 THREADS = 4
@@ -65,8 +72,9 @@ class BatchRunner:
     """Claims jobs and runs their lines.
 
     ``answer`` returns a line's answer, or raises RequestError, OverloadedError or PipelineError.
-    ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of ``PAGE_SIZE`` lines in memory; of
-    these, lines whose prompts begin alike are started after one another.
+    ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of
+    ``PAGE_SIZE`` lines in memory; of these, lines whose prompts begin alike are started after one
+    another.
     """
 
     def __init__(
@@ -144,7 +152,9 @@ class BatchRunner:
         except* JobLostError as lost:
             logger.warning("another runner continues a batch job: %s", lost.exceptions[0])
         except* Exception:
-            logger.exception("the batch job %s failed with a defect and will be restarted", claim.job_id)
+            logger.exception(
+                "the batch job %s failed with a defect and will be restarted", claim.job_id
+            )
         finally:
             await self._release(claim)
 
@@ -153,12 +163,16 @@ class BatchRunner:
         try:
             await asyncio.shield(self._lease_thread.run(self._claims.release, claim))
         except JobStoreError as error:
-            logger.warning("a batch job could not be released and stays until its lease expires: %s", error)
+            logger.warning(
+                "a batch job could not be released and stays until its lease expires: %s", error
+            )
 
     async def _start_lines(self, run: _Run, in_progress: asyncio.TaskGroup) -> None:
         after = -1
         unfinished = asyncio.Semaphore(self._concurrency)
-        while page := await self._retry(partial(self._claims.next_lines, run.claim, after, PAGE_SIZE)):
+        while page := await self._retry(
+            partial(self._claims.next_lines, run.claim, after, PAGE_SIZE)
+        ):
             for line in by_prefix(page):  # of which the first caches the prefix for the others
                 await unfinished.acquire()
                 if run.is_cancelled:  # no need to wait for a slot
@@ -168,7 +182,8 @@ class BatchRunner:
                     slot.release()
                     return
                 running = in_progress.create_task(self._run_line(run, line, slot))
-                running.add_done_callback(partial(_release_line, slot, unfinished))  # a cancelled task may never have started
+                # a cancelled task may never have started
+                running.add_done_callback(partial(_release_line, slot, unfinished))
             after = page[-1].place
 
     async def _run_line(self, run: _Run, line: PendingLine, slot: LineSlot) -> None:
@@ -179,12 +194,15 @@ class BatchRunner:
     async def _outcome(self, run: _Run, line: PendingLine, slot: LineSlot) -> Outcome | None:
         """Run a line, with retries. Returns None if its job is cancelled before the line succeeded.
 
-        The pauses have no jitter: with the number of failures they decide for how long a line is tried.
+        The pauses have no jitter: with the number of failures they decide for how long a line is
+        tried.
         """
         num_failed, pause = 0, MIN_WAIT_S
         while not run.is_cancelled:
             try:
-                answer = await self._answer(run.claim.endpoint, extract_body(line.text), run.claim.tenant)
+                answer = await self._answer(
+                    run.claim.endpoint, extract_body(line.text), run.claim.tenant
+                )
                 return Outcome(line.place, False, 200, json.dumps(answer))
             except UserError as error:
                 shape = http_error_for(error)  # as for an interactive request
@@ -197,7 +215,9 @@ class BatchRunner:
                 wait, num_failed = 0, num_failed + 1
                 if num_failed == MAX_TRIES:
                     why = str(error) if isinstance(error, PipelineError) else DEFECT
-                    return Outcome(line.place, True, UNAVAILABLE.status, error_text(UNAVAILABLE.body(why)))
+                    return Outcome(
+                        line.place, True, UNAVAILABLE.status, error_text(UNAVAILABLE.body(why))
+                    )
             await slot.yield_during(min(max(wait, pause), MAX_WAIT_S), self._sleep, run.cancelled)
             pause *= 2
         return None
@@ -208,11 +228,15 @@ class BatchRunner:
             last: int | None = -1
             while last is not None:
                 last = await self._retry(partial(self._claims.cancel_some, claim, last))
-        output, errors = await write_result_files(self._claims, self._storage, claim, self._sleep, self._file_thread)
+        output, errors = await write_result_files(
+            self._claims, self._storage, claim, self._sleep, self._file_thread
+        )
         state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
         await self._retry(lambda: self._claims.end(claim, state, output, errors))
 
 
-def _release_line(slot: LineSlot, unfinished: asyncio.Semaphore, _line: "asyncio.Task[None]") -> None:
+def _release_line(
+    slot: LineSlot, unfinished: asyncio.Semaphore, _line: "asyncio.Task[None]"
+) -> None:
     slot.release()
     unfinished.release()

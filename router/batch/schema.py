@@ -1,4 +1,6 @@
-"""OpenAI's format of batch jobs and files: models of requests and responses, and how these are built."""
+"""OpenAI's format of batch jobs and files: models of requests and responses, and how these are
+built.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -90,7 +92,9 @@ class Batch(Answer):
 
 
 def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
-    """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires ``keep_s`` after its end."""
+    """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires
+    ``keep_s`` after its end.
+    """
     job, errors = stored.job, list(stored.problems)
     ended_at = {job.state: _to_seconds(job.ended_at)}
     return Batch(
@@ -112,19 +116,27 @@ def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
         completed_at=ended_at.get(JobState.COMPLETED),
         cancelled_at=ended_at.get(JobState.CANCELLED),
         failed_at=ended_at.get(JobState.FAILED),
-        request_counts=RequestCounts(total=job.num_lines, completed=job.num_done, failed=job.num_failed),
+        request_counts=RequestCounts(
+            total=job.num_lines, completed=job.num_done, failed=job.num_failed
+        ),
         metadata=dict(job.options.metadata) or None,
     )
 
 
 def result_line(job_id: str, result: StoredResult) -> bytes:
-    """Format a result. A line that never ran has an error and no response; one that failed has a response with the error."""
+    """Format a result. A line that never ran has an error and no response; one that failed has a
+    response with the error.
+    """
     line = result.line
     answered = result.http_status is not None
     name = f"{job_id.removeprefix('batch_')}_{line.line}"  # the same each time it is written
     head = json.dumps({"id": f"batch_req_{name}", "custom_id": line.custom_id or None})[:-1]
     body = f'{{"error": {line.body}}}' if line.is_error else line.body
-    response = f'{{"status_code": {result.http_status}, "request_id": "req_{name}", "body": {body}}}' if answered else "null"
+    response = (
+        f'{{"status_code": {result.http_status}, "request_id": "req_{name}", "body": {body}}}'
+        if answered
+        else "null"
+    )
     error = "null" if answered else _short_error(line.body, line.line)
     return f'{head}, "response": {response}, "error": {error}}}\n'.encode()
 
@@ -186,7 +198,13 @@ class Page(Answer, Generic[Item]):
         """Return the page. ``items`` has one more than ``limit`` if there are more."""
         data = list(items[:limit])
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(object="list", data=data, first_id=first_id, last_id=last_id, has_more=len(items) > limit)
+        return cls(
+            object="list",
+            data=data,
+            first_id=first_id,
+            last_id=last_id,
+            has_more=len(items) > limit,
+        )
 
 
 class FileList(Page[StoredFile]):
@@ -200,13 +218,19 @@ class BatchList(Page[Batch]):
 def parse_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
     """Return the parameter ``limit``. Raises ParameterError."""
     given = query.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= maximum):
-        raise ParameterError(f"limit is {given!r:.60}; it must be a whole number from 1 to {maximum}", "limit")
+    if not (
+        given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= maximum
+    ):
+        raise ParameterError(
+            f"limit is {given!r:.60}; it must be a whole number from 1 to {maximum}", "limit"
+        )
     return int(given)
 
 
 def parse_choice(query: Mapping[str, str], name: str, *allowed: str) -> str | None:
-    """Return a parameter that is one of ``allowed``, or None if it is not given. Raises ParameterError."""
+    """Return a parameter that is one of ``allowed``, or None if it is not given. Raises
+    ParameterError.
+    """
     given = query.get(name)
     if given is not None and given not in allowed:
         raise ParameterError(f"{name} is {given!r:.60}; it must be {' or '.join(allowed)}", name)

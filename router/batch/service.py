@@ -1,4 +1,6 @@
-"""``JobService`` over the store, for the HTTP and gRPC endpoints. Runners may work in other processes."""
+"""``JobService`` over the store, for the HTTP and gRPC endpoints. Runners may work in other
+processes.
+"""
 
 import asyncio
 import time
@@ -9,7 +11,13 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
 
-from tramontane.proto.errors import JobRefusedError, JobStoreError, OverloadedError, TramontaneError, UnknownJobError
+from tramontane.proto.errors import (
+    JobRefusedError,
+    JobStoreError,
+    OverloadedError,
+    TramontaneError,
+    UnknownJobError,
+)
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.database import Database, JobThreadPool
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
@@ -35,7 +43,9 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """Where jobs are stored. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs that clients may submit."""
+    """Where jobs are stored. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs
+    that clients may submit.
+    """
 
     database: str = field(repr=False)  # may hold a password, as may the next
     storage: str = field(repr=False)
@@ -46,9 +56,11 @@ class JobSettings:
 
 
 class BatchService:
-    """Jobs and files of one tenant: of the clients without an API key, or of another one by ``for_tenant``.
+    """Jobs and files of one tenant: of the clients without an API key, or of another one by
+    ``for_tenant``.
 
-    Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises ConfigError for unsuitable settings.
+    Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises
+    ConfigError for unsuitable settings.
     """
 
     def __init__(
@@ -59,10 +71,19 @@ class BatchService:
         steady_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = settings.limits
-        self._settings, self._clock, self._steady_clock, self._poll_s = settings, clock, steady_clock, poll_s
+        self._settings, self._clock, self._steady_clock, self._poll_s = (
+            settings,
+            clock,
+            steady_clock,
+            poll_s,
+        )
         self._threads = JobThreadPool(THREADS)
-        # A file may take long, and calls of the database do not wait for it. Those that write need the database, too.
-        self._reads, self._writes = StorageThreads(), StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS)
+        # A file may take long, and calls of the database do not wait for it. Those that write need
+        # the database, too.
+        self._reads, self._writes = (
+            StorageThreads(),
+            StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS),
+        )
         self._urls = UrlReader(settings.url_prefixes, self._reads)
         self._streams, self._uploads = Counter[str](), Counter[str]()  # by tenant
         self._database, self._storage = Database(settings.database), JobStorage(settings.storage)
@@ -71,7 +92,9 @@ class BatchService:
     def _bind(self, tenant: str) -> None:
         self._tenant, scope = tenant, Scope(self._settings.queue, tenant)
         self._quota = TenantQuota(self._database, scope, self.limits)
-        self._submissions = JobSubmissions(self._database, self._quota, self._clock, self._steady_clock)
+        self._submissions = JobSubmissions(
+            self._database, self._quota, self._clock, self._steady_clock
+        )
         self._jobs = JobStore(self._database, scope, self._clock)
         self._files = FileStore(self._database, self._storage, self._quota, self._clock)
 
@@ -91,7 +114,9 @@ class BatchService:
     async def require_accepting(self) -> None:
         """Raise PipelineError if no job and no file can be accepted now."""
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
+    async def submit(
+        self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None
+    ) -> Job:
         """Submit a text: see ``JobService``."""
         await self.require_accepting()
         if (known := await self._find_by_request_key(request_key, options, None)) is None:
@@ -99,16 +124,24 @@ class BatchService:
         _check_digest(known, await digest_of_text(lines, self.limits.max_bytes, self._threads))
         return known.job
 
-    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
+    async def submit_url(
+        self, url: str, options: JobOptions, request_key: str | None = None
+    ) -> Job:
         """Submit what a URL holds: see ``JobService``."""
         await self.require_accepting()
         digest = digest_of_url(url)
         if (known := await self._find_by_request_key(request_key, options, None)) is None:
-            return (await self._submit(self._urls.read(url, self._tenant), options, request_key, input_digest=digest)).job
+            return (
+                await self._submit(
+                    self._urls.read(url, self._tenant), options, request_key, input_digest=digest
+                )
+            ).job
         _check_digest(known, digest)
         return known.job
 
-    async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
+    async def submit_file(
+        self, file_id: str, options: JobOptions, request_key: str | None = None
+    ) -> StoredJob:
         """Submit an uploaded file, as ``submit`` does. Raises UnknownFileError."""
         await self.require_accepting()
         if (known := await self._find_by_request_key(request_key, options, file_id)) is not None:
@@ -118,15 +151,22 @@ class BatchService:
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
         return await self._submit(self._read(file), options, request_key, file_id)
 
-    async def _find_by_request_key(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
-        """Return the job that a request with this key has created, if its file and options are the same."""
+    async def _find_by_request_key(
+        self, request_key: str | None, options: JobOptions, file_id: str | None
+    ) -> StoredJob | None:
+        """Return the job that a request with this key has created, if its file and options are the
+        same.
+        """
         if request_key is None:
             return None
         if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
             raise JobRefusedError(f"the request's key must have 1 to {MAX_REQUEST_KEY} characters")
         known = await self._threads.run(self._submissions.find_by_request_key, request_key)
         if known is not None and (known.job.options, known.input_file) != (options, file_id):
-            raise JobRefusedError("the request's key belongs to a job with another file or other options; use a new key")
+            raise JobRefusedError(
+                "the request's key belongs to a job with another file or other options; use a"
+                " new key"
+            )
         return known
 
     async def _submit(
@@ -139,11 +179,16 @@ class BatchService:
     ) -> StoredJob:
         """Submit a job. ``input_digest`` is that of a URL, and replaces the digest of the text."""
         self._validate(options)
-        creating = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
+        creating = asyncio.ensure_future(
+            self._threads.run(self._submissions.create, options, file_id, request_key)
+        )
         try:
-            job = await asyncio.shield(creating)  # the thread continues in any case, and its job must be deleted then
+            # the thread continues in any case, and its job must be deleted then
+            job = await asyncio.shield(creating)
             is_sent = input_digest is None  # by the client, who may see all of it
-            digest = await JobIngest(job, self._submissions, self._threads, self.limits, self._clock, is_sent).run(pieces)
+            digest = await JobIngest(
+                job, self._submissions, self._threads, self.limits, self._clock, is_sent
+            ).run(pieces)
             return await self._threads.run(self._submissions.accept, job, input_digest or digest)
         except BaseException:  # also if the client has left
             await asyncio.shield(self._discard(creating))
@@ -151,17 +196,24 @@ class BatchService:
 
     async def _discard(self, creating: "asyncio.Future[StoredJob]") -> None:
         """Delete a submission, unless a thread that is still running accepts it."""
-        with suppress(TramontaneError):  # it was not created; or ``collect_garbage`` deletes it later
+        # it was not created; or ``collect_garbage`` deletes it later
+        with suppress(TramontaneError):
             await self._threads.run(self._submissions.delete, (await creating).number)
 
     def _validate(self, options: JobOptions) -> None:
         if options.endpoint not in (endpoints := self._settings.endpoints):
-            raise JobRefusedError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(endpoints)}")
+            raise JobRefusedError(
+                f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(endpoints)}"
+            )
         metadata = options.metadata.items()
-        too_long = any(len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in metadata)
+        too_long = any(
+            len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE
+            for key, value in metadata
+        )
         if len(metadata) > MAX_METADATA or too_long:
             raise JobRefusedError(
-                f"metadata may have {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with texts of {MAX_METADATA_VALUE}"
+                f"metadata may have {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with"
+                f" texts of {MAX_METADATA_VALUE}"
             )
 
     async def get(self, job_id: str) -> Job:
@@ -207,16 +259,23 @@ class BatchService:
                     yield result.line
 
     async def stored_results(self, job_id: str, offset: int) -> AsyncGenerator[StoredResult, None]:
-        """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError, also if the job is deleted."""
+        """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError,
+        also if the job is deleted.
+        """
         while True:
-            job = await self.get_stored(job_id)  # read before its results: none is written after the end of a job
-            page = await self._threads.run(self._jobs.results, job, offset, MAX_RESULTS, MAX_RESULT_CHARS)
+            # read before its results: none is written after the end of a job
+            job = await self.get_stored(job_id)
+            page = await self._threads.run(
+                self._jobs.results, job, offset, MAX_RESULTS, MAX_RESULT_CHARS
+            )
             for result in page:
                 yield result
             offset += len(page)
             if not page and job.job.state.has_ended:
                 if offset < job.job.num_lines:
-                    raise UnknownJobError(f"the batch job {job_id} was removed while its results were read")
+                    raise UnknownJobError(
+                        f"the batch job {job_id} was removed while its results were read"
+                    )
                 return
             if not page:
                 await asyncio.sleep(self._poll_s)
@@ -229,7 +288,9 @@ class BatchService:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Count one upload, which has a copy in the temporary folder. Raises OverloadedError if there are too many."""
+        """Count one upload, which has a copy in the temporary folder. Raises OverloadedError if
+        there are too many.
+        """
         with self._counted(self._uploads, MAX_UPLOADS, "uploads are in progress"):
             yield
 
@@ -240,8 +301,8 @@ class BatchService:
         left = most - (counts.total() - own)
         if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
             raise OverloadedError(
-                f"{own} of your {what}, and there is no room for another one (a server process has {most} for all keys); "
-                "try again later",
+                f"{own} of your {what}, and there is no room for another one (a server process has"
+                f" {most} for all keys); try again later",
                 RETRY_AFTER_S,
             )
         counts[self._tenant] += 1
@@ -251,7 +312,9 @@ class BatchService:
             counts[self._tenant] -= 1
 
     async def check_upload(self, num_bytes: int) -> None:
-        """Raise PipelineError or QuotaExceededError if a file of this size cannot be accepted now."""
+        """Raise PipelineError or QuotaExceededError if a file of this size cannot be accepted
+        now.
+        """
         await self.require_accepting()
         await self._threads.run(self._quota.check_bytes, num_bytes)
 
@@ -265,7 +328,11 @@ class BatchService:
         return await self._threads.run(self._files.get, file_id)
 
     async def list_files(
-        self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
+        self,
+        limit: int,
+        after: str | None = None,
+        purpose: str | None = None,
+        newest_first: bool = True,
     ) -> Sequence[FileRecord]:
         """List files. Raises UnknownFileError."""
         return await self._threads.run(self._files.list, limit, after, purpose, newest_first)
@@ -275,7 +342,9 @@ class BatchService:
         await self._writes.run(self._tenant, self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Return a file's bytes in pieces. Raises UnknownFileError, or PipelineError if the first piece cannot be read."""
+        """Return a file's bytes in pieces. Raises UnknownFileError, or PipelineError if the first
+        piece cannot be read.
+        """
         pieces = self._read(await self.file(file_id))
         return _with_first(await anext(pieces, b""), pieces)
 
@@ -286,10 +355,13 @@ class BatchService:
                 async for piece in pieces:
                     yield piece
         except TimeoutError:
-            raise JobStoreError(f"the jobs' storage has not delivered a file within {READ_TIMEOUT_S:.0f} s") from None
+            raise JobStoreError(
+                f"the jobs' storage has not delivered a file within {READ_TIMEOUT_S:.0f} s"
+            ) from None
 
     async def collect_garbage(self) -> None:
-        """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``.
+        """Delete what died processes have left of submissions and files, and what is older than
+        ``limits.keep_s``.
 
         It does so for all tenants.
         """
@@ -304,9 +376,13 @@ class BatchService:
 
 
 def _check_digest(known: StoredJob, digest: str) -> None:
-    """Raise JobRefusedError if a job was not made from this input; of jobs of version 0.1 that is not known."""
+    """Raise JobRefusedError if a job was not made from this input; of jobs of version 0.1 that is
+    not known.
+    """
     if known.input_digest not in (None, digest):
-        raise JobRefusedError("the request's key belongs to a job with other lines or another URL; use a new key")
+        raise JobRefusedError(
+            "the request's key belongs to a job with other lines or another URL; use a new key"
+        )
 
 
 async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

@@ -18,11 +18,14 @@ PIECE = 2**20  # bytes
 
 
 class JobStorage:
-    """A folder at a URL, created by the first write. Methods block. Raises ConfigError for unknown URLs."""
+    """A folder at a URL, created by the first write. Methods block. Raises ConfigError for unknown
+    URLs.
+    """
 
     def __init__(self, url: str) -> None:
         self._filesystem, self._root = open_filesystem(url, "the jobs' storage (jobs_storage)")
-        self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None  # on this machine
+        # on this machine
+        self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None
 
     def write(self, path: str, pieces: Iterable[bytes]) -> int:
         """Write a file and return its size. Raises JobStoreError, and what ``pieces`` raises."""
@@ -39,7 +42,9 @@ class JobStorage:
         full_path = self._full_path(path)
         with _storage_errors():
             self._filesystem.makedirs(full_path.rpartition("/")[0], exist_ok=True)
-            return StorageFile(self._filesystem.open(full_path, "wb"), is_local=self.folder is not None)
+            return StorageFile(
+                self._filesystem.open(full_path, "wb"), is_local=self.folder is not None
+            )
 
     def read(self, path: str) -> Pieces:
         """Yield a file's bytes in pieces. Raises JobStoreError, also if the file does not exist."""
@@ -77,14 +82,19 @@ class StorageFile:
         return self._num_bytes
 
 
-def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSystem, str]:  # noqa: ANN401 - of its scheme
-    """Return a URL's file system and path. Raises ConfigError, which calls the URL ``what``, if it cannot be used."""
+# of its scheme
+def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSystem, str]:
+    """Return a URL's file system and path. Raises ConfigError, which calls the URL ``what``, if it
+    cannot be used.
+    """
     try:
         filesystem, path = url_to_fs(url, **options)
     except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
         raise ConfigError(f"{what} is {redact(url)!r:.200}: {redact(str(error))}") from None
     except Exception as error:  # some connect, or open a file, and have errors of their own
-        raise ConfigError(f"{what} is {redact(url)!r:.200}, which cannot be used: {describe(error)}") from None
+        raise ConfigError(
+            f"{what} is {redact(url)!r:.200}, which cannot be used: {describe(error)}"
+        ) from None
     return filesystem, str(path)
 
 

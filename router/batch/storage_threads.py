@@ -18,26 +18,35 @@ Pieces = Generator[bytes, None, None]
 
 
 class StorageThreads:
-    """``count`` threads for blocking calls, of which one tenant has ``per_tenant`` at most; its further calls wait for these.
+    """``count`` threads for blocking calls, of which one tenant has ``per_tenant`` at most; its
+    further calls wait for these.
 
-    Nothing else runs in them: prompts are tokenized in those of the event loop, and the database has its own. A call that
-    hangs counts until it returns, even if its caller has gone.
+    Nothing else runs in them: prompts are tokenized in those of the event loop, and the database
+    has its own. A call that hangs counts until it returns, even if its caller has gone.
     """
 
-    def __init__(self, count: int = THREADS, per_tenant: int = TENANT_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        count: int = THREADS,
+        per_tenant: int = TENANT_THREADS,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
         assert 0 < per_tenant < count
         self._per_tenant, self._timeout_s = per_tenant, timeout_s
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="storage")
-        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # as long as a call of the tenant has it
+        # as long as a call of the tenant has it
+        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking call in a thread."""
         return await asyncio.wrap_future(await self._start(tenant, lambda: call(*args, **kwargs)))
 
     async def read(self, tenant: str, pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """Yield what a blocking generator yields, up to its first empty piece, and close it in any case.
+        """Yield what a blocking generator yields, up to its first empty piece, and close it in any
+        case.
 
-        Raises TimeoutError once it has been waited for ``timeout_s`` in all, and what the generator raises.
+        Raises TimeoutError once it has been waited for ``timeout_s`` in all, and what the generator
+        raises.
         """
         loop = asyncio.get_running_loop()
         step: Future[bytes] | None = None

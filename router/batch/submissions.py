@@ -1,4 +1,6 @@
-"""Submissions: jobs on their way into the database, invisible until they are accepted; and deletion of jobs."""
+"""Submissions: jobs on their way into the database, invisible until they are accepted; and deletion
+of jobs.
+"""
 
 import json
 import time
@@ -31,12 +33,14 @@ from tramontane.router.batch.tables import FAILED, PENDING, jobs, lines
 from tramontane.router.openai.errors import error_body
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
-TAKEOVER_TIMEOUT_S = 30.0  # a submission without progress for this time is replaced if its request is repeated
+# a submission without progress for this time is replaced if its request is repeated
+TAKEOVER_TIMEOUT_S = 30.0
 MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
 
 
 class JobSubmissions:
-    """Submissions of one tenant, and deletion of jobs of all tenants. Methods block: call them in a thread.
+    """Submissions of one tenant, and deletion of jobs of all tenants. Methods block: call them in a
+    thread.
 
     ``clock``: seconds since 1970; ``steady_clock``: seconds that never go back.
     """
@@ -51,16 +55,26 @@ class JobSubmissions:
         self._database, self._quota, self._scope, self._clock = database, quota, quota.scope, clock
         self._watch = ChangeWatch[int](steady_clock)
 
-    def create(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
+    def create(
+        self, options: JobOptions, input_file: str | None = None, request_key: str | None = None
+    ) -> StoredJob:
         """Create a job to add lines to, which is invisible until it is accepted.
 
-        Raises OverloadedError if there are too many, or if a request with this key is being submitted. A submission with this
-        key that has made no progress for ``TAKEOVER_TIMEOUT_S`` is deleted: its process has most likely died.
+        Raises OverloadedError if there are too many, or if a request with this key is being
+        submitted. A submission with this key that has made no progress for ``TAKEOVER_TIMEOUT_S``
+        is deleted: its process has most likely died.
         """
         now = self._clock()
         if request_key is not None:
-            same = self._scope.where(jobs) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
-            for earlier in self._database.read(select(jobs.c.number, jobs.c.touched_at).where(same)):  # at most one
+            same = (
+                self._scope.where(jobs)
+                & (jobs.c.request_key == request_key)
+                & (jobs.c.state == SUBMITTING)
+            )
+            # at most one
+            for earlier in self._database.read(
+                select(jobs.c.number, jobs.c.touched_at).where(same)
+            ):
                 if is_stale(earlier.touched_at, now, TAKEOVER_TIMEOUT_S):
                     self.delete(earlier.number, earlier.touched_at)
         row = {
@@ -79,7 +93,10 @@ class JobSubmissions:
             with self._database.writing() as connection:
                 self._quota.check_new_job(connection)
                 connection.execute(insert(jobs).values(row))
-                return stored_jobs(connection, connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).all())[0]
+                return stored_jobs(
+                    connection,
+                    connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).all(),
+                )[0]
         except IntegrityError as error:
             raise OverloadedError("the same request is being submitted already", 1) from error
 
@@ -87,13 +104,18 @@ class JobSubmissions:
         """Return the accepted job that a request with this key has created."""
         if not self._database.is_created:
             return None
-        where = self._scope.where(jobs) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
+        where = (
+            self._scope.where(jobs)
+            & (jobs.c.request_key == request_key)
+            & jobs.c.state.not_in(HIDDEN)
+        )
         with self._database.reading() as connection:
             found = stored_jobs(connection, connection.execute(select(jobs).where(where)).all())
         return found[0] if found else None
 
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
-        """Add lines, in input order and in one transaction. Without lines, only record that the submission makes progress.
+        """Add lines, in input order and in one transaction. Without lines, only record that the
+        submission makes progress.
 
         Raises OverloadedError if the tenant may not have so many.
         """
@@ -104,15 +126,26 @@ class JobSubmissions:
             self._quota.check_lines(len(rows), num_bytes)
         with self._database.writing() as connection:
             here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
-            values = {"num_lines": jobs.c.num_lines + len(rows), "num_bytes": jobs.c.num_bytes + num_bytes}
-            changed = connection.execute(update(jobs).where(here).values(values | {"touched_at": self._clock()}))
+            values = {
+                "num_lines": jobs.c.num_lines + len(rows),
+                "num_bytes": jobs.c.num_bytes + num_bytes,
+            }
+            changed = connection.execute(
+                update(jobs).where(here).values(values | {"touched_at": self._clock()})
+            )
             if changed.rowcount == 0:
-                raise JobRefusedError("the submission made no progress for too long; submit it again")
+                raise JobRefusedError(
+                    "the submission made no progress for too long; submit it again"
+                )
             if rows:
                 self._insert(connection, job, rows)
 
-    def _insert(self, connection: Connection, job: StoredJob, rows: Sequence[dict[str, Any]]) -> None:
-        """Insert lines. A valid one is refused by the unique index if the job has its custom_id; it is inserted as invalid."""
+    def _insert(
+        self, connection: Connection, job: StoredJob, rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """Insert lines. A valid one is refused by the unique index if the job has its custom_id; it
+        is inserted as invalid.
+        """
         dialect = sqlite if self._database.is_sqlite else postgresql
         valid, accepted = [row for row in rows if row["text"] is not None], set[int]()
         if valid:
@@ -122,33 +155,56 @@ class JobSubmissions:
             this = jobs.c.number == job.number
             num_offsets = connection.execute(select(jobs.c.num_offsets).where(this)).scalar_one()
             if not job.job.options.keeps_order:
-                invalid = [row | {"offset": offset} for offset, row in enumerate(invalid, num_offsets)]
+                invalid = [
+                    row | {"offset": offset} for offset, row in enumerate(invalid, num_offsets)
+                ]
             connection.execute(insert(lines), invalid)
-            counts = (jobs.c.num_bad, jobs.c.num_failed, *([] if job.job.options.keeps_order else [jobs.c.num_offsets]))
-            connection.execute(update(jobs).where(this).values({count: count + len(invalid) for count in counts}))
+            counts = (
+                jobs.c.num_bad,
+                jobs.c.num_failed,
+                *([] if job.job.options.keeps_order else [jobs.c.num_offsets]),
+            )
+            connection.execute(
+                update(jobs).where(this).values({count: count + len(invalid) for count in counts})
+            )
 
     def accept(self, job: StoredJob, input_digest: str | None = None) -> StoredJob:
-        """Accept a job: it is durable then. One without a valid line fails at once. Raises JobRefusedError if it has no lines."""
+        """Accept a job: it is durable then. One without a valid line fails at once. Raises
+        JobRefusedError if it has no lines.
+        """
         this = select(jobs).where(jobs.c.number == job.number)
         with self._database.writing() as connection:
-            row = connection.execute(this.where(jobs.c.state == SUBMITTING).with_for_update()).one_or_none()
+            row = connection.execute(
+                this.where(jobs.c.state == SUBMITTING).with_for_update()
+            ).one_or_none()
             if row is None:
-                raise JobRefusedError("the submission made no progress for too long; submit it again")
+                raise JobRefusedError(
+                    "the submission made no progress for too long; submit it again"
+                )
             if row.num_lines == 0:
                 raise JobRefusedError("the input has no lines")
             values: dict[str, Any] = {"state": JobState.QUEUED.value, "input_digest": input_digest}
             if row.num_bad == row.num_lines:
-                reason = summarize_line_errors(first_line_errors(connection, [job.number])[job.number], row.num_lines)
-                values |= {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": reason}
+                reason = summarize_line_errors(
+                    first_line_errors(connection, [job.number])[job.number], row.num_lines
+                )
+                values |= {
+                    "state": JobState.FAILED.value,
+                    "ended_at": self._clock(),
+                    "error": reason,
+                }
             connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
             return stored_jobs(connection, connection.execute(this).all())[0]
 
     def delete(self, number: int, touched_at: float | None = None) -> None:
-        """Delete a submission, unless it was accepted, or has made progress since it was last ``touched_at`` this time."""
+        """Delete a submission, unless it was accepted, or has made progress since it was last
+        ``touched_at`` this time.
+        """
         here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
         if touched_at is not None:
             here &= jobs.c.touched_at == touched_at
-        change = update(jobs).where(here).values(state=DISCARDING, request_key=None)  # the key becomes free at once
+        # the key becomes free at once
+        change = update(jobs).where(here).values(state=DISCARDING, request_key=None)
         if self._database.write(change):
             self._delete(number)
 
@@ -158,13 +214,26 @@ class JobSubmissions:
         selected = select(lines.c.place).where(of_job).limit(MAX_DELETED_LINES).scalar_subquery()
         while True:
             with self._database.writing() as connection:
-                if connection.execute(delete(lines).where(of_job, lines.c.place.in_(selected))).rowcount == 0:
-                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING))
+                if (
+                    connection.execute(
+                        delete(lines).where(of_job, lines.c.place.in_(selected))
+                    ).rowcount
+                    == 0
+                ):
+                    connection.execute(
+                        delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING)
+                    )
                     return
 
     def discard_ended(self, before: float) -> None:
-        """Delete jobs of all tenants that ended before this time, with their lines. Files are deleted separately."""
-        where = (jobs.c.queue == self._scope.queue) & jobs.c.state.in_(ENDED_STATES) & (jobs.c.ended_at < before)
+        """Delete jobs of all tenants that ended before this time, with their lines. Files are
+        deleted separately.
+        """
+        where = (
+            (jobs.c.queue == self._scope.queue)
+            & jobs.c.state.in_(ENDED_STATES)
+            & (jobs.c.ended_at < before)
+        )
         for row in self._database.read(select(jobs.c.number).where(where)):
             this = update(jobs).where(where, jobs.c.number == row.number)
             self._database.write(this.values(state=DISCARDING, request_key=None))
@@ -173,18 +242,27 @@ class JobSubmissions:
     def delete_abandoned(self) -> None:
         """Delete submissions and unfinished deletions of processes that died, of all tenants.
 
-        A submission is left alone while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S`` apart, whatever the clock
-        says. It is deleted if by the clock it is old as well, or if calls see no progress for ``ABANDONED_TIMEOUT_S``.
+        A submission is left alone while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S``
+        apart, whatever the clock says. It is deleted if by the clock it is old as well, or if calls
+        see no progress for ``ABANDONED_TIMEOUT_S``.
         """
         where = (jobs.c.queue == self._scope.queue) & jobs.c.state.in_((SUBMITTING, DISCARDING))
-        rows = self._database.read(select(jobs.c.number, jobs.c.state, jobs.c.touched_at).where(where))
-        seen = self._watch.look({row.number: row.touched_at for row in rows if row.state == SUBMITTING})
+        rows = self._database.read(
+            select(jobs.c.number, jobs.c.state, jobs.c.touched_at).where(where)
+        )
+        seen = self._watch.look(
+            {row.number: row.touched_at for row in rows if row.state == SUBMITTING}
+        )
         now = self._clock()
         for row in rows:
             if row.state == DISCARDING:
                 self._delete(row.number)
                 continue
-            timeout_s = TAKEOVER_TIMEOUT_S if is_stale(row.touched_at, now, ABANDONED_TIMEOUT_S) else ABANDONED_TIMEOUT_S
+            timeout_s = (
+                TAKEOVER_TIMEOUT_S
+                if is_stale(row.touched_at, now, ABANDONED_TIMEOUT_S)
+                else ABANDONED_TIMEOUT_S
+            )
             if seen[row.number].seconds > timeout_s:
                 self.delete(row.number, row.touched_at)
 
@@ -203,7 +281,9 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
 
 
 def _as_invalid(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of an invalid line; one that was valid by itself has the custom_id of an earlier line."""
+    """Return the row of an invalid line; one that was valid by itself has the custom_id of an
+    earlier line.
+    """
     if row["text"] is None:
         return row
     problem = f"line {row['line']}: its custom_id is that of an earlier line"

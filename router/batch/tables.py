@@ -1,4 +1,6 @@
-"""The tables of batch jobs: whose rows they hold, and how a database of an earlier version gets their columns and indexes."""
+"""The tables of batch jobs: whose rows they hold, and how a database of an earlier version gets
+their columns and indexes.
+"""
 
 from dataclasses import dataclass
 
@@ -21,7 +23,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateColumn
 
-KEYLESS = ""  # the tenant of all clients of a server without API keys, and of rows that were written before there were tenants
+# the tenant of all clients of a server without API keys, and of rows that were written before there
+# were tenants
+KEYLESS = ""
 PENDING, DONE, FAILED = 0, 1, 2  # states of a line
 Number = BigInteger().with_variant(Integer, "sqlite")
 
@@ -49,7 +53,8 @@ jobs = Table(
     metadata,
     Column("number", Number, primary_key=True, autoincrement=True),  # a higher one is younger
     Column("job_id", String(64), nullable=False, unique=True),
-    Column("queue", Text, nullable=False),  # of one served model; runners and ingresses of others do not see it
+    # of one served model; runners and ingresses of others do not see it
+    Column("queue", Text, nullable=False),
     Column("state", String(16), nullable=False),
     Column("endpoint", String(64), nullable=False),
     Column("keeps_order", Boolean, nullable=False),
@@ -58,7 +63,8 @@ jobs = Table(
     Column("num_done", Number, nullable=False, default=0),
     Column("num_failed", Number, nullable=False, default=0),
     Column("num_bad", Number, nullable=False, default=0),
-    Column("num_told", Number, key="num_offsets", nullable=False, default=0),  # results with an offset, if order is not kept
+    # results with an offset, if order is not kept
+    Column("num_told", Number, key="num_offsets", nullable=False, default=0),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
     Column("cancelling_at", Float),
@@ -68,17 +74,22 @@ jobs = Table(
     Column("input_file", String(64)),
     Column("output_file", String(64)),
     Column("error_file", String(64)),
-    Column("request_key", String(256)),  # a request of this tenant that is repeated with its key is the same job
+    # a request of this tenant that is repeated with its key is the same job
+    Column("request_key", String(256)),
     Column("owner", String(64)),  # the runner that holds the lease
-    Column("epoch", Number, nullable=False, default=0),  # counts the owners, and fences all but the last
+    # counts the owners, and fences all but the last
+    Column("epoch", Number, nullable=False, default=0),
     Column("leased_until", Float),
     Column("tenant", String(64), nullable=False, server_default=KEYLESS),
-    Column("num_bytes", Number, nullable=False, server_default="0"),  # of its lines and their results
-    Column("input_digest", String(80)),  # of the text or the URL that was submitted; NULL where it is not known
+    # of its lines and their results
+    Column("num_bytes", Number, nullable=False, server_default="0"),
+    # of the text or the URL that was submitted; NULL where it is not known
+    Column("input_digest", String(80)),
     Index("tramontane_jobs_by_state", "queue", "state", "number"),
     Index("tramontane_jobs_by_tenant", "queue", "tenant", "number"),
     Index("tramontane_jobs_by_request_key", "queue", "tenant", "request_key", unique=True),
-    sqlite_autoincrement=True,  # numbers are never reused: a process may still be adding lines to a deleted job
+    # numbers are never reused: a process may still be adding lines to a deleted job
+    sqlite_autoincrement=True,
 )
 
 lines = Table(
@@ -90,13 +101,15 @@ lines = Table(
     Column("custom_id", Text),
     Column("text", Text),  # NULL for an invalid line
     Column("state", SmallInteger, nullable=False),
-    Column("told", Number, key="offset"),  # among the results; without keeps_order NULL until the line is done
+    # among the results; without keeps_order NULL until the line is done
+    Column("told", Number, key="offset"),
     Column("http_status", SmallInteger),  # NULL if the line never ran
     Column("result", Text),  # JSON
     Index("tramontane_lines_by_offset", "job", "offset"),
 )
 
-# Which of a job's lines have a custom_id first. Invalid lines are not in it, so they cost nothing to the lines that follow.
+# Which of a job's lines have a custom_id first. Invalid lines are not in it, so they cost nothing
+# to the lines that follow.
 _is_pending = text(f"state = {PENDING}")
 Index(
     "tramontane_lines_pending",
@@ -110,7 +123,9 @@ REPLACED_INDEXES = {"tramontane_jobs_by_request", "tramontane_lines_by_custom_id
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The rows that a client may see: those of one served model (``queue``) and one API key (``tenant``: its digest)."""
+    """The rows that a client may see: those of one served model (``queue``) and one API key
+    (``tenant``: its digest).
+    """
 
     queue: str
     tenant: str = KEYLESS
@@ -125,7 +140,9 @@ class Scope:
 
 
 def create_or_migrate(connection: Connection) -> None:
-    """Create tables, and what tables of version 0.1 lack; their rows belong to the tenant ``KEYLESS``."""
+    """Create tables, and what tables of version 0.1 lack; their rows belong to the tenant
+    ``KEYLESS``.
+    """
     metadata.create_all(connection)
     inspector = inspect(connection)
     for table in metadata.sorted_tables:

@@ -1,4 +1,5 @@
-"""Reading of URLs that clients submit: only below the allowed prefixes, wherever links and redirects lead.
+"""Reading of URLs that clients submit: only below the allowed prefixes, wherever links and
+redirects lead.
 
 A URL is parsed once. What was parsed is compared with the prefixes, and the same is opened.
 """
@@ -45,7 +46,9 @@ class _HttpPrefix:
 
 @dataclass(frozen=True, slots=True)
 class _StorePrefix:
-    """A file system, and the beginning of paths in it. ``text`` is the prefix as it was given; both end in a slash."""
+    """A file system, and the beginning of paths in it. ``text`` is the prefix as it was given; both
+    end in a slash.
+    """
 
     text: str
     filesystem: AbstractFileSystem
@@ -53,12 +56,16 @@ class _StorePrefix:
 
     def covers(self, filesystem: AbstractFileSystem, path: str) -> bool:
         own = self.filesystem  # which equals another one of its thread only
-        is_same = type(filesystem) is type(own) and filesystem.storage_options == own.storage_options
+        is_same = (
+            type(filesystem) is type(own) and filesystem.storage_options == own.storage_options
+        )
         return is_same and path.startswith(self.folder)
 
 
 class UrlReader:
-    """Reads clients' URLs below any of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``. Raises ConfigError for others."""
+    """Reads clients' URLs below any of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``.
+    Raises ConfigError for others.
+    """
 
     def __init__(self, prefixes: Sequence[str], threads: StorageThreads | None = None) -> None:
         self._threads = threads or StorageThreads()
@@ -67,24 +74,36 @@ class UrlReader:
         for prefix in prefixes:
             scheme, has_scheme, _ = prefix.partition("://")
             if not (scheme and has_scheme):
-                raise ConfigError(f"{redact(prefix)!r} is not a prefix of URLs; start it with a scheme, such as file:///data/in")
+                raise ConfigError(
+                    f"{redact(prefix)!r} is not a prefix of URLs; start it with a scheme, such as"
+                    " file:///data/in"
+                )
             if not (prefix.isascii() and prefix.isprintable()):
-                raise ConfigError(f"{redact(prefix)!r} is a prefix of no URL: clients' URLs have printable ASCII only")
+                raise ConfigError(
+                    f"{redact(prefix)!r} is a prefix of no URL: clients' URLs have printable ASCII"
+                    " only"
+                )
             if scheme.lower() in HTTP_SCHEMES:
                 self._http.append(_http_prefix(prefix))
             else:
                 self._stores.append(_store_prefix(prefix))
 
     async def read(self, url: str, tenant: str = KEYLESS) -> AsyncGenerator[bytes, None]:
-        """Yield a URL's bytes in pieces. Raises JobRefusedError if it is not allowed, or cannot be read in time."""
+        """Yield a URL's bytes in pieces. Raises JobRefusedError if it is not allowed, or cannot be
+        read in time.
+        """
         try:
             async with aclosing(self._threads.read(tenant, self._pieces(url))) as pieces:
                 async for piece in pieces:
                     yield piece
         except _OutsideError:
-            raise JobRefusedError(f"{url!r:.200} is not among the URLs that this server may read") from None
+            raise JobRefusedError(
+                f"{url!r:.200} is not among the URLs that this server may read"
+            ) from None
         except TimeoutError:
-            raise JobRefusedError(f"{url!r:.200} was not read in the time that one file may take") from None
+            raise JobRefusedError(
+                f"{url!r:.200} was not read in the time that one file may take"
+            ) from None
         except TramontaneError:
             raise
         except Exception as error:  # file systems have errors of their own
@@ -98,10 +117,14 @@ class UrlReader:
         if scheme.lower() in HTTP_SCHEMES:
             yield from self._http_pieces(_parse_http(url))
         else:
-            yield from read_file(self._open_local(rest) if scheme in LOCAL_SCHEMES else self._open_in_store(url))
+            yield from read_file(
+                self._open_local(rest) if scheme in LOCAL_SCHEMES else self._open_in_store(url)
+            )
 
     def _http_pieces(self, url: httpx.URL) -> Pieces:
-        """Request what was parsed, and what its redirects name if that is allowed, too; nothing else is sent."""
+        """Request what was parsed, and what its redirects name if that is allowed, too; nothing
+        else is sent.
+        """
         with httpx.HTTPTransport(verify=ssl.create_default_context(), trust_env=False) as transport:
             for _ in range(1 + MAX_REDIRECTS):
                 if not any(prefix.covers(url) for prefix in self._http):
@@ -116,12 +139,19 @@ class UrlReader:
         raise JobRefusedError(f"the URL leads on more than {MAX_REDIRECTS} times")
 
     def _open_local(self, path: str) -> BinaryIO:
-        """Open a local file. What was opened decides: a link may have replaced a part of the path after it was resolved."""
-        local = [prefix.folder for prefix in self._stores if isinstance(prefix.filesystem, LocalFileSystem)]
+        """Open a local file. What was opened decides: a link may have replaced a part of the path
+        after it was resolved.
+        """
+        local = [
+            prefix.folder
+            for prefix in self._stores
+            if isinstance(prefix.filesystem, LocalFileSystem)
+        ]
         resolved = os.path.realpath(path) if path.startswith("/") else ""
         if not any(resolved.startswith(folder) for folder in local):
             raise _OutsideError
-        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe is not waited for
+        # a named pipe is not waited for
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK)
         try:
             opened = os.readlink(f"/proc/self/fd/{descriptor}")
             is_inside = any(opened.startswith(folder) for folder in local)
@@ -134,7 +164,8 @@ class UrlReader:
 
     def _open_in_store(self, url: str) -> BinaryIO:
         """Open a URL of object storage. What its file system has parsed is compared, and opened."""
-        if not any(url.startswith(prefix.text) for prefix in self._stores):  # some file systems connect when they are made
+        # some file systems connect when they are made
+        if not any(url.startswith(prefix.text) for prefix in self._stores):
             raise _OutsideError
         filesystem, path = open_filesystem(url, "the URL")
         if not any(prefix.covers(filesystem, path) for prefix in self._stores):
@@ -150,13 +181,17 @@ def _http_prefix(prefix: str) -> _HttpPrefix:
     try:
         url = _parse_http(prefix)
     except _OutsideError:
-        raise ConfigError(f"{redact(prefix)!r} is a prefix of no URL; it must be like http://HOST/FOLDER") from None
+        raise ConfigError(
+            f"{redact(prefix)!r} is a prefix of no URL; it must be like http://HOST/FOLDER"
+        ) from None
     return _HttpPrefix(_origin(url), _path(url).rstrip(b"/") + b"/")
 
 
 def _store_prefix(prefix: str) -> _StorePrefix:
     filesystem, path = open_filesystem(prefix, "a prefix of URLs (jobs_url_prefixes)")
-    if (is_local := isinstance(filesystem, LocalFileSystem)) and prefix.partition("://")[0] not in LOCAL_SCHEMES:
+    if (is_local := isinstance(filesystem, LocalFileSystem)) and prefix.partition("://")[
+        0
+    ] not in LOCAL_SCHEMES:
         raise ConfigError(
             f"{redact(prefix)!r} is a prefix of no URL; those of files begin with file:///"
         )  # fsspec: x://, a drive
@@ -165,10 +200,12 @@ def _store_prefix(prefix: str) -> _StorePrefix:
 
 
 def _is_plain(url: str) -> bool:
-    """Whether a URL is printable ASCII without parts that its server or file system may take for another place.
+    """Whether a URL is printable ASCII without parts that its server or file system may take for
+    another place.
 
-    These are control characters, ``..``, also ``..;`` and behind a backslash, and chains (``zip::file://``); as they are or
-    percent-encoded, also several times. Of bytes that are not UTF-8 some servers make dots.
+    These are control characters, ``..``, also ``..;`` and behind a backslash, and chains
+    (``zip::file://``); as they are or percent-encoded, also several times. Of bytes that are not
+    UTF-8 some servers make dots.
     """
     if len(url) > MAX_URL or not url.isascii():
         return False
@@ -188,11 +225,17 @@ def _is_plain(url: str) -> bool:
 def _is_plain_text(text: str) -> bool:
     segments = re.split(r"[/\\?#]", text)
     has_controls = any(unicodedata.category(each) == "Cc" for each in text)
-    return not has_controls and "::" not in text and all(each.partition(";")[0].strip() != ".." for each in segments)
+    return (
+        not has_controls
+        and "::" not in text
+        and all(each.partition(";")[0].strip() != ".." for each in segments)
+    )
 
 
 def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Parse a URL. Raises _OutsideError for one without a host, or with a user name, which no prefix has."""
+    """Parse a URL. Raises _OutsideError for one without a host, or with a user name, which no
+    prefix has.
+    """
     try:
         url = httpx.URL(text) if base is None else base.join(text)
     except httpx.InvalidURL:
@@ -203,7 +246,9 @@ def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
 
 
 def _redirect_target(url: httpx.URL, location: str) -> httpx.URL:
-    """Return where a redirect leads, which is held to the rules of clients' URLs. Raises _OutsideError."""
+    """Return where a redirect leads, which is held to the rules of clients' URLs. Raises
+    _OutsideError.
+    """
     if not location or not _is_plain(location):
         raise _OutsideError
     return _parse_http(location, url)
@@ -219,9 +264,13 @@ def _path(url: httpx.URL) -> bytes:
 
 
 def _body(response: httpx.Response) -> Pieces:
-    """Yield what a server answers. Raises JobRefusedError for an error, without the server's words."""
+    """Yield what a server answers. Raises JobRefusedError for an error, without the server's
+    words.
+    """
     if response.status_code != 200:
         raise JobRefusedError(f"the URL cannot be read: its server answered {response.status_code}")
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise JobRefusedError(f"the URL cannot be read: its server sends it compressed ({encoding!r:.20})")
+        raise JobRefusedError(
+            f"the URL cannot be read: its server sends it compressed ({encoding!r:.20})"
+        )
     yield from filter(None, response.iter_raw())

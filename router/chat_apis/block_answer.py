@@ -1,4 +1,6 @@
-"""The common part of ``/v1/responses`` and ``/v1/messages``: a chat completion of one choice, whose answer is made of blocks."""
+"""The common part of ``/v1/responses`` and ``/v1/messages``: a chat completion of one choice, whose
+answer is made of blocks.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -13,7 +15,12 @@ from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.chunks import ChatChange, Event
-from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
+from tramontane.router.openai.resume_state import (
+    ChoiceUpdate,
+    ProgressCallback,
+    ResumeState,
+    no_progress,
+)
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import encode_chat
 from tramontane.router.structured.grammar import visible_tools
@@ -23,23 +30,37 @@ COPIES = 5  # of the text, which the last events of a stream repeat
 
 
 async def prepare_chat(
-    model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
+    model: ServedModel,
+    template: ChatTemplate,
+    conversation: Conversation,
+    arrived_at: float,
+    state: ResumeState,
 ) -> ChatCompletion:
-    """Return the chat completion for a request. Raises ParameterError that names the parameter of the client's API."""
+    """Return the chat completion for a request. Raises ParameterError that names the parameter of
+    the client's API.
+    """
     try:
         request = _request_for(template, conversation)
-        return await ChatCompletion.prepare(model, template, request, arrived_at, state, PieceRecorder)
+        return await ChatCompletion.prepare(
+            model, template, request, arrived_at, state, PieceRecorder
+        )
     except ParameterError as error:
         raise _renamed(error, template, conversation) from error
 
 
-async def encode_conversation(model: ServedModel, template: ChatTemplate, conversation: Conversation) -> tuple[int, ...]:
-    """Return the token ids of a conversation, as ``prepare_chat`` has them. Raises ParameterError."""
+async def encode_conversation(
+    model: ServedModel, template: ChatTemplate, conversation: Conversation
+) -> tuple[int, ...]:
+    """Return the token ids of a conversation, as ``prepare_chat`` has them. Raises
+    ParameterError.
+    """
     request = _request_for(template, conversation)
     tools = visible_tools(request.tools, request.tool_choice)
     try:
         effort = request.reasoning_effort
-        return await encode_chat(model, template, request.conversation(), tools, reasoning_effort=effort)
+        return await encode_chat(
+            model, template, request.conversation(), tools, reasoning_effort=effort
+        )
     except ParameterError as error:
         raise _renamed(error, template, conversation) from error
 
@@ -50,19 +71,32 @@ def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bo
 
 
 def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequest:
-    """Return the chat as this model gets it: it is to think with the least effort if the client wants no thoughts."""
+    """Return the chat as this model gets it: it is to think with the least effort if the client
+    wants no thoughts.
+    """
     request = conversation.request
-    return request.model_copy(update={"reasoning_effort": "none"}) if _disables_thoughts(template, conversation) else request
+    return (
+        request.model_copy(update={"reasoning_effort": "none"})
+        if _disables_thoughts(template, conversation)
+        else request
+    )
 
 
-def _renamed(error: ParameterError, template: ChatTemplate, conversation: Conversation) -> ParameterError:
+def _renamed(
+    error: ParameterError, template: ChatTemplate, conversation: Conversation
+) -> ParameterError:
     if error.parameter == "reasoning_effort" and _disables_thoughts(template, conversation):
-        return ParameterError("thinking: this model has no setting by which it would not think; leave thinking out", "thinking")
+        return ParameterError(
+            "thinking: this model has no setting by which it would not think; leave thinking out",
+            "thinking",
+        )
     return conversation.renamed(error)
 
 
 class BlockAnswer(ABC):
-    """An answer, whole or as a stream of events. ``echo_bytes``: of JSON of the request, which an answer may repeat."""
+    """An answer, whole or as a stream of events. ``echo_bytes``: of JSON of the request, which an
+    answer may repeat.
+    """
 
     ending = b""  # of a stream
     list_depth = 3  # of the list of parts of an item, in an answer
@@ -72,7 +106,8 @@ class BlockAnswer(ABC):
         assert isinstance(choice, PieceRecorder)
         self._chat, self._choice, self._echo_bytes = chat, choice, echo_bytes
         self._blocks = Blocks()
-        self._blocks.push(choice.take_pieces())  # what the client has received; of a whole answer its proxy
+        # what the client has received; of a whole answer its proxy
+        self._blocks.push(choice.take_pieces())
         self._has_opened = False
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[ChatChange], None]:
@@ -81,12 +116,16 @@ class BlockAnswer(ABC):
             async for changes in batches:
                 yield changes
 
-    async def run(self, source: TokenSource, report: ProgressCallback = no_progress) -> dict[str, Any]:
+    async def run(
+        self, source: TokenSource, report: ProgressCallback = no_progress
+    ) -> dict[str, Any]:
         """Return the whole answer. See ``Completion.collect`` for ``report``."""
         whole = await self._chat.run(source, report)
         self._blocks.push(self._choice.take_pieces())
         self._blocks.finish()
-        return await run_off_loop(self.answer_bytes, lambda: self.whole(whole["choices"][0]["logprobs"]))
+        return await run_off_loop(
+            self.answer_bytes, lambda: self.whole(whole["choices"][0]["logprobs"])
+        )
 
     def opening(self) -> list[Event]:
         """Return the first events; none if the client has received them."""
@@ -94,7 +133,9 @@ class BlockAnswer(ABC):
         return [] if self._chat.has_begun else self.first_events()
 
     def events(self, changes: Sequence[ChatChange]) -> list[Event]:
-        """Return the events of these changes, with the last changes also those that end the stream."""
+        """Return the events of these changes, with the last changes also those that end the
+        stream.
+        """
         steps = self._blocks.push(self._choice.take_pieces())
         if self.is_finished:
             steps += self._blocks.finish()
@@ -134,9 +175,13 @@ class BlockAnswer(ABC):
 
     @property
     def change_bytes(self) -> int:
-        """About how many bytes of JSON the next events are, without what the last tokens have added."""
+        """About how many bytes of JSON the next events are, without what the last tokens have
+        added.
+        """
         num_bytes = self._chat.change_bytes + (0 if self._has_opened else self._echo_bytes)
-        return num_bytes + (self._echo_bytes + COPIES * self._choice.num_chars if self.is_finished else 0)
+        return num_bytes + (
+            self._echo_bytes + COPIES * self._choice.num_chars if self.is_finished else 0
+        )
 
     @property
     def answer_bytes(self) -> int:

@@ -1,11 +1,12 @@
-"""An answer as blocks in their order: thoughts, text, tool calls. Which blocks there are follows from its tokens alone.
+"""An answer as blocks in their order: thoughts, text, tool calls. Which blocks there are follows
+from its tokens alone.
 
     blocks = Blocks()
     for step in blocks.push(choice.take_pieces()):
         match step.action: ...  # "open", "add" or "close"
 
-Tokens that arrive together give the same blocks as the same tokens one by one, so an ingress that continues an answer opens the
-next block where the first ingress would have.
+Tokens that arrive together give the same blocks as the same tokens one by one, so an ingress that
+continues an answer opens the next block where the first ingress would have.
 """
 
 from collections.abc import Iterable
@@ -32,11 +33,11 @@ class Piece(NamedTuple):
 class PieceRecorder(ChatDetokenizer):
     """A choice of a chat that also keeps what each token adds, in order.
 
-    Text that may begin a stop string is returned when calls begin, because none can complete then. Log-probabilities wait until
-    there is text with which they can be returned.
+    Text that may begin a stop string is returned when calls begin, because none can complete then.
+    Log-probabilities wait until there is text with which they can be returned.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - those of a ``ChatDetokenizer``
+    def __init__(self, *args: Any, **settings: Any) -> None:  # those of a ``ChatDetokenizer``
         super().__init__(*args, **settings)
         self._pieces: list[Piece] = []
         self._has_text = False  # since the last log-probabilities
@@ -53,7 +54,9 @@ class PieceRecorder(ChatDetokenizer):
         piece = Piece(self.take_reasoning(), text, tuple(self.take_calls()))
         if piece.thought or text or piece.calls:
             self._pieces.append(piece)
-            self.num_chars += len(piece.thought) + len(text) + sum(len(call.arguments) for call in piece.calls)
+            self.num_chars += (
+                len(piece.thought) + len(text) + sum(len(call.arguments) for call in piece.calls)
+            )
         self._has_text |= bool(text)
         return text
 
@@ -63,12 +66,16 @@ class PieceRecorder(ChatDetokenizer):
         self._has_text = False  # what came with it has been sent
 
     def take_pieces(self) -> list[Piece]:
-        """Return the pieces since the last time; at first those of a resumed choice, which the client may have received."""
+        """Return the pieces since the last time; at first those of a resumed choice, which the
+        client may have received.
+        """
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take_logprobs(self) -> list[TokenWithLogprobs]:
-        """See ``ChoiceDetokenizer``. None without new text; those of thoughts, which these APIs do not have, are dropped."""
+        """See ``ChoiceDetokenizer``. None without new text; those of thoughts, which these APIs do
+        not have, are dropped.
+        """
         if not self._has_text and not self.finish:
             self._pending = [token for token in self._pending if not token.in_thought]
             return []
@@ -108,7 +115,9 @@ class Blocks:
         self._is_open = False
 
     def push(self, pieces: Iterable[Piece]) -> list[Step]:
-        """Add what tokens add. Returns what happens to the blocks, with one addition to a block at most."""
+        """Add what tokens add. Returns what happens to the blocks, with one addition to a block at
+        most.
+        """
         steps: list[Step] = []
         for piece in pieces:
             if piece.thought:

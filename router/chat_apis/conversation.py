@@ -1,4 +1,6 @@
-"""Conversations of other APIs as requests for chat completions, and the names of parameters in these APIs."""
+"""Conversations of other APIs as requests for chat completions, and the names of parameters in
+these APIs.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,10 +26,11 @@ PLACE = re.compile(r"\bmessages\[(\d{1,9})\]")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request for a chat completion. ``places`` has the client's place of each message, ``input[3]``.
+    """A request for a chat completion. ``places`` has the client's place of each message,
+    ``input[3]``.
 
-    ``names``: patterns of a chat's parameters, and what these are called in the client's API. ``echo``: fields of the request
-    that its answer repeats, of about ``echo_bytes`` of JSON.
+    ``names``: patterns of a chat's parameters, and what these are called in the client's API.
+    ``echo``: fields of the request that its answer repeats, of about ``echo_bytes`` of JSON.
     """
 
     request: ChatRequest
@@ -79,7 +82,9 @@ class ConversationBuilder:
         kind = UserMessage if role == "user" else SystemMessage
         self._add(kind.model_validate({"role": role, "content": text}), place)
 
-    def add_answer(self, thought: str, text: str | None, calls: Sequence[AssistantToolCall], place: str) -> None:
+    def add_answer(
+        self, thought: str, text: str | None, calls: Sequence[AssistantToolCall], place: str
+    ) -> None:
         """Add a message of the assistant; ``text`` is None if it has only calls or a thought."""
         fields: dict[str, Any] = {"role": "assistant", "tool_calls": tuple(calls)}
         fields |= {"content": text} if text is not None else {}
@@ -102,4 +107,6 @@ class ConversationBuilder:
 
 def tool_call(call_id: str, name: str, arguments: str) -> AssistantToolCall:
     """Return a call of an earlier message."""
-    return AssistantToolCall(id=call_id, type="function", function=FunctionCall(name=name, arguments=arguments))
+    return AssistantToolCall(
+        id=call_id, type="function", function=FunctionCall(name=name, arguments=arguments)
+    )

@@ -1,4 +1,6 @@
-"""``/v1/messages`` without HTTP: the answer of a chat as Anthropic's message, whole or as events."""
+"""``/v1/messages`` without HTTP: the answer of a chat as Anthropic's message, whole or as
+events.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,7 +51,9 @@ class MessagesTokensDetails(Answer):
 
 
 class MessagesUsage(Answer):
-    """Number of tokens. ``input_tokens``: those of the prompt that were computed, ``cache_read_input_tokens`` the others."""
+    """Number of tokens. ``input_tokens``: those of the prompt that were computed,
+    ``cache_read_input_tokens`` the others.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -96,14 +100,23 @@ class MessagesAnswers(BlockAnswer):
 
     @classmethod
     async def prepare(
-        cls, model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
+        cls,
+        model: ServedModel,
+        template: ChatTemplate,
+        conversation: Conversation,
+        arrived_at: float,
+        state: ResumeState,
     ) -> "MessagesAnswers":
         """Render, tokenize and validate. Raises RequestError for what can never run."""
         return cls(await prepare_chat(model, template, conversation, arrived_at, state))
 
     def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the whole message. A call that was cut off is left out: its input is no JSON yet."""
-        content = [written for block in self._blocks.all if (written := _content(block)) is not None]
+        """Return the whole message. A call that was cut off is left out: its input is no JSON
+        yet.
+        """
+        content = [
+            written for block in self._blocks.all if (written := _content(block)) is not None
+        ]
         return self._message(content or [_started(Block("text", 0))], is_whole=True)
 
     def first_events(self) -> list[Event]:
@@ -116,11 +129,18 @@ class MessagesAnswers(BlockAnswer):
 
     def last_events(self) -> list[Event]:
         """Return the events after all blocks."""
-        return [_event("message_delta", delta=self._stop(), usage=self._output_usage(is_whole=True)), _event("message_stop")]
+        return [
+            _event("message_delta", delta=self._stop(), usage=self._output_usage(is_whole=True)),
+            _event("message_stop"),
+        ]
 
     def _output_usage(self, *, is_whole: bool) -> dict[str, Any]:
         usage = self._chat.usage
-        num_thought = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details is not None else 0
+        num_thought = (
+            usage.completion_tokens_details.reasoning_tokens
+            if usage.completion_tokens_details is not None
+            else 0
+        )
         return {
             "output_tokens": usage.completion_tokens if is_whole else 0,
             "output_tokens_details": {"thinking_tokens": num_thought if is_whole else 0},
@@ -152,12 +172,16 @@ class MessagesAnswers(BlockAnswer):
         return {"stop_reason": reasons.get(reason or "", "end_turn"), "stop_sequence": None}
 
 
-async def count_tokens(model: ServedModel, template: ChatTemplate, conversation: Conversation) -> TokenCount:
-    """Count the tokens of a conversation, as it would be given to the model. Raises ParameterError."""
+async def count_tokens(
+    model: ServedModel, template: ChatTemplate, conversation: Conversation
+) -> TokenCount:
+    """Count the tokens of a conversation, as it would be given to the model. Raises
+    ParameterError.
+    """
     return TokenCount(input_tokens=len(await encode_conversation(model, template, conversation)))
 
 
-def _event(kind: str, **fields: Any) -> Event:  # noqa: ANN401
+def _event(kind: str, **fields: Any) -> Event:
     return Event(kind, {"type": kind, **fields})
 
 
@@ -172,7 +196,9 @@ def _event_of(step: Step) -> Event:
         "text": ("text_delta", "text"),
         "call": ("input_json_delta", "partial_json"),
     }[block.kind]
-    return _event("content_block_delta", index=block.index, delta={"type": kind, name: "".join(step.parts)})
+    return _event(
+        "content_block_delta", index=block.index, delta={"type": kind, name: "".join(step.parts)}
+    )
 
 
 def _started(block: Block) -> dict[str, Any]:

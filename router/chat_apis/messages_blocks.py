@@ -1,4 +1,6 @@
-"""Messages of Anthropic's API, whose content is text or blocks, and the messages of a chat that they are."""
+"""Messages of Anthropic's API, whose content is text or blocks, and the messages of a chat that
+they are.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -16,7 +18,9 @@ from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 
 TEXTS = TextParts(ignored=frozenset({"cache_control", "citations"}))
 USER_BLOCKS = "blocks of the type {type} are not supported here, only text and tool_result"
-ASSISTANT_BLOCKS = "blocks of the type {type} are not supported here, only text, thinking and tool_use"
+ASSISTANT_BLOCKS = (
+    "blocks of the type {type} are not supported here, only text, thinking and tool_use"
+)
 MAX_INPUT_DEPTH = 64  # of the input of a call
 
 
@@ -50,7 +54,9 @@ JoinedTexts = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type
 
 
 class ToolResultBlock(RequestModel):
-    """The result of a call. Formats of chats have no place for ``is_error``: the content says it."""
+    """The result of a call. Formats of chats have no place for ``is_error``: the content says
+    it.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -59,8 +65,10 @@ class ToolResultBlock(RequestModel):
     cache_control: CacheControl | None = None
 
 
-def check_input(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return the input of a call. Raises ValueError if it is nested more than ``MAX_INPUT_DEPTH`` deep."""
+def check_input(value: Any) -> Any:  # any JSON
+    """Return the input of a call. Raises ValueError if it is nested more than ``MAX_INPUT_DEPTH``
+    deep.
+    """
     return check_depth(value, MAX_INPUT_DEPTH)
 
 
@@ -83,7 +91,7 @@ class ThinkingBlock(RequestModel):
     signature: str | None = None
 
 
-def _blocks(value: Any) -> Any:  # noqa: ANN401
+def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -102,8 +110,12 @@ AssistantBlock = Annotated[
 SomeBlocks = Field(min_length=1, max_length=MAX_PARTS, strict=False, fail_fast=True)
 UserBlocks = Annotated[tuple[UserBlock, ...], SomeBlocks]
 AssistantBlocks = Annotated[tuple[AssistantBlock, ...], SomeBlocks]
-UserContent = Annotated[UserBlocks, BeforeValidator(_blocks, json_schema_input_type=str | UserBlocks)]
-AssistantContent = Annotated[AssistantBlocks, BeforeValidator(_blocks, json_schema_input_type=str | AssistantBlocks)]
+UserContent = Annotated[
+    UserBlocks, BeforeValidator(_blocks, json_schema_input_type=str | UserBlocks)
+]
+AssistantContent = Annotated[
+    AssistantBlocks, BeforeValidator(_blocks, json_schema_input_type=str | AssistantBlocks)
+]
 
 
 class UserTurn(RequestModel):
@@ -144,7 +156,9 @@ Turns = Annotated[
 
 
 def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
-    """Return the messages of a system prompt and a conversation. Raises ParameterError for what a chat cannot have."""
+    """Return the messages of a system prompt and a conversation. Raises ParameterError for what a
+    chat cannot have.
+    """
     builder = ConversationBuilder()
     if system is not None:
         builder.add_text("system", system, "system")
@@ -161,12 +175,16 @@ def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
 
 
 def continues_answer(turns: Sequence[Turn]) -> bool:
-    """Return whether the model is to continue the last message. Raises ParameterError if that is not a text of its own."""
+    """Return whether the model is to continue the last message. Raises ParameterError if that is
+    not a text of its own.
+    """
     last, place = turns[-1], f"messages[{len(turns) - 1}]"
     if not isinstance(last, AssistantTurn):
         return False
     if not all(isinstance(block, TextBlock) for block in last.content):
-        raise ParameterError(f"{place}: the model can continue a text only; end with a message of the user", place)
+        raise ParameterError(
+            f"{place}: the model can continue a text only; end with a message of the user", place
+        )
     return True
 
 
@@ -189,7 +207,9 @@ def _arguments(value: dict[str, Any], place: str) -> str:
     try:
         return to_json(value)
     except ValueError:  # NaN, or a number of thousands of digits
-        raise ParameterError(f"{place}.input has a number that is not JSON, or is too long", f"{place}.input") from None
+        raise ParameterError(
+            f"{place}.input has a number that is not JSON, or is too long", f"{place}.input"
+        ) from None
 
 
 def _add_assistant(builder: ConversationBuilder, turn: AssistantTurn, place: str) -> None:
@@ -200,7 +220,9 @@ def _add_assistant(builder: ConversationBuilder, turn: AssistantTurn, place: str
         match block:
             case TextBlock():
                 if calls:
-                    raise ParameterError(f"{here}: the model's format has no text after a call", here)
+                    raise ParameterError(
+                        f"{here}: the model's format has no text after a call", here
+                    )
                 texts.append(block.text)
             case ToolUseBlock():
                 calls.append(tool_call(block.id, block.name, _arguments(block.input, here)))

@@ -1,6 +1,7 @@
 """Requests for ``/v1/messages``, Anthropic's Messages API, and the chats that they are.
 
-What cannot be had here and would change an answer is refused by name. What cannot change it is accepted without effect.
+What cannot be had here and would change an answer is refused by name. What cannot change it is
+accepted without effect.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_blocks import CacheControl, JoinedTexts, Turns, add_turns, continues_answer
-from tramontane.router.chat_apis.request_parts import NO_SEED, Effort, ShortText, by_type, known_types, refused, typed
+from tramontane.router.chat_apis.messages_blocks import (
+    CacheControl,
+    JoinedTexts,
+    Turns,
+    add_turns,
+    continues_answer,
+)
+from tramontane.router.chat_apis.request_parts import (
+    NO_SEED,
+    Effort,
+    ShortText,
+    by_type,
+    known_types,
+    refused,
+    typed,
+)
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import MAX_STOP_CHARS, MAX_STOPS, parse_stops
 from tramontane.router.structured.answer_rules import JsonSchema
@@ -25,7 +40,11 @@ from tramontane.router.structured.grammar import (
     Tool,
     ToolChoiceFunction,
 )
-from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.request_model import (
+    RequestModel,
+    default_if_null,
+    unsupported_except,
+)
 
 # Parameters of a chat, and their names here.
 NAMES = (
@@ -34,11 +53,17 @@ NAMES = (
     (r"^stop$", "stop_sequences"),
     (r"^reasoning_effort$", "output_config.effort"),
 )
-SERVER_TOOLS = "tools of the type {type} are not supported; only tools with an input_schema are, which the client runs"
-Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
+SERVER_TOOLS = (
+    "tools of the type {type} are not supported; only tools with an input_schema are, which the"
+    " client runs"
+)
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS),
+]
 
 
-def _stops(value: Any) -> Any:  # noqa: ANN401
+def _stops(value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError("it must be a list of texts")
     return parse_stops(value)
@@ -56,11 +81,18 @@ class ToolDefinition(RequestModel):
     eager_input_streaming: bool | None = None
     allowed_callers: Annotated[Any, unsupported_except(["direct"])] = None
     defer_loading: Annotated[Any, unsupported_except()] = None
-    input_examples: Annotated[Any, refused("examples are not shown to the model; put them into the description", [])] = None
+    input_examples: Annotated[
+        Any, refused("examples are not shown to the model; put them into the description", [])
+    ] = None
 
     def tool(self) -> Tool:
         """Return the tool as chats have it."""
-        function = Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
         return Tool(type="function", function=function)
 
 
@@ -99,7 +131,10 @@ Choice = Annotated[
     | Annotated[ToolChoice, typed("tool")]
     | Annotated[NoneChoice, typed("none")],
     by_type(),
-    known_types(("auto", "any", "tool", "none"), "{type} is not supported; it must be auto, any, tool or none"),
+    known_types(
+        ("auto", "any", "tool", "none"),
+        "{type} is not supported; it must be auto, any, tool or none",
+    ),
 ]
 Tools = Annotated[
     tuple[Annotated[ToolDefinition, known_types(("custom",), SERVER_TOOLS, "custom")], ...],
@@ -152,8 +187,12 @@ class CountTokensRequest(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    context_management: Annotated[Any, refused("this server changes no conversation; leave it out")] = None
-    mcp_servers: Annotated[Any, refused("this server calls no other servers; leave it out", [])] = None
+    context_management: Annotated[
+        Any, refused("this server changes no conversation; leave it out")
+    ] = None
+    mcp_servers: Annotated[Any, refused("this server calls no other servers; leave it out", [])] = (
+        None
+    )
     speed: Annotated[Any, unsupported_except("standard")] = None
     user_profile_id: ShortText | None = None
 
@@ -164,19 +203,28 @@ class CountTokensRequest(RequestModel):
         return {
             "model": self.model,
             "tools": tuple(tool.tool() for tool in self.tools) if self.tools else None,
-            "tool_choice": ToolChoiceFunction(type="function", function=FunctionName(name=choice.name))
-            if isinstance(choice, ToolChoice)
-            else choice and words[choice.type],
+            "tool_choice": (
+                ToolChoiceFunction(type="function", function=FunctionName(name=choice.name))
+                if isinstance(choice, ToolChoice)
+                else choice and words[choice.type]
+            ),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
             "response_format": self._response_format(),
-            "reasoning_effort": self.output_config.effort if self.output_config is not None else None,
+            "reasoning_effort": (
+                self.output_config.effort if self.output_config is not None else None
+            ),
         }
 
     def conversation(self) -> Conversation:
-        """Return the request as a chat. Raises ParameterError for conversations that a chat cannot have."""
+        """Return the request as a chat. Raises ParameterError for conversations that a chat cannot
+        have.
+        """
         fields = self.fields() | {"continue_final_message": continues_answer(self.messages)}
         conversation = add_turns(self.system, self.messages).build(fields, NAMES)
-        return replace(conversation, refuses_thoughts=self.thinking is not None and self.thinking.type == "disabled")
+        return replace(
+            conversation,
+            refuses_thoughts=self.thinking is not None and self.thinking.type == "disabled",
+        )
 
     def _response_format(self) -> ResponseFormat | None:
         given = self.output_config.format if self.output_config is not None else None
@@ -190,7 +238,9 @@ class MessagesRequest(CountTokensRequest):
     """Body of ``POST /v1/messages``."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)] = Field((), strict=False)
+    stop_sequences: Annotated[
+        tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)
+    ] = Field((), strict=False)
     temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)
     top_k: Annotated[int, default_if_null(0)] = Field(0, ge=-1, lt=2**31)

@@ -1,4 +1,6 @@
-"""Models of the answers of ``/v1/responses``, from which ``/openapi.json`` is made, and their parts as dictionaries."""
+"""Models of the answers of ``/v1/responses``, from which ``/openapi.json`` is made, and their parts
+as dictionaries.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -71,7 +73,9 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Tokens of the prompt that were cached. Nothing is written for later that a client would pay for."""
+    """Tokens of the prompt that were cached. Nothing is written for later that a client would pay
+    for.
+    """
 
     cached_tokens: int
     cache_write_tokens: int
@@ -100,7 +104,9 @@ class IncompleteDetails(Answer):
 
 
 class ResponsesAnswer(Answer):
-    """Answer of ``POST /v1/responses`` that is not streamed. It repeats parameters of the request."""
+    """Answer of ``POST /v1/responses`` that is not streamed. It repeats parameters of the
+    request.
+    """
 
     id: str
     object: Literal["response"]
@@ -133,16 +139,23 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     details = usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details is not None else 0},
+        "output_tokens_details": {
+            "reasoning_tokens": details.reasoning_tokens if details is not None else 0
+        },
         "total_tokens": usage.total_tokens,
     }
 
 
 def item_id(answer_id: str, block: Block) -> str:
     """Return the id of an item, the same at every ingress."""
-    return f"{ {'thought': 'rs', 'text': 'msg', 'call': 'fc'}[block.kind] }_{answer_id}_{block.index}"
+    return (
+        f"{ {'thought': 'rs', 'text': 'msg', 'call': 'fc'}[block.kind] }_{answer_id}_{block.index}"
+    )
 
 
 def part_of(block: Block, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -152,12 +165,23 @@ def part_of(block: Block, text: str, logprobs: Sequence[Mapping[str, Any]] = ())
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def item_of(answer_id: str, block: Block, status: Status, parts: Sequence[dict[str, Any]], arguments: str = "") -> dict[str, Any]:
+def item_of(
+    answer_id: str,
+    block: Block,
+    status: Status,
+    parts: Sequence[dict[str, Any]],
+    arguments: str = "",
+) -> dict[str, Any]:
     """Return the item of a block. ``arguments``: of a call, which has no parts."""
     head = {"id": item_id(answer_id, block), "status": status}
     match block.kind:
         case "call":
-            call = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
+            call = {
+                "type": "function_call",
+                "call_id": block.call_id,
+                "name": block.name,
+                "arguments": arguments,
+            }
             return {**head, **call}
         case "thought":
             return {**head, "type": "reasoning", "summary": [], "content": list(parts)}
@@ -166,7 +190,9 @@ def item_of(answer_id: str, block: Block, status: Status, parts: Sequence[dict[s
 
 
 def output_logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a chat's log-probabilities of its text as this API has them: without text a token has no bytes, not null."""
+    """Return a chat's log-probabilities of its text as this API has them: without text a token has
+    no bytes, not null.
+    """
     return [
         _with_bytes(token) | {"top_logprobs": [_with_bytes(top) for top in token["top_logprobs"]]}
         for token in (logprobs or {}).get("content", ())

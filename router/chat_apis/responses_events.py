@@ -1,6 +1,8 @@
-"""``/v1/responses`` without HTTP: the answer of a chat as a response, whole or as typed events with increasing numbers.
+"""``/v1/responses`` without HTTP: the answer of a chat as a response, whole or as typed events with
+increasing numbers.
 
-In a stream log-probabilities come with the deltas. The events that end a part repeat its text, without them.
+In a stream log-probabilities come with the deltas. The events that end a part repeat its text,
+without them.
 """
 
 import json
@@ -25,7 +27,8 @@ from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
 
-# Events of a stream apart from deltas: two at its beginning, and for each block two that open it and three that close it.
+# Events of a stream apart from deltas: two at its beginning, and for each block two that open it
+# and three that close it.
 OPENING_EVENTS, BLOCK_EVENTS = 2, 5
 DELTA_NAMES = {
     "thought": "response.reasoning_text",
@@ -35,9 +38,11 @@ DELTA_NAMES = {
 
 
 def next_number(num_tokens: int, num_blocks: int) -> int:
-    """Return a number above those of all events of so many tokens and blocks, however the tokens arrived.
+    """Return a number above those of all events of so many tokens and blocks, however the tokens
+    arrived.
 
-    A write has tokens, and one delta at most for the block that was open before and for each new one.
+    A write has tokens, and one delta at most for the block that was open before and for each new
+    one.
     """
     return OPENING_EVENTS + num_tokens + (BLOCK_EVENTS + 1) * num_blocks
 
@@ -50,14 +55,23 @@ class ResponsesAnswers(BlockAnswer):
         self._echo = conversation.echo
         self._id = str(chat.head["id"]).partition("-")[2]
         is_resumed = chat.has_begun
-        self._number = next_number(self._choice.num_tokens, len(self._blocks.all)) if is_resumed else 0
+        self._number = (
+            next_number(self._choice.num_tokens, len(self._blocks.all)) if is_resumed else 0
+        )
 
     @classmethod
     async def prepare(
-        cls, model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
+        cls,
+        model: ServedModel,
+        template: ChatTemplate,
+        conversation: Conversation,
+        arrived_at: float,
+        state: ResumeState,
     ) -> "ResponsesAnswers":
         """Render, tokenize and validate. Raises RequestError for what can never run."""
-        return cls(await prepare_chat(model, template, conversation, arrived_at, state), conversation)
+        return cls(
+            await prepare_chat(model, template, conversation, arrived_at, state), conversation
+        )
 
     @property
     def next_number(self) -> int:
@@ -78,15 +92,25 @@ class ResponsesAnswers(BlockAnswer):
     def first_events(self) -> list[Event]:
         """Return the events before all blocks."""
         response = self._response("in_progress", [])
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [
+            self._event(f"response.{name}", response=response)
+            for name in ("created", "in_progress")
+        ]
 
     def last_events(self) -> list[Event]:
         """Return the event with the whole response."""
         status = self._status
-        return [self._event(f"response.{status}", response=self._response(status, [self._item(b) for b in self._blocks.all]))]
+        return [
+            self._event(
+                f"response.{status}",
+                response=self._response(status, [self._item(b) for b in self._blocks.all]),
+            )
+        ]
 
     def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
-        """Return the events of what happens to blocks; log-probabilities are in the first delta of text."""
+        """Return the events of what happens to blocks; log-probabilities are in the first delta of
+        text.
+        """
         events: list[Event] = []
         scores = output_logprobs(logprobs)
         for action, block, parts in steps:
@@ -106,11 +130,18 @@ class ResponsesAnswers(BlockAnswer):
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return [added]
-        return [added, self._event("response.content_part.added", **self._place(block), part=part_of(block, ""))]
+        return [
+            added,
+            self._event(
+                "response.content_part.added", **self._place(block), part=part_of(block, "")
+            ),
+        ]
 
     def _delta(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> Event:
         more = {"logprobs": logprobs} if block.kind == "text" else {}
-        return self._event(f"{DELTA_NAMES[block.kind]}.delta", **self._place(block), delta=text, **more)
+        return self._event(
+            f"{DELTA_NAMES[block.kind]}.delta", **self._place(block), delta=text, **more
+        )
 
     def _closing_of(self, block: Block) -> list[Event]:
         content, place, name = block.content, self._place(block), f"{DELTA_NAMES[block.kind]}.done"
@@ -119,15 +150,24 @@ class ResponsesAnswers(BlockAnswer):
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             events = [self._event(name, **place, text=content, **more)]
-            events.append(self._event("response.content_part.done", **place, part=part_of(block, content)))
-        return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
+            events.append(
+                self._event("response.content_part.done", **place, part=part_of(block, content))
+            )
+        return [
+            *events,
+            self._event(
+                "response.output_item.done", output_index=block.index, item=self._item(block)
+            ),
+        ]
 
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": item_id(self._id, block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _item(self, block: Block, logprobs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return a block as an item that has ended; the last one of an answer that was cut off is incomplete."""
+        """Return a block as an item that has ended; the last one of an answer that was cut off is
+        incomplete.
+        """
         is_cut = block is self._blocks.all[-1] and self._choice.finish is FinishReason.LENGTH
         content = block.content
         parts = [] if block.kind == "call" else [part_of(block, content, logprobs)]
@@ -146,14 +186,16 @@ class ResponsesAnswers(BlockAnswer):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "model": head["model"],
             "output": items,
             "usage": None if status == "in_progress" else usage_of(self._chat.usage),
             **self._echo,
         }
 
-    def _event(self, kind: str, **fields: Any) -> Event:  # noqa: ANN401
+    def _event(self, kind: str, **fields: Any) -> Event:
         event = Event(kind, {"type": kind, **fields, "sequence_number": self._number})
         self._number += 1
         return event

@@ -1,4 +1,6 @@
-"""Items of a Responses conversation: messages, calls of functions and their results; and the messages of a chat that they are."""
+"""Items of a Responses conversation: messages, calls of functions and their results; and the
+messages of a chat that they are.
+"""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -7,20 +9,37 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import ConversationBuilder, tool_call
-from tramontane.router.chat_apis.request_parts import Caller, ShortText, by_type, known_types, refused, typed
+from tramontane.router.chat_apis.request_parts import (
+    Caller,
+    ShortText,
+    by_type,
+    known_types,
+    refused,
+    typed,
+)
 from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import Text
-from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.request_model import (
+    RequestModel,
+    default_if_null,
+    unsupported_except,
+)
 from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 
 TEXTS = TextParts(
-    ("input_text", "output_text", "text"), frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
+    ("input_text", "output_text", "text"),
+    frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"}),
 )
-OTHER_ITEMS = "items of the type {type} are not supported; there are message, function_call, function_call_output and reasoning"
+OTHER_ITEMS = (
+    "items of the type {type} are not supported; there are message, function_call,"
+    " function_call_output and reasoning"
+)
 
 
 class InputPart(RequestModel):
-    """A text. What an answer's text has more, and hints about caches, are accepted, without effect."""
+    """A text. What an answer's text has more, and hints about caches, are accepted, without
+    effect.
+    """
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -84,8 +103,15 @@ class ReasoningItem(Item):
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: Annotated[tuple[ReasoningPart, ...], Field(max_length=MAX_PARTS, strict=False, fail_fast=True)] | None = None
-    encrypted_content: Annotated[Any, refused("this server cannot read it; send the content of the thought")] = None
+    content: (
+        Annotated[
+            tuple[ReasoningPart, ...], Field(max_length=MAX_PARTS, strict=False, fail_fast=True)
+        ]
+        | None
+    ) = None
+    encrypted_content: Annotated[
+        Any, refused("this server cannot read it; send the content of the thought")
+    ] = None
 
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -99,7 +125,7 @@ AnyItem = Annotated[
 ]
 
 
-def _items(value: Any) -> Any:  # noqa: ANN401
+def _items(value: Any) -> Any:
     if isinstance(value, str):
         return (MessageItem(role="user", content=value),)
     if not isinstance(value, list):
@@ -114,7 +140,9 @@ def _require_items(items: tuple[AnyItem, ...]) -> tuple[AnyItem, ...]:
 
 
 # fail_fast: a body of some megabytes has room for a million bad items.
-ItemList = Annotated[tuple[AnyItem, ...], Field(max_length=MAX_MESSAGES, strict=False, fail_fast=True)]
+ItemList = Annotated[
+    tuple[AnyItem, ...], Field(max_length=MAX_MESSAGES, strict=False, fail_fast=True)
+]
 InputItems = Annotated[
     ItemList,
     BeforeValidator(_items, json_schema_input_type=str | Annotated[ItemList, Field(min_length=1)]),
@@ -123,7 +151,8 @@ InputItems = Annotated[
 
 
 def add_items(instructions: str | None, items: Iterable[AnyItem]) -> ConversationBuilder:
-    """Return the messages of instructions and items: a message of the assistant and the calls after it are one.
+    """Return the messages of instructions and items: a message of the assistant and the calls after
+    it are one.
 
     Raises ParameterError for no messages, and for more calls in a row than a message may have.
     """
@@ -156,7 +185,9 @@ class _AssistantTurn:
         match item:
             case FunctionCallItem():
                 if len(self._calls) == MAX_CALLS:
-                    raise ParameterError(f"{place}: there may be at most {MAX_CALLS} calls in a row", place)
+                    raise ParameterError(
+                        f"{place}: there may be at most {MAX_CALLS} calls in a row", place
+                    )
                 self._calls.append(tool_call(item.call_id, item.name, item.arguments))
             case ReasoningItem():
                 if self._text is not None or self._calls:

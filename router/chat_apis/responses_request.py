@@ -1,6 +1,7 @@
 """Requests for ``/v1/responses``, OpenAI's Responses API, and the chats that they are.
 
-What cannot be had here and would change an answer is refused by name. What cannot change it is accepted without effect.
+What cannot be had here and would change an answer is refused by name. What cannot change it is
+accepted without effect.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,11 @@ from tramontane.router.structured.grammar import (
     Tool,
     ToolChoiceFunction,
 )
-from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.request_model import (
+    RequestModel,
+    default_if_null,
+    unsupported_except,
+)
 
 NOT_STORED = "this server stores no answers; send the whole conversation as input"
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
@@ -88,7 +93,10 @@ Format = Annotated[
     | Annotated[JsonObjectFormat, typed("json_object")]
     | Annotated[SchemaFormat, typed("json_schema")],
     by_type(),
-    known_types(("text", "json_object", "json_schema"), "{type} is not supported; it must be text, json_object or json_schema"),
+    known_types(
+        ("text", "json_object", "json_schema"),
+        "{type} is not supported; it must be text, json_object or json_schema",
+    ),
 ]
 
 
@@ -97,7 +105,10 @@ class TextConfig(RequestModel):
 
     format: Format | None = None
     verbosity: Annotated[
-        Any, refused("this model cannot be set to be brief or detailed; say it in the instructions", "medium")
+        Any,
+        refused(
+            "this model cannot be set to be brief or detailed; say it in the instructions", "medium"
+        ),
     ] = None
 
 
@@ -115,7 +126,12 @@ class FunctionTool(RequestModel):
 
     def tool(self) -> Tool:
         """Return the tool as chats have it."""
-        function = Function(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
         return Tool(type="function", function=function)
 
 
@@ -130,7 +146,9 @@ class ReasoningConfig(RequestModel):
     """``reasoning`` of a request. Summaries are not made: thoughts are returned whole."""
 
     effort: Effort | None = None
-    context: Annotated[Any, refused("thoughts that are sent are shown to the model as its format has them", "auto")] = None
+    context: Annotated[
+        Any, refused("thoughts that are sent are shown to the model as its format has them", "auto")
+    ] = None
     mode: Annotated[Any, refused("this server has one way of thinking", "standard")] = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -140,24 +158,28 @@ TOOL_TYPES = "tools of the type {type} are not supported; only functions are, wh
 CHOICES = ("none", "auto", "required")
 
 
-def _check_tool_choice(value: Any) -> Any:  # noqa: ANN401
+def _check_tool_choice(value: Any) -> Any:
     is_function = isinstance(value, dict) and value.get("type") == "function"
     if not (is_function or (isinstance(value, str) and value in CHOICES)):
-        raise ValueError(f'it must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": "..."}}')
+        raise ValueError(
+            f'it must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": "..."}}'
+        )
     return value
 
 
-def _form_of_tool_choice(value: Any) -> str:  # noqa: ANN401
+def _form_of_tool_choice(value: Any) -> str:
     return "word" if isinstance(value, str) else "function"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ChosenFunction, Tag("function")],
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[ChosenFunction, Tag("function")],
     Discriminator(_form_of_tool_choice),
     BeforeValidator(_check_tool_choice),
 ]
 Tools = Annotated[
-    tuple[Annotated[FunctionTool, known_types(("function",), TOOL_TYPES)], ...], Field(max_length=MAX_TOOLS, fail_fast=True)
+    tuple[Annotated[FunctionTool, known_types(("function",), TOOL_TYPES)], ...],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
 
@@ -165,7 +187,12 @@ class ResponsesRequest(RequestModel):
     """Body of ``POST /v1/responses``."""
 
     model: str | None = None
-    messages: Annotated[Any, refused("a conversation is input here; /v1/chat/completions and /v1/messages take messages")] = None
+    messages: Annotated[
+        Any,
+        refused(
+            "a conversation is input here; /v1/chat/completions and /v1/messages take messages"
+        ),
+    ] = None
     input: InputItems
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -176,14 +203,23 @@ class ResponsesRequest(RequestModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     reasoning: ReasoningConfig | None = None
-    include: Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)), fail_fast=True)] | None = None
+    include: (
+        Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)), fail_fast=True)]
+        | None
+    ) = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: Annotated[bool, default_if_null(False)] = False
     metadata: RequestMetadata | None = None
     truncation: Annotated[
-        Any, refused("this server shortens no conversation; a longer one than the context is refused", "disabled")
+        Any,
+        refused(
+            "this server shortens no conversation; a longer one than the context is refused",
+            "disabled",
+        ),
     ] = None
-    store: Annotated[Any, refused("this server stores no answers; leave store out or send false")] = None
+    store: Annotated[
+        Any, refused("this server stores no answers; leave store out or send false")
+    ] = None
 
     # Without effect on an answer.
     user: ShortText | None = None
@@ -195,7 +231,9 @@ class ResponsesRequest(RequestModel):
     max_tool_calls: int | None = Field(None, ge=0, lt=2**31)
 
     background: Annotated[Any, refused(f"{NOT_STORED}, and wait for its answer")] = None
-    context_management: Annotated[Any, refused("this server changes no conversation; leave it out", [])] = None
+    context_management: Annotated[
+        Any, refused("this server changes no conversation; leave it out", [])
+    ] = None
     conversation: Annotated[Any, refused(NOT_STORED)] = None
     moderation: Annotated[Any, refused("this server has no moderation; leave it out")] = None
     previous_response_id: Annotated[Any, refused(NOT_STORED)] = None
@@ -214,10 +252,14 @@ class ResponsesRequest(RequestModel):
         if not isinstance(given, SchemaFormat):
             return None if given is None else ResponseFormat(type=given.type)
         schema = {"name": given.name, "schema": given.schema_, "strict": given.strict}
-        return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat.model_validate(schema))
+        return ResponseFormat(
+            type="json_schema", json_schema=JsonSchemaFormat.model_validate(schema)
+        )
 
     def conversation_of(self) -> Conversation:
-        """Return the request as a chat. Raises ParameterError for conversations that a chat cannot have."""
+        """Return the request as a chat. Raises ParameterError for conversations that a chat cannot
+        have.
+        """
         choice = self.tool_choice
         fields: Mapping[str, Any] = {
             "model": self.model,
@@ -229,7 +271,9 @@ class ResponsesRequest(RequestModel):
             "stream": self.stream,
             "response_format": self.response_format(),
             "tools": tuple(tool.tool() for tool in self.tools) if self.tools else None,
-            "tool_choice": ToolChoiceFunction(type="function", function=FunctionName(name=choice.name))
+            "tool_choice": ToolChoiceFunction(
+                type="function", function=FunctionName(name=choice.name)
+            )
             if isinstance(choice, ChosenFunction)
             else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -249,13 +293,21 @@ class ResponsesRequest(RequestModel):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": self.reasoning.effort if self.reasoning is not None else None, "summary": None},
+            "reasoning": {
+                "effort": self.reasoning.effort if self.reasoning is not None else None,
+                "summary": None,
+            },
             "store": False,
             "temperature": self.temperature,
             "text": {"format": written},
-            "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto",
+            "tool_choice": {"type": "function", "name": choice.name}
+            if isinstance(choice, ChosenFunction)
+            else choice or "auto",
             "tools": [
-                {key: getattr(tool, key) for key in ("type", "name", "description", "parameters", "strict")}
+                {
+                    key: getattr(tool, key)
+                    for key in ("type", "name", "description", "parameters", "strict")
+                }
                 for tool in self.tools or ()
             ],
             "top_logprobs": self.top_logprobs or 0,
@@ -268,5 +320,7 @@ def parse_responses(body: bytes) -> Conversation:
     """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(ResponsesRequest, body)
     if request.top_logprobs and not request.returns_logprobs:
-        raise ParameterError(f'top_logprobs is only allowed with include: ["{INCLUDED_LOGPROBS}"]', "top_logprobs")
+        raise ParameterError(
+            f'top_logprobs is only allowed with include: ["{INCLUDED_LOGPROBS}"]', "top_logprobs"
+        )
     return replace(request.conversation_of(), echo=request.echo(), echo_bytes=len(body))

@@ -1,9 +1,10 @@
 """Clients of the gRPC API: ``AsyncClient`` for asyncio, ``Client`` without it.
 
-Every method raises the errors of ``tramontane.proto.errors``: RequestError and its subclasses for what cannot be done,
-OverloadedError with the time after which to try again, AuthenticationError, UnknownJobError, DeadlineExceededError,
-PipelineError if the server failed, and ConnectionLostError if it cannot be reached. ``timeout_s`` is for the whole call; the
-server stops working on a call that is over.
+Every method raises the errors of ``tramontane.proto.errors``: RequestError and its subclasses for
+what cannot be done, OverloadedError with the time after which to try again, AuthenticationError,
+UnknownJobError, DeadlineExceededError, PipelineError if the server failed, and ConnectionLostError
+if it cannot be reached. ``timeout_s`` is for the whole call; the server stops working on a call
+that is over.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ from tramontane.router.client import messages
 from tramontane.router.client.connection import check_api_key, check_target
 from tramontane.router.client.messages import Chunk, ModelInfo, Prompt, RetryPolicy, Score
 
-APPLICATION = "tramontane"  # Ray Serve's gRPC proxy needs the application's name if there are several
+# Ray Serve's gRPC proxy needs the application's name if there are several
+APPLICATION = "tramontane"
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)
 
 P = ParamSpec("P")
@@ -36,12 +38,17 @@ R = TypeVar("R")
 class AsyncClient:
     """A client for asyncio; create it inside a running event loop.
 
-    ``target`` is host:port. ``retry_policy`` is for ``watch_job`` and ``results``, which resume after a lost connection.
-    Raises ConfigError for a target or a key that cannot be used.
+    ``target`` is host:port. ``retry_policy`` is for ``watch_job`` and ``results``, which resume
+    after a lost connection. Raises ConfigError for a target or a key that cannot be used.
     """
 
     def __init__(
-        self, target: str, api_key: str | None = None, *, retry_policy: RetryPolicy | None = None, application: str = APPLICATION
+        self,
+        target: str,
+        api_key: str | None = None,
+        *,
+        retry_policy: RetryPolicy | None = None,
+        application: str = APPLICATION,
     ) -> None:
         check_target(target)
         check_api_key(api_key)
@@ -67,20 +74,27 @@ class AsyncClient:
         prompt: Prompt,
         *,
         timeout_s: float | None = None,
-        **parameters: Any,  # noqa: ANN401
+        **parameters: Any,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the output as it is generated; closing the generator cancels the request.
 
         ``parameters`` are the fields of ``GenerateRequest``: max_tokens, temperature, n, ...
         """
         request = messages.generate_request(prompt, parameters)
-        async with aclosing(self._stream(self._inference.Generate, request, timeout_s)) as responses:
+        async with aclosing(
+            self._stream(self._inference.Generate, request, timeout_s)
+        ) as responses:
             async for response in responses:
                 for chunk in messages.parse_chunks(response):
                     yield chunk
 
     async def score(
-        self, prompt: Prompt, *, logprobs: int | None = None, model: str | None = None, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        *,
+        logprobs: int | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
     ) -> Score:
         """Return the prompt's log-probabilities, with ``logprobs`` alternatives of each token."""
         request = messages.score_request(prompt, logprobs, model)
@@ -88,7 +102,9 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         """Return the served models."""
-        return messages.parse_models(await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
+        return messages.parse_models(
+            await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s)
+        )
 
     async def submit_job(
         self,
@@ -99,10 +115,11 @@ class AsyncClient:
         request_key: str | None = None,
         timeout_s: float | None = None,
     ) -> Job:
-        """Submit a batch job: JSONL as bytes, a file's path, or a URL that the server reads. It is never repeated automatically.
+        """Submit a batch job: JSONL as bytes, a file's path, or a URL that the server reads. It is
+        never repeated automatically.
 
-        After a lost response, submit again with the same ``request_key``, a text that no other job has: it is the same job.
-        With other lines or options the key is refused.
+        After a lost response, submit again with the same ``request_key``, a text that no other job
+        has: it is the same job. With other lines or options the key is refused.
         """
         requests = messages.submit_requests(options or JobOptions(), source, url, request_key)
         return parse_job(await self._call(self._batch.SubmitJob, requests, timeout_s))
@@ -110,27 +127,41 @@ class AsyncClient:
     async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Return a batch job."""
         return parse_job(
-            await self._call(self._batch.GetJob, messages.request_message(pb.GetJobRequest, job_id=job_id), timeout_s)
+            await self._call(
+                self._batch.GetJob,
+                messages.request_message(pb.GetJobRequest, job_id=job_id),
+                timeout_s,
+            )
         )
 
-    async def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
+    async def list_jobs(
+        self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None
+    ) -> list[Job]:
         """Return the newest batch jobs first, starting behind the job ``after``."""
         response = await self._call(
-            self._batch.ListJobs, messages.request_message(pb.ListJobsRequest, limit=limit, after=after), timeout_s
+            self._batch.ListJobs,
+            messages.request_message(pb.ListJobsRequest, limit=limit, after=after),
+            timeout_s,
         )
         return [parse_job(job) for job in response.jobs]
 
     async def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Cancel a batch job."""
         return parse_job(
-            await self._call(self._batch.CancelJob, messages.request_message(pb.CancelJobRequest, job_id=job_id), timeout_s)
+            await self._call(
+                self._batch.CancelJob,
+                messages.request_message(pb.CancelJobRequest, job_id=job_id),
+                timeout_s,
+            )
         )
 
     async def watch_job(self, job_id: str) -> AsyncGenerator[Job, None]:
         """Yield the job now and after every change, until it has ended."""
         request = messages.request_message(pb.WatchJobRequest, job_id=job_id)
         while True:
-            async with aclosing(self._resumed_stream(self._batch.WatchJob, lambda: request)) as responses:
+            async with aclosing(
+                self._resumed_stream(self._batch.WatchJob, lambda: request)
+            ) as responses:
                 async for response in responses:
                     yield (job := parse_job(response))
                     if job.state.has_ended:
@@ -148,8 +179,12 @@ class AsyncClient:
                     offset = line.offset + 1
                     yield line
 
-    async def _resumed_stream(self, method: Callable[..., Any], request: Callable[[], object]) -> AsyncGenerator[Any, None]:
-        """Yield the messages of a stream. If the connection is lost, call the method again with what ``request`` returns then."""
+    async def _resumed_stream(
+        self, method: Callable[..., Any], request: Callable[[], object]
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a stream. If the connection is lost, call the method again with
+        what ``request`` returns then.
+        """
         heard_at = time.monotonic()
         while True:
             try:
@@ -161,12 +196,16 @@ class AsyncClient:
             except ConnectionLostError as error:
                 await self._sleep(self._retry_policy.pause(error, time.monotonic() - heard_at))
 
-    async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:  # noqa: ANN401
+    async def _call(
+        self, method: Callable[..., Any], request: object, timeout_s: float | None
+    ) -> Any:
         messages.check_timeout(timeout_s)
         with messages.translate_errors(self._target, timeout_s):
             return await self._result(method(request, timeout=timeout_s, metadata=self._metadata))
 
-    async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+    async def _stream(
+        self, method: Callable[..., Any], request: object, timeout_s: float | None
+    ) -> AsyncGenerator[Any, None]:
         messages.check_timeout(timeout_s)
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -184,35 +223,37 @@ class AsyncClient:
 
     # What waits, in addition to close. _BlockingClient overrides all five.
 
-    def _connect(self, target: str) -> Any:  # noqa: ANN401 - a channel
+    def _connect(self, target: str) -> Any:  # a channel
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def _result(self, call: Any) -> Any:  # noqa: ANN401
+    async def _result(self, call: Any) -> Any:
         return await call
 
-    def _responses(self, call: Any) -> AsyncIterator[Any]:  # noqa: ANN401
+    def _responses(self, call: Any) -> AsyncIterator[Any]:
         return aiter(call)
 
 
 class _BlockingClient(AsyncClient):
-    """An AsyncClient over gRPC's blocking API: where that one's coroutines are suspended, these block."""
+    """An AsyncClient over gRPC's blocking API: where that one's coroutines are suspended, these
+    block.
+    """
 
     async def close(self) -> None:
         self._channel.close()
 
-    def _connect(self, target: str) -> Any:  # noqa: ANN401
+    def _connect(self, target: str) -> Any:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    async def _result(self, call: Any) -> Any:  # noqa: ANN401 - the response itself
+    async def _result(self, call: Any) -> Any:  # the response itself
         return call
 
-    async def _responses(self, call: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
+    async def _responses(self, call: Any) -> AsyncGenerator[Any, None]:
         for response in call:
             yield response
 
@@ -227,7 +268,9 @@ def _run(coroutine: Coroutine[Any, Any, R]) -> R:
     raise AssertionError("a blocking call was suspended")
 
 
-def _blocking(method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate["Client", P], R]:
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate["Client", P], R]:
     @wraps(method)
     def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
         return _run(method(self._client, *args, **kwargs))
@@ -252,12 +295,21 @@ def _blocking_stream(
 
 
 class Client:
-    """A client without asyncio, for any number of threads. Arguments and methods are those of ``AsyncClient``."""
+    """A client without asyncio, for any number of threads. Arguments and methods are those of
+    ``AsyncClient``.
+    """
 
     def __init__(
-        self, target: str, api_key: str | None = None, *, retry_policy: RetryPolicy | None = None, application: str = APPLICATION
+        self,
+        target: str,
+        api_key: str | None = None,
+        *,
+        retry_policy: RetryPolicy | None = None,
+        application: str = APPLICATION,
     ) -> None:
-        self._client = _BlockingClient(target, api_key, retry_policy=retry_policy, application=application)
+        self._client = _BlockingClient(
+            target, api_key, retry_policy=retry_policy, application=application
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -5,13 +5,17 @@ import re
 from tramontane.proto.errors import ConfigError, ConnectionLostError, TramontaneError
 
 DEFAULT_PORT = 9000  # of --grpc-port
-SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")  # of targets that gRPC interprets itself
+# of targets that gRPC interprets itself
+SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 HOST_AND_PORT = re.compile(r"(\[[\w:.%]+\]|[^\s:/@\[\]]+):(\d{1,5})")
 MAX_PORT = 2**16 - 1
 HEADER_TEXT = re.compile(r"[ -~]*")
 HTTP_1 = "http1.x server"
 UNREACHABLE = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
-WHERE = f"the gRPC API is at --grpc-port of tramontane serve ({DEFAULT_PORT} by default), not at its HTTP port"
+WHERE = (
+    f"the gRPC API is at --grpc-port of tramontane serve ({DEFAULT_PORT} by default), not at its"
+    " HTTP port"
+)
 
 
 def check_target(target: str) -> None:
@@ -20,7 +24,9 @@ def check_target(target: str) -> None:
         return
     found = HOST_AND_PORT.fullmatch(target)
     if found is None or not 0 < int(found[2]) <= MAX_PORT:
-        raise ConfigError(f"the server's address is {target!r}; it must be host:port, without http://; {WHERE}")
+        raise ConfigError(
+            f"the server's address is {target!r}; it must be host:port, without http://; {WHERE}"
+        )
 
 
 def check_api_key(key: str | None) -> None:
@@ -32,12 +38,14 @@ def check_api_key(key: str | None) -> None:
 def connection_error(target: str, message: str) -> TramontaneError | None:
     """Return the error for gRPC's message that no connection was made; None for any other message.
 
-    "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused" becomes "no server can be
-    reached at 127.0.0.1:1: Connection refused; ...".
+    "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
+    becomes "no server can be reached at 127.0.0.1:1: Connection refused; ...".
     """
     if HTTP_1 in message:
         return ConfigError(f"the server at {target} speaks HTTP/1, not gRPC; {WHERE}")
     if not message.startswith(UNREACHABLE):
         return None
     reason = message.rpartition(": ")[2].rstrip("]")
-    return ConnectionLostError(f"no server can be reached at {target}: {reason}; is one running there? {WHERE}")
+    return ConnectionLostError(
+        f"no server can be reached at {target}: {reason}; is one running there? {WHERE}"
+    )

@@ -1,4 +1,6 @@
-"""What the client takes and returns, and its messages: requests from arguments, results from responses, errors from statuses."""
+"""What the client takes and returns, and its messages: requests from arguments, results from
+responses, errors from statuses.
+"""
 
 import io
 import json
@@ -12,7 +14,13 @@ import grpc
 from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError, did_you_mean
+from tramontane.proto.errors import (
+    ConfigError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    TramontaneError,
+    did_you_mean,
+)
 from tramontane.proto.grpc_messages import error_from_status, options_message
 from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
@@ -21,14 +29,21 @@ from tramontane.router.client.connection import connection_error
 M = TypeVar("M", bound=Message)
 Prompt = str | Sequence[int]
 
-PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}  # the prompt has an argument
+# the prompt has an argument
+PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}
 UPLOAD_BYTES = 2**18  # of one message
-FINISH_REASONS = {number: FinishReason[name.removeprefix("FINISH_REASON_")] for name, number in pb.FinishReason.items() if number}
+FINISH_REASONS = {
+    number: FinishReason[name.removeprefix("FINISH_REASON_")]
+    for name, number in pb.FinishReason.items()
+    if number
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with its log-probability; ``top`` has the likeliest tokens there. The first token of a text has no logprob."""
+    """A token with its log-probability; ``top`` has the likeliest tokens there. The first token of
+    a text has no logprob.
+    """
 
     token: str
     logprob: float | None
@@ -63,7 +78,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds that a request spent in each phase. ``cached_tokens``: those of the prompt that were not computed."""
+    """Seconds that a request spent in each phase. ``cached_tokens``: those of the prompt that were
+    not computed.
+    """
 
     ingress_s: float
     queue_s: float
@@ -104,20 +121,25 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How a client resumes a stream after it has lost its server: every ``retry_s``, for ``total_s`` since the last message."""
+    """How a client resumes a stream after it has lost its server: every ``retry_s``, for
+    ``total_s`` since the last message.
+    """
 
     total_s: float = 60.0
     retry_s: float = 1.0
 
     def pause(self, error: TramontaneError, silent_s: float) -> float:
-        """Return the seconds until the next attempt; raise ``error`` if it is no lost connection, or that would be too late."""
+        """Return the seconds until the next attempt; raise ``error`` if it is no lost connection,
+        or that would be too late.
+        """
         if not isinstance(error, ConnectionLostError) or silent_s + self.retry_s > self.total_s:
             raise error
         return self.retry_s
 
 
 def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
-    """Make the request of ``generate``. ``stop`` may be one text, ``response_format`` a mapping or its JSON.
+    """Make the request of ``generate``. ``stop`` may be one text, ``response_format`` a mapping or
+    its JSON.
 
     Raises ConfigError for a parameter that does not exist or has a value of the wrong type.
     """
@@ -125,7 +147,9 @@ def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.Genera
     if unknown := [name for name in given if name not in PARAMETERS]:
         likely = did_you_mean(unknown[0], PARAMETERS)
         there_are = " There are" if likely else "; there are"
-        raise ConfigError(f"there is no parameter {unknown[0]}{likely}{there_are} {', '.join(sorted(PARAMETERS))}")
+        raise ConfigError(
+            f"there is no parameter {unknown[0]}{likely}{there_are} {', '.join(sorted(PARAMETERS))}"
+        )
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if not isinstance(given.get("response_format", ""), str):
@@ -144,7 +168,7 @@ def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb
     return request
 
 
-def request_message(kind: type[M], **fields: Any) -> M:  # noqa: ANN401
+def request_message(kind: type[M], **fields: Any) -> M:
     """Make a message of these fields; those that are None are left out. Raises ConfigError."""
     message = kind()
     for name, value in fields.items():
@@ -156,11 +180,15 @@ def request_message(kind: type[M], **fields: Any) -> M:  # noqa: ANN401
 def check_timeout(timeout_s: float | None) -> None:
     """Raise ConfigError unless this is a number of seconds, or None."""
     if not isinstance(timeout_s, int | float | None):
-        raise ConfigError(f"timeout_s is {timeout_s!r:.60}; it must be a number of seconds, or None")
+        raise ConfigError(
+            f"timeout_s is {timeout_s!r:.60}; it must be a number of seconds, or None"
+        )
 
 
-def _field(kind: type[M], name: str, value: Any) -> M:  # noqa: ANN401
-    """Make a message with this field alone, so that an error can name it. Protobuf's own messages describe its internals."""
+def _field(kind: type[M], name: str, value: Any) -> M:
+    """Make a message with this field alone, so that an error can name it. Protobuf's own messages
+    describe its internals.
+    """
     try:
         return kind(**{name: value})
     except (TypeError, ValueError, AttributeError):
@@ -174,12 +202,14 @@ def _expected(kind: type[Message], name: str) -> str:
     elif field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
         expected = "a number"
     else:
-        expected = {field.CPPTYPE_STRING: "a text", field.CPPTYPE_BOOL: "true or false"}.get(field.cpp_type, "a whole number")
+        expected = {field.CPPTYPE_STRING: "a text", field.CPPTYPE_BOOL: "true or false"}.get(
+            field.cpp_type, "a whole number"
+        )
     is_list = field.is_repeated and field.message_type is None
     return f"a list; each item is {expected}" if is_list else expected
 
 
-def _json(response_format: Any) -> str:  # noqa: ANN401
+def _json(response_format: Any) -> str:
     try:
         return json.dumps(response_format)
     except (TypeError, ValueError, RecursionError) as error:
@@ -190,30 +220,50 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     try:
         if prompt is None:
             raise TypeError
-        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+        return (
+            {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+        )
     except (TypeError, ValueError, AttributeError):
-        raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
+        raise ConfigError(
+            "the prompt must be a text, or token ids, which are whole numbers"
+        ) from None
 
 
 def submit_requests(
-    options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None, request_key: str | None = None
+    options: JobOptions,
+    source: bytes | os.PathLike[str] | None,
+    url: str | None,
+    request_key: str | None = None,
 ) -> Iterator[pb.SubmitJobRequest]:
-    """Make the messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
+    """Make the messages of one upload: of a text, a file, or a URL that the server reads. Raises
+    ConfigError.
+    """
     if (source is None) == (url is None):
         raise ConfigError("a job needs either lines or a url")
     if not isinstance(options, JobOptions):
         raise ConfigError(f"options is {options!r:.60}; it must be a JobOptions")
-    first = request_message(pb.SubmitJobRequest, options=options_message(options), request_key=request_key)
+    first = request_message(
+        pb.SubmitJobRequest, options=options_message(options), request_key=request_key
+    )
     if source is None:
         return iter([first, request_message(pb.SubmitJobRequest, url=url)])
     if not isinstance(source, bytes | str | os.PathLike):
-        raise ConfigError(f"source is {source!r:.60}; it must be JSON Lines as bytes, or the path of a file")
+        raise ConfigError(
+            f"source is {source!r:.60}; it must be JSON Lines as bytes, or the path of a file"
+        )
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115 - read later
+        # read later
+        file = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         path = os.fspath(source)
-        hint = "; JSON Lines are given as bytes, and a URL as url=..." if "://" in str(path) or "{" in str(path) else ""
-        raise ConfigError(f"{path!s:.200} cannot be read: {getattr(error, 'strerror', error)}{hint}") from error
+        hint = (
+            "; JSON Lines are given as bytes, and a URL as url=..."
+            if "://" in str(path) or "{" in str(path)
+            else ""
+        )
+        raise ConfigError(
+            f"{path!s:.200} cannot be read: {getattr(error, 'strerror', error)}{hint}"
+        ) from error
     return _upload(first, file)
 
 
@@ -255,24 +305,34 @@ def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
 
 @contextmanager
 def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
-    """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised, or that kept it from answering."""
+    """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised, or
+    that kept it from answering.
+    """
     try:
         yield
     except grpc.RpcError as rpc_error:
         call: Any = rpc_error
         message = call.details() or ""
-        error = connection_error(target, message) or error_from_status(call.code(), message, call.trailing_metadata())
+        error = connection_error(target, message) or error_from_status(
+            call.code(), message, call.trailing_metadata()
+        )
         if isinstance(error, DeadlineExceededError) and timeout_s is not None:
-            raise DeadlineExceededError(f"the call did not end within timeout_s={timeout_s:g}") from None
+            raise DeadlineExceededError(
+                f"the call did not end within timeout_s={timeout_s:g}"
+            ) from None
         raise error from None
 
 
 def _usage(message: pb.Usage) -> Usage:
     drafts, kinds = message.completion_tokens_details, None
     if message.HasField("completion_tokens_details"):
-        kinds = CompletionTokensDetails(drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens)
+        kinds = CompletionTokensDetails(
+            drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens
+        )
     details = PromptTokensDetails(message.prompt_tokens_details.cached_tokens)
-    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens, details, kinds)
+    return Usage(
+        message.prompt_tokens, message.completion_tokens, message.total_tokens, details, kinds
+    )
 
 
 def _timings(message: pb.Timings) -> Timings:

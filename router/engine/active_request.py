@@ -1,7 +1,8 @@
 """One client's request while a router works on it.
 
-An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities and expert choices back
-until a token goes out with them, and knows when what happened. ``QueueWaitTracker`` derives Retry-After from that.
+An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities
+and expert choices back until a token goes out with them, and knows when what happened.
+``QueueWaitTracker`` derives Retry-After from that.
 """
 
 import math
@@ -28,7 +29,8 @@ T = TypeVar("T", ExpertChoices, Logprobs)
 
 
 class PositionBuffer(Generic[T]):
-    """Values of consecutive positions, held until a token of their sequence is emitted; no position is emitted twice.
+    """Values of consecutive positions, held until a token of their sequence is emitted; no position
+    is emitted twice.
 
     A sequence that is computed again has the same values, up to float rounding.
     """
@@ -42,7 +44,9 @@ class PositionBuffer(Generic[T]):
         self._next[seq_id, layer] = position
 
     def add(self, values: T, layer: int = 0) -> None:
-        """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the second adds 5 and 6."""
+        """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the
+        second adds 5 and 6.
+        """
         seq_id, position = values.seq_id, self._next.get((values.seq_id, layer), values.start)
         assert values.start <= position, "positions are missing"
         if values.end > position:
@@ -50,24 +54,41 @@ class PositionBuffer(Generic[T]):
             self._next[seq_id, layer] = values.end
 
     def take(self, events: Iterable[TokenEvent], end_of: Callable[[int], int]) -> tuple[T, ...]:
-        """Remove and return all that is held for the sequences of these events, up to their last tokens.
+        """Remove and return all that is held for the sequences of these events, up to their last
+        tokens.
 
-        ``end_of`` returns how many tokens of a sequence are known. One that ends with the first of three tokens, of which two
-        were drafts, has values of all three.
+        ``end_of`` returns how many tokens of a sequence are known. One that ends with the first of
+        three tokens, of which two were drafts, has values of all three.
         """
         if not self._held:  # nearly always
             return ()
-        held = ((end_of(event.seq_id), values) for event in events for values in self._held.pop(event.seq_id, ()))
-        return tuple(values.between(values.start, min(values.end, end)) for end, values in held if values.start < end)
+        held = (
+            (end_of(event.seq_id), values)
+            for event in events
+            for values in self._held.pop(event.seq_id, ())
+        )
+        return tuple(
+            values.between(values.start, min(values.end, end))
+            for end, values in held
+            if values.start < end
+        )
 
 
 class ActiveRequest:
     """The sequences of a request, its timestamps by the router's clock, and where its output goes.
 
-    ``counts_drafts``: whether the router speculates, so that outputs say how many drafts were right.
+    ``counts_drafts``: whether the router speculates, so that outputs say how many drafts were
+    right.
     """
 
-    def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float, *, counts_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[LiveSequence],
+        sink: Sink,
+        now: float,
+        *,
+        counts_drafts: bool = False,
+    ) -> None:
         self.sink = sink
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
         self._sequences = list(sequences)
@@ -76,27 +97,40 @@ class ActiveRequest:
         self.is_single = len(sequences) == 1
         is_resumed = any(s.output_ids for s in sequences)  # another router has emitted tokens
         self.last_token_at = now if is_resumed else math.inf
-        self._num_cached: dict[int, int] = {}  # tokens of prompts that were cached, by seq_id, until its first token
-        self._counts_prompt = {s.seq_id for s in {id(s.prompt_ids): s for s in reversed(sequences)}.values() if not s.output_ids}
+        # tokens of prompts that were cached, by seq_id, until its first token
+        self._num_cached: dict[int, int] = {}
+        self._counts_prompt = {
+            s.seq_id
+            for s in {id(s.prompt_ids): s for s in reversed(sequences)}.values()
+            if not s.output_ids
+        }
         self._counts_drafts = counts_drafts
-        self._sent_drafts: dict[int, tuple[int, int]] = {}  # drafts and right ones, by sequence, of all outputs so far
+        # drafts and right ones, by sequence, of all outputs so far
+        self._sent_drafts: dict[int, tuple[int, int]] = {}
         self._experts = PositionBuffer[ExpertChoices]()
         self._logprobs = PositionBuffer[Logprobs]()
         for index, sequence in enumerate(sequences):
-            if sequence.output_ids:  # of a prompt of 3 and an output of 2, logprobs of 1..4 are known, experts of 0..3
+            # of a prompt of 3 and an output of 2, logprobs of 1..4 are known, experts of 0..3
+            if sequence.output_ids:
                 self._logprobs.skip_to(index, sequence.num_known)
             for layer in sequence.sampling.return_experts:
-                self._experts.skip_to(index, sequence.num_known - 1 if sequence.output_ids else 0, layer)
+                self._experts.skip_to(
+                    index, sequence.num_known - 1 if sequence.output_ids else 0, layer
+                )
 
     def record_start(self, seq_id: int, num_cached: int, now: float) -> None:
-        """Record the first chunk of a sequence, which may be computed again later, after so many cached tokens."""
+        """Record the first chunk of a sequence, which may be computed again later, after so many
+        cached tokens.
+        """
         self.started_at = min(self.started_at, now)
         if num_cached and seq_id in self._counts_prompt:
             self._num_cached[seq_id] = num_cached
         self._counts_prompt.discard(seq_id)
 
     def add_experts(self, choices: ExpertChoices) -> None:
-        """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield none for a while."""
+        """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield
+        none for a while.
+        """
         self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]), choices.layer)
 
     def add_logprobs(self, logprobs: Logprobs) -> None:
@@ -107,14 +141,28 @@ class ActiveRequest:
         """Send tokens to the sink, with all that was held for their sequences."""
         self.first_token_at, self.last_token_at = min(self.first_token_at, now), now
         fields = [(self.index_of[seq_id], token_id, finish) for seq_id, token_id, finish in events]
-        own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))  # half of what calling TokenEvent takes
-        cached = sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events) if self._num_cached else 0
-        experts, logprobs = self._experts.take(own, self._num_known), self._logprobs.take(own, self._num_known)
+        # half of what calling TokenEvent takes
+        own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))
+        cached = (
+            sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events)
+            if self._num_cached
+            else 0
+        )
+        experts, logprobs = (
+            self._experts.take(own, self._num_known),
+            self._logprobs.take(own, self._num_known),
+        )
         drafts = self._take_drafts(own) if self._counts_drafts else ()
-        self.sink(RequestOutput(own, self._times(now), experts, logprobs, num_cached=cached, drafts=drafts))
+        self.sink(
+            RequestOutput(
+                own, self._times(now), experts, logprobs, num_cached=cached, drafts=drafts
+            )
+        )
 
     def _take_drafts(self, events: Iterable[TokenEvent]) -> tuple[SequenceDrafts, ...]:
-        """Return the drafts of these events' sequences since the outputs before; of a sequence's first output even if none."""
+        """Return the drafts of these events' sequences since the outputs before; of a sequence's
+        first output even if none.
+        """
         found: list[SequenceDrafts] = []
         for index in {event.seq_id: None for event in events}:
             sequence, sent = self._sequences[index], self._sent_drafts.get(index)
@@ -131,16 +179,26 @@ class ActiveRequest:
     @property
     def times(self) -> RequestTimings:
         """The timings that were sent last; all 0 before the first token."""
-        return self._times(self.last_token_at) if self.first_token_at < math.inf else RequestTimings(0.0, 0.0, 0.0)
+        return (
+            self._times(self.last_token_at)
+            if self.first_token_at < math.inf
+            else RequestTimings(0.0, 0.0, 0.0)
+        )
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
-        """Return name, start and end of queue, prefill and decode as far as they have come, by the router's clock."""
+        """Return name, start and end of queue, prefill and decode as far as they have come, by the
+        router's clock.
+        """
         bounds = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
         spans = zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False)
         return [(name, start, min(end, now)) for name, start, end in spans if start < math.inf]
 
     def _times(self, now: float) -> RequestTimings:
-        return RequestTimings(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
+        return RequestTimings(
+            self.started_at - self.arrived_at,
+            self.first_token_at - self.started_at,
+            now - self.first_token_at,
+        )
 
 
 class QueueWaitTracker:
@@ -160,17 +218,22 @@ class QueueWaitTracker:
                 request.record_start(chunk.seq_id, chunk.start, now)
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
-        """Return the longest wait of this priority in whole seconds: of the last start, or of a request that still waits."""
+        """Return the longest wait of this priority in whole seconds: of the last start, or of a
+        request that still waits.
+        """
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)
         longest = max((now - request.arrived_at for request in waiting), default=0.0)
         return max(1, math.ceil(max(longest, self._last_queue_s[priority])))
 
 
-def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str, list[tuple[int, ...]]]:
+def by_layer(
+    choices: Iterable[ExpertChoices], first: int, end: int
+) -> dict[str, list[tuple[int, ...]]]:
     """Group the expert choices at positions first..end-1 of one sequence by layer, token by token.
 
-    A layer with none of these positions is left out. Positions 2..4 of layer 7, for 3..9: {"7": [those of 3, those of 4]}.
+    A layer with none of these positions is left out. Positions 2..4 of layer 7, for 3..9: {"7":
+    [those of 3, those of 4]}.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for each in choices:

@@ -1,4 +1,5 @@
-"""The activity log of a pipeline: its recent micro-batches, and how long clients waited for tokens. Bounded.
+"""The activity log of a pipeline: its recent micro-batches, and how long clients waited for tokens.
+Bounded.
 
 The response of ``GET /activity`` is built from the models. All times are in seconds.
 """
@@ -15,7 +16,8 @@ from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 
-MAX_RECORDS = 20_000  # micro-batches, and stages of each: 4000 micro-batches of four stages, 300 of sixty-four
+# micro-batches, and stages of each: 4000 micro-batches of four stages, 300 of sixty-four
+MAX_RECORDS = 20_000
 MAX_RETURNED = 1000  # micro-batches in one response
 MAX_WAITS = 4096  # first tokens, and as many further ones
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
@@ -45,7 +47,8 @@ class Percentiles(_Model):
 class MicroBatchActivity(_Model):
     """A completed micro-batch.
 
-    ``stages`` has for each its number, its start by its own clock (since 1970), how long it computed, and how long it took.
+    ``stages`` has for each its number, its start by its own clock (since 1970), how long it
+    computed, and how long it took.
     """
 
     number: int
@@ -59,9 +62,10 @@ class MicroBatchActivity(_Model):
 class PipelineActivity(_Model):
     """The activity of one pipeline.
 
-    ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``prefix_cache_queries`` and
-    ``prefix_cache_hits`` count tokens since the router began, as do ``draft_tokens`` and ``accepted_tokens``, of which the latter
-    were right; ``last`` is for the next ``after``.
+    ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds;
+    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens since the router began, as do
+    ``draft_tokens`` and ``accepted_tokens``, of which the latter were right; ``last`` is for the
+    next ``after``.
     """
 
     name: str
@@ -93,7 +97,8 @@ class Activity(_Model):
 
 
 class MicroBatchRecord(NamedTuple):
-    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970); see ``MicroBatchActivity``.
+    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970); see
+    ``MicroBatchActivity``.
 
     ``number`` counts from 1.
     """
@@ -109,7 +114,9 @@ class MicroBatchRecord(NamedTuple):
 
 
 class ActivityLog:
-    """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on request, not in a step."""
+    """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on
+    request, not in a step.
+    """
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
@@ -123,18 +130,24 @@ class ActivityLog:
         """Record a completed micro-batch."""
         self._number += 1
         prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
-        works = [(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings]
+        works = [
+            (t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings
+        ]
         work = prefill_tokens, len(batch.decodes.seq_ids), works
-        record = MicroBatchRecord(self._number, batch.step_id, batch.epoch, *work, self._clock(), result.num_sampled)
+        record = MicroBatchRecord(
+            self._number, batch.step_id, batch.epoch, *work, self._clock(), result.num_sampled
+        )
         self._batches.append(record)
         self._num_records += 1 + len(works)
         while self._num_records > MAX_RECORDS:
             self._num_records -= 1 + len(self._batches.popleft().stages)
 
     def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
-        """Record that these requests are about to get tokens; ``now`` is by the clock that they were made with.
+        """Record that these requests are about to get tokens; ``now`` is by the clock that they
+        were made with.
 
-        The time between tokens counts only for requests of a single sequence: of several it cannot be attributed.
+        The time between tokens counts only for requests of a single sequence: of several it cannot
+        be attributed.
         """
         at, first, later = self._clock(), [], []
         for request in requests:
@@ -148,8 +161,9 @@ class ActivityLog:
     def as_data(self, num_stages: int, after: int | None = None) -> dict[str, Any]:
         """Return the fields of ``PipelineActivity`` that this log has.
 
-        ``after`` is the number of the last micro-batch that the client knows; the oldest of the later ones are returned.
-        Without it, or if the log is a new one since, those of the last five seconds are.
+        ``after`` is the number of the last micro-batch that the client knows; the oldest of the
+        later ones are returned. Without it, or if the log is a new one since, those of the last
+        five seconds are.
         """
         now = self._clock()
         batches = self._select(now, after)
@@ -157,7 +171,9 @@ class ActivityLog:
             **self._shares(now, num_stages),
             "first_token_s": _percentiles(self._first_tokens, now),
             "inter_token_s": _percentiles(self._later_tokens, now),
-            "micro_batches": [MicroBatchActivity.model_validate(batch, from_attributes=True) for batch in batches],
+            "micro_batches": [
+                MicroBatchActivity.model_validate(batch, from_attributes=True) for batch in batches
+            ],
             "last": batches[-1].number if batches else self._number,
         }
 
@@ -173,12 +189,17 @@ class ActivityLog:
         Micro-batches that were completed in this time count as a whole.
         """
         has_dropped = bool(self._batches) and self._batches[0].number > 1
-        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0)
+        span_s = max(
+            min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0
+        )
         recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
         for stage_id, _, stage_busy_s, _ in chain.from_iterable(batch.stages for batch in recent):
             busy_s[stage_id] += stage_busy_s
         num_sampled = sum(batch.num_sampled for batch in recent)
-        return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
+        return {
+            "busy": [min(seconds / span_s, 1.0) for seconds in busy_s],
+            "tokens_per_s": num_sampled / span_s,
+        }
 
     def _since(self, at: float) -> list[MicroBatchRecord]:
         """Return the micro-batches that were completed after this time, oldest first."""
@@ -191,7 +212,9 @@ class ActivityLog:
 
 
 def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> Percentiles | None:
-    """Return percentiles of the last minute by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
+    """Return percentiles of the last minute by nearest rank: of 1, 2, 3 and 4 half are at most 2,
+    and 95% at most 4.
+    """
     recent = sorted(seconds for at, seconds in waits if at > now - WAIT_SPAN_S)
     if not recent:
         return None

@@ -14,10 +14,14 @@ RETRY_S = 1.0  # after a call that has failed
 logger = logging.getLogger(__name__)
 
 
-async def run_draft_model(model: DraftPort, queue: DraftQueue, on_drafts: Callable[[], None]) -> None:
-    """Get what sequences wait for until cancelled; ``on_drafts`` is called whenever drafts have come.
+async def run_draft_model(
+    model: DraftPort, queue: DraftQueue, on_drafts: Callable[[], None]
+) -> None:
+    """Get what sequences wait for until cancelled; ``on_drafts`` is called whenever drafts have
+    come.
 
-    Sequences do not need drafts, so an error is logged, and the model is tried again. It then has no sequence any more.
+    Sequences do not need drafts, so an error is logged, and the model is tried again. It then has
+    no sequence any more.
     """
     requested = asyncio.Event()
     queue.on_request = requested.set
@@ -28,10 +32,17 @@ async def run_draft_model(model: DraftPort, queue: DraftQueue, on_drafts: Callab
         try:
             answers = await model.draft([drafter.request() for drafter in drafters], ended)
             if len(answers) != len(drafters):
-                raise PipelineError(f"the draft model has answered {len(answers)} of {len(drafters)} requests")
+                raise PipelineError(
+                    f"the draft model has answered {len(answers)} of {len(drafters)} requests"
+                )
         except Exception as error:  # also a defect: requests are answered without drafts
             is_expected = isinstance(error, PipelineError)
-            logger.warning("The draft model failed, and is called again in %g s: %s", RETRY_S, error, exc_info=not is_expected)
+            logger.warning(
+                "The draft model failed, and is called again in %g s: %s",
+                RETRY_S,
+                error,
+                exc_info=not is_expected,
+            )
             await asyncio.sleep(RETRY_S)
             answers = [None] * len(drafters)
         for drafter, drafts in zip(drafters, answers, strict=True):
@@ -44,7 +55,9 @@ async def run_with_drafts(router: Router, model: DraftPort | None) -> None:
     if model is None:
         await router.run()
         return
-    drafting = asyncio.create_task(run_draft_model(model, router.scheduler.draft_queue, router.wake.set))
+    drafting = asyncio.create_task(
+        run_draft_model(model, router.scheduler.draft_queue, router.wake.set)
+    )
     try:
         await router.run()
     finally:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-MAX_FAILED_RECOVERIES = 5  # recoveries in a row, without a micro-batch between them, that count as progress
+# recoveries in a row, without a micro-batch between them, that count as progress
+MAX_FAILED_RECOVERIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,20 @@ class Recovery:
 
 
 class HealthTracker:
-    """The progress of one router, by its clock. Failed recoveries of ``previous``, on the same pipeline before, count on."""
+    """The progress of one router, by its clock. Failed recoveries of ``previous``, on the same
+    pipeline before, count on.
+    """
 
     def __init__(self, clock: Callable[[], float], previous: "HealthTracker | None" = None) -> None:
         self._clock = clock
-        self._progress_at: float = previous._progress_at if previous else clock()  # last progress, or last time of idleness
-        self._num_failed: int = previous._num_failed if previous else 0  # recoveries since the last completed micro-batch
+        # last progress, or last time of idleness
+        self._progress_at: float = previous._progress_at if previous else clock()
+        # recoveries since the last completed micro-batch
+        self._num_failed: int = previous._num_failed if previous else 0
         self.is_fenced = self.has_begun = False
         self.num_recoveries = 0
-        self.paused_s = 0.0  # in recoveries, from the detection of each failure to the first token after it
+        # in recoveries, from the detection of each failure to the first token after it
+        self.paused_s = 0.0
         self.last_recovery: Recovery | None = None
 
     @property
@@ -44,7 +50,9 @@ class HealthTracker:
         self._progress_at = self._clock()
 
     def record_progress(self) -> float:
-        """Record other progress, or that there is nothing to do; return the time. See ``MAX_FAILED_RECOVERIES``."""
+        """Record other progress, or that there is nothing to do; return the time. See
+        ``MAX_FAILED_RECOVERIES``.
+        """
         now = self._clock()
         if self._num_failed <= MAX_FAILED_RECOVERIES:
             self._progress_at = now

@@ -12,7 +12,8 @@ from tramontane.router.engine.pipeline_stats import PipelineStats
 
 SLOW_FACTOR = 4.0  # times the slowest recent micro-batch: one that is only slow is not given up
 SLOWEST_DECAY = 0.99  # of the slowest time, with each micro-batch that is completed
-FIRST_FACTOR = 4.0  # times the limit for the first micro-batch: kernels are tuned, memory is laid out
+# times the limit for the first micro-batch: kernels are tuned, memory is laid out
+FIRST_FACTOR = 4.0
 WATCH_INTERVAL_S = 0.2
 RECHECK_S = 1.0  # after a check has found that a stage still computes or loads
 
@@ -20,8 +21,9 @@ RECHECK_S = 1.0  # after a check has found that a stage still computes or loads
 class StepDeadline:
     """The deadline of the oldest micro-batch of one pipeline; all times are given by the caller.
 
-    A micro-batch's time counts from its submission or the completion of the one before it, whichever was later: in a
-    pipeline of four stages, four that were submitted together return one after the other, each in its own time.
+    A micro-batch's time counts from its submission or the completion of the one before it,
+    whichever was later: in a pipeline of four stages, four that were submitted together return one
+    after the other, each in its own time.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -32,7 +34,9 @@ class StepDeadline:
 
     @property
     def limit_s(self) -> float:
-        """Time that a micro-batch may take. Timeout 30 s: 120 s for the first, then 30 s; 40 s after one that took 10 s."""
+        """Time that a micro-batch may take. Timeout 30 s: 120 s for the first, then 30 s; 40 s
+        after one that took 10 s.
+        """
         if not self._num_done:
             return FIRST_FACTOR * self._timeout_s
         return max(self._timeout_s, SLOW_FACTOR * self._slowest_s)
@@ -54,12 +58,18 @@ class StepDeadline:
         self._waiting_since = None
 
     def overdue_s(self, now: float) -> float:
-        """Return by how much the oldest micro-batch has exceeded its limit; negative while it has time."""
-        return -math.inf if self._waiting_since is None else now - self._waiting_since - self.limit_s
+        """Return by how much the oldest micro-batch has exceeded its limit; negative while it has
+        time.
+        """
+        return (
+            -math.inf if self._waiting_since is None else now - self._waiting_since - self.limit_s
+        )
 
 
 class InFlightBatches:
-    """The micro-batches of one pipeline, oldest first. ``on_result`` is called whenever one is completed or has failed."""
+    """The micro-batches of one pipeline, oldest first. ``on_result`` is called whenever one is
+    completed or has failed.
+    """
 
     def __init__(
         self,
@@ -96,7 +106,8 @@ class InFlightBatches:
         self._stats.on_submit(now)
 
     def pop_completed(self) -> tuple[MicroBatch, StepResult] | None:
-        """Remove and return the oldest micro-batch if it is completed: results come in the order of submission.
+        """Remove and return the oldest micro-batch if it is completed: results come in the order of
+        submission.
 
         Raises PipelineError if it has failed; it then stays, as the one to blame.
         """
@@ -120,7 +131,9 @@ class InFlightBatches:
         self._stats.reset()
 
     async def watch_for_hang(self) -> PipelineError:
-        """Return once a hung process had to be replaced. Polls, because a timer for each step would cost more."""
+        """Return once a hung process had to be replaced. Polls, because a timer for each step would
+        cost more.
+        """
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if self._deadline.overdue_s(self._clock()) > 0:

@@ -1,16 +1,21 @@
-"""Statistics of one pipeline's steps: plain numbers that only grow, read by exporters in any thread."""
+"""Statistics of one pipeline's steps: plain numbers that only grow, read by exporters in any
+thread.
+"""
 
 from collections import deque
 from itertools import pairwise
 
 from tramontane.proto.step import MicroBatch, StepResult
 
-# Samples kept between two exports. It is enough for percentiles, and exporting a sample may cost more than observing it.
+# Samples kept between two exports. It is enough for percentiles, and exporting a sample may cost
+# more than observing it.
 MAX_SAMPLES = 200
 
 
 class SampleBuffer:
-    """Samples that one thread adds and another one takes; the oldest are dropped where too many come in between."""
+    """Samples that one thread adds and another one takes; the oldest are dropped where too many
+    come in between.
+    """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
         self._values: deque[float] = deque(maxlen=max_samples)
@@ -18,15 +23,18 @@ class SampleBuffer:
 
     def take(self) -> list[float]:
         """Remove and return all samples that are there now, the oldest first."""
-        return [self._values.popleft() for _ in range(len(self._values))]  # not those that are added during the loop
+        # not those that are added during the loop
+        return [self._values.popleft() for _ in range(len(self._values))]
 
 
 class PipelineStats:
-    """Sums over the steps of one router, by its clock; times inside stages are by the stages' own clocks.
+    """Sums over the steps of one router, by its clock; times inside stages are by the stages' own
+    clocks.
 
-    ``active_s`` is the time in which any micro-batch was in flight. The part of it in which a stage did not work is its waiting
-    time, and the waiting of all stages together is the bubble. ``hops_s``, by the stage that a hop leads to, is the time from
-    when a stage had ended a micro-batch and the next stage was free to when that one began it; it is as good as the stages'
+    ``active_s`` is the time in which any micro-batch was in flight. The part of it in which a stage
+    did not work is its waiting time, and the waiting of all stages together is the bubble.
+    ``hops_s``, by the stage that a hop leads to, is the time from when a stage had ended a
+    micro-batch and the next stage was free to when that one began it; it is as good as the stages'
     clocks agree, and never below 0.
     """
 
@@ -45,7 +53,9 @@ class PipelineStats:
         if self._active_since is None:
             self._active_since = now
 
-    def on_complete(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
+    def on_complete(
+        self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int
+    ) -> None:
         """Record that the oldest micro-batch is completed; so many are still in flight."""
         assert self._active_since is not None
         self.active_s += now - self._active_since
@@ -65,9 +75,13 @@ class PipelineStats:
             self._last_end[timing.stage_id] = timing.ended_at
 
     def reset(self) -> None:
-        """Record that nothing is in flight any more; the time since the last result is part of a recovery, not of work."""
+        """Record that nothing is in flight any more; the time since the last result is part of a
+        recovery, not of work.
+        """
         self._active_since = None
 
     def waiting_s(self, stage_id: int) -> float:
-        """Return the part of ``active_s`` in which a stage did not work. As clocks differ, it may decrease slightly."""
+        """Return the part of ``active_s`` in which a stage did not work. As clocks differ, it may
+        decrease slightly.
+        """
         return max(self.active_s - self.busy_s[stage_id], 0.0)

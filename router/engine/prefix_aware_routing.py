@@ -1,11 +1,14 @@
-"""Prefix-aware routing: the choice of a request's pipeline by the prefix that its cache has, and by how busy it is.
+"""Prefix-aware routing: the choice of a request's pipeline by the prefix that its cache has, and by
+how busy it is.
 
-Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals. A request goes to the pipeline
-that is predicted to be done with it first: the seconds of work that the pipeline has, and of the tokens it would have to compute.
-A prefix that another pipeline has counts twice there: it is computed again, and the copy takes the place of as many other tokens.
+Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals.
+A request goes to the pipeline that is predicted to be done with it first: the seconds of work that
+the pipeline has, and of the tokens it would have to compute. A prefix that another pipeline has
+counts twice there: it is computed again, and the copy takes the place of as many other tokens.
 
-A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has none of them and work for
-1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a would be done after 3.1 s, so b gets it.
+A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has
+none of them and work for 1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a
+would be done after 3.1 s, so b gets it.
 """
 
 import itertools
@@ -24,9 +27,13 @@ from tramontane.router.scheduling.running_set import MIN_DECODES
 from tramontane.router.scheduling.scheduler import Scheduler
 
 MAX_AGE_S = 10.0  # of a digest that is believed
-LATE_S = 0.5  # for so long before it was queried, what was sent to a pipeline may not have arrived when its digest was made
-MIN_TOKEN_S = 1e-5  # a fit may find that a token more takes no time; all requests would then go to that pipeline
-MAX_BLOCKS = 2048  # of a prompt that are compared, 32k tokens: their keys take about a millisecond of the ingress
+# for so long before it was queried, what was sent to a pipeline may not have arrived when its
+# digest was made
+LATE_S = 0.5
+# a fit may find that a token more takes no time; all requests would then go to that pipeline
+MIN_TOKEN_S = 1e-5
+# of a prompt that are compared, 32k tokens: their keys take about a millisecond of the ingress
+MAX_BLOCKS = 2048
 SAMPLE_TOKENS = 256  # of the prompt whose time per token is reported
 
 Known = tuple[int, int]  # number of a replica's router, and version of its cached keys
@@ -36,8 +43,8 @@ Known = tuple[int, int]  # number of a replica's router, and version of its cach
 class PrefixDigest:
     """What is cached in a pipeline, as changes since a version, and how busy the pipeline is.
 
-    ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority, by priority.
-    ``prefill_s``, ``decode_s``: for one token more.
+    ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority,
+    by priority. ``prefill_s``, ``decode_s``: for one token more.
     """
 
     replica: str  # of the router
@@ -54,7 +61,9 @@ class PrefixDigest:
         return self.router, self.changes.version
 
 
-def make_digest(replica: str, router: int, scheduler: Scheduler, known: Known | None) -> PrefixDigest:
+def make_digest(
+    replica: str, router: int, scheduler: Scheduler, known: Known | None
+) -> PrefixDigest:
     """Make the digest for an ingress that knows ``known``."""
     version = known[1] if known is not None and known[0] == router else -1
     seconds = scheduler.policy.seconds
@@ -78,7 +87,10 @@ class TokenSeconds(NamedTuple):
     @classmethod
     def of(cls, digests: Sequence[PrefixDigest]) -> "TokenSeconds":
         """Return the mean over pipelines, whose fits differ."""
-        prefill_s, decode_s = fmean(each.prefill_s for each in digests), fmean(each.decode_s for each in digests)
+        prefill_s, decode_s = (
+            fmean(each.prefill_s for each in digests),
+            fmean(each.decode_s for each in digests),
+        )
         return cls(max(prefill_s, MIN_TOKEN_S), max(decode_s, MIN_TOKEN_S))
 
 
@@ -105,7 +117,9 @@ class KeyIndex:
                 self._holders.pop(key, None)
 
     def longest(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Return up to which of these keys of a prompt each pipeline has it, by bit: of a and c, with b elsewhere, up to 3."""
+        """Return up to which of these keys of a prompt each pipeline has it, by bit: of a and c,
+        with b elsewhere, up to 3.
+        """
         found: dict[int, int] = {}
         missing = -1
         for number in range(len(keys), 0, -1):
@@ -118,7 +132,9 @@ class KeyIndex:
 
 
 class Choice(NamedTuple):
-    """The pipeline that a request is sent to, for ``PrefixAwareRouting.release`` when the request has ended."""
+    """The pipeline that a request is sent to, for ``PrefixAwareRouting.release`` when the request
+    has ended.
+    """
 
     replica: str  # of the router
     number: int  # of the request
@@ -142,9 +158,10 @@ class _SentRequest:
 class _Pipeline:
     """What an ingress knows of a pipeline: its last digest, and what this ingress has sent to it.
 
-    A digest may be older than many requests last. What this ingress has sent is known at any time (``sent``); only the rest of
-    the pipeline's work counts as it was when the digest was queried (``others_s``, by priority, as in ``PrefixDigest.busy_s``).
-    The pipeline's keys, known and sent, are in ``index`` under ``bit``.
+    A digest may be older than many requests last. What this ingress has sent is known at any time
+    (``sent``); only the rest of the pipeline's work counts as it was when the digest was queried
+    (``others_s``, by priority, as in ``PrefixDigest.busy_s``). The pipeline's keys, known and sent,
+    are in ``index`` under ``bit``.
     """
 
     digest: PrefixDigest
@@ -154,7 +171,8 @@ class _Pipeline:
     others_s: list[float] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
     sent: dict[int, _SentRequest] = field(default_factory=dict)
-    # Of what has been sent and has not ended, by priority: an ingress may have thousands of streams when it chooses.
+    # Of what has been sent and has not ended, by priority: an ingress may have thousands of streams
+    # when it chooses.
     open_prefill_tokens: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
     open_decodes: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
     sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
@@ -170,10 +188,18 @@ class _Pipeline:
         for key in expired:
             del self.sent_keys[key]
         self.index.add(self.bit, added)
-        self.index.discard(self.bit, [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_keys])
+        self.index.discard(
+            self.bit,
+            [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_keys],
+        )
         token_s = TokenSeconds.of([digest])
-        self.others_s = [max(s - self._sent_s(level, asked_at, token_s), 0.0) for level, s in enumerate(digest.busy_s)]
-        self.sent = {number: each for number, each in self.sent.items() if each.ended_at == math.inf}
+        self.others_s = [
+            max(s - self._sent_s(level, asked_at, token_s), 0.0)
+            for level, s in enumerate(digest.busy_s)
+        ]
+        self.sent = {
+            number: each for number, each in self.sent.items() if each.ended_at == math.inf
+        }
 
     def forget(self) -> None:
         """Remove its keys from the index."""
@@ -181,12 +207,21 @@ class _Pipeline:
         self.index.discard(self.bit, self.sent_keys)
 
     def busy_s(self, priority: int, token_s: TokenSeconds) -> float:
-        tokens, decodes = sum(self.open_prefill_tokens[: priority + 1]), sum(self.open_decodes[: priority + 1])
+        tokens, decodes = (
+            sum(self.open_prefill_tokens[: priority + 1]),
+            sum(self.open_decodes[: priority + 1]),
+        )
         return self.others_s[priority] + tokens * token_s.prefill + decodes * token_s.decode
 
     def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
-        """Return the seconds of what this ingress had sent and had not ended at a time, as if none of it was done yet."""
-        sent = (each for each in self.sent.values() if each.priority <= priority and each.sent_at <= at < each.ended_at)
+        """Return the seconds of what this ingress had sent and had not ended at a time, as if none
+        of it was done yet.
+        """
+        sent = (
+            each
+            for each in self.sent.values()
+            if each.priority <= priority and each.sent_at <= at < each.ended_at
+        )
         return sum(each.seconds(token_s) for each in sent)
 
     def record(self, number: int, request: _SentRequest, keys: Sequence[bytes]) -> None:
@@ -223,13 +258,17 @@ class PrefixAwareRouting:
         return {replica: pipeline.digest.known for replica, pipeline in self._pipelines.items()}
 
     def update(self, digests: Collection[PrefixDigest], asked_at: float) -> None:
-        """Take what replicas have answered; the others are not chosen until they answer. ``asked_at``: by the clock."""
+        """Take what replicas have answered; the others are not chosen until they answer.
+        ``asked_at``: by the clock.
+        """
         by_replica = {digest.replica: digest for digest in digests}
         for replica in self._pipelines.keys() - by_replica.keys():
             self._pipelines.pop(replica).forget()
         for replica, digest in by_replica.items():
             if replica not in self._pipelines and digest.changes.is_whole:
-                self._pipelines[replica] = _Pipeline(digest, asked_at, self._index, self._free_bit())
+                self._pipelines[replica] = _Pipeline(
+                    digest, asked_at, self._index, self._free_bit()
+                )
             if replica in self._pipelines:
                 self._pipelines[replica].update(digest, asked_at)
 
@@ -237,14 +276,21 @@ class PrefixAwareRouting:
         taken = sum(pipeline.bit for pipeline in self._pipelines.values())
         return ~taken & (taken + 1)
 
-    def choose(self, specs: Sequence[SequenceRequest], excluded: Collection[str] = (), only: str = "") -> Choice | None:
-        """Return where to send a request, which counts as sent until ``release``; None if fewer than two pipelines are known.
+    def choose(
+        self, specs: Sequence[SequenceRequest], excluded: Collection[str] = (), only: str = ""
+    ) -> Choice | None:
+        """Return where to send a request, which counts as sent until ``release``; None if fewer
+        than two pipelines are known.
 
-        ``only``: where it is sent in any case; None if that pipeline is not known. The sequences of a request stay together. Of
-        several prompts the prefix of the first one counts.
+        ``only``: where it is sent in any case; None if that pipeline is not known. The sequences of
+        a request stay together. Of several prompts the prefix of the first one counts.
         """
         now, priority = self._clock(), specs[0].priority
-        found = {name: each for name, each in self._pipelines.items() if name not in excluded and now < each.at + MAX_AGE_S}
+        found = {
+            name: each
+            for name, each in self._pipelines.items()
+            if name not in excluded and now < each.at + MAX_AGE_S
+        }
         if only:
             found = {name: each for name, each in found.items() if name == only}
         if len(found) < (1 if only else 2):
@@ -256,12 +302,22 @@ class PrefixAwareRouting:
         token_s = TokenSeconds.of([each.digest for each in found.values()])
         num_blocks = self._index.longest(keys)
         works = {
-            name: _SentRequest(priority, num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size, num_decodes, now)
+            name: _SentRequest(
+                priority,
+                num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size,
+                num_decodes,
+                now,
+            )
             for name, each in found.items()
         }
-        done_s = {name: each.busy_s(priority, token_s) + works[name].seconds(token_s) for name, each in found.items()}
+        done_s = {
+            name: each.busy_s(priority, token_s) + works[name].seconds(token_s)
+            for name, each in found.items()
+        }
         fewest = min(each.prefill_tokens for each in works.values())
-        again_s = {name: (each.prefill_tokens - fewest) * token_s.prefill for name, each in works.items()}
+        again_s = {
+            name: (each.prefill_tokens - fewest) * token_s.prefill for name, each in works.items()
+        }
         chosen = min(found, key=lambda name: (done_s[name] + again_s[name], random.random()))
         found[chosen].record(number := next(self._numbers), works[chosen], keys)
         return Choice(chosen, number)
@@ -272,7 +328,9 @@ class PrefixAwareRouting:
             pipeline.record_end(choice.number, self._clock())
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
-        """Return the keys of the first blocks before the last token, which is computed in any case."""
+        """Return the keys of the first blocks before the last token, which is computed in any
+        case.
+        """
         hasher = BlockHasher(self._salt_of(spec.cache_salt))
         num_blocks = min((len(spec.prompt_ids) - 1) // page_size, MAX_BLOCKS)
         hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)

@@ -1,4 +1,6 @@
-"""The output of one request on its way to the client: split for travel, merged until it is read, kept to continue elsewhere."""
+"""The output of one request on its way to the client: split for travel, merged until it is read,
+kept to continue elsewhere.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -6,14 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.request import ExpertChoices, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 
 
 def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutput]:
-    """Yield parts with at most ``max_values`` log-probabilities and expert ids each, or those of one token if that has more.
+    """Yield parts with at most ``max_values`` log-probabilities and expert ids each, or those of
+    one token if that has more.
 
-    Only the last part has the events. With ``max_values`` 4, log-probabilities of five tokens with one other token each are
-    split into those of the first two, of the next two, and of the last one.
+    Only the last part has the events. With ``max_values`` 4, log-probabilities of five tokens with
+    one other token each are split into those of the first two, of the next two, and of the last
+    one.
     """
     experts, logprobs, num_values = list[ExpertChoices](), list[Logprobs](), 0
     extras: list[ExpertChoices | Logprobs] = [*output.experts, *output.logprobs]
@@ -36,15 +47,17 @@ def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutp
 class OutputQueue:
     """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads.
 
-    Outputs without events (see ``split_output`` and ``announcement``, of which only the latter have a fingerprint) are read
-    together with the events that follow, never before. Outputs are merged
-    as they arrive, into lists of plain values: Python's garbage collector would examine thousands of outputs that wait to be
-    read again and again, which took half of the time of an ingress with 500 streams.
+    Outputs without events (see ``split_output`` and ``announcement``, of which only the latter have
+    a fingerprint) are read together with the events that follow, never before. Outputs are merged
+    as they arrive, into lists of plain values: Python's garbage collector would examine thousands
+    of outputs that wait to be read again and again, which took half of the time of an ingress with
+    500 streams.
     """
 
     def __init__(self) -> None:
         self._events: list[Any] = []  # the fields of all tokens, three of each
-        self._times: RequestTimings | None = None  # of the last output; None if there is none to read
+        # of the last output; None if there is none to read
+        self._times: RequestTimings | None = None
         self._experts: list[ExpertChoices] = []
         self._logprobs: list[Logprobs] = []
         self._parts: list[RequestOutput] = []  # of an output whose last part has not arrived
@@ -77,7 +90,9 @@ class OutputQueue:
         self._filled.set()
 
     async def get(self) -> RequestOutput:
-        """Return all outputs as one, waiting for the first. Raises an error that was put, after the outputs."""
+        """Return all outputs as one, waiting for the first. Raises an error that was put, after the
+        outputs.
+        """
         await self._filled.wait()
         if self._times is None:
             assert self._error is not None
@@ -93,15 +108,24 @@ class OutputQueue:
         drafts = tuple((seq_id, *counts) for seq_id, counts in self._drafts.items())
         output = RequestOutput(events, times, *extras, self._fingerprint, self._num_cached, drafts)
         self._drafts = {}
-        self._events, self._times, self._experts, self._logprobs, self._fingerprint, self._num_cached = [], None, [], [], "", 0
+        (
+            self._events,
+            self._times,
+            self._experts,
+            self._logprobs,
+            self._fingerprint,
+            self._num_cached,
+        ) = [], None, [], [], "", 0
         return output
 
 
 class ResumableRequest:
-    """A request with the tokens received so far, so that another router can continue it after one was lost.
+    """A request with the tokens received so far, so that another router can continue it after one
+    was lost.
 
-    It numbers sequences as the client's request does; a router that gets only the unfinished ones numbers these from 0.
-    Of three sequences the second has ended: the next router gets the first and the third, whose number there is 1.
+    It numbers sequences as the client's request does; a router that gets only the unfinished ones
+    numbers these from 0. Of three sequences the second has ended: the next router gets the first
+    and the third, whose number there is 1.
     """
 
     def __init__(self, specs: Sequence[SequenceRequest]) -> None:
@@ -109,7 +133,8 @@ class ResumableRequest:
         self._output_ids = [list(spec.output_ids) for spec in specs]
         self._unfinished = dict.fromkeys(range(len(specs)))
         self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
-        self._submitted = list(self._unfinished)  # the request's numbers of what the present router works on
+        # the request's numbers of what the present router works on
+        self._submitted = list(self._unfinished)
 
     @property
     def is_complete(self) -> bool:
@@ -125,7 +150,11 @@ class ResumableRequest:
         """Return what is left to do, for the next router."""
         self._submitted = list(self._unfinished)
         return [
-            replace(self._specs[number], output_ids=tuple(self._output_ids[number]), already_admitted=self.was_accepted)
+            replace(
+                self._specs[number],
+                output_ids=tuple(self._output_ids[number]),
+                already_admitted=self.was_accepted,
+            )
             for number in self._submitted
         ]
 
@@ -144,7 +173,14 @@ def remap_seq_ids(batch: RequestOutput, numbers: Sequence[int]) -> RequestOutput
     """Replace every sequence id i by ``numbers[i]``."""
     return batch._replace(
         events=tuple(event._replace(seq_id=numbers[event.seq_id]) for event in batch.events),
-        experts=tuple(choices._replace(seq_id=numbers[choices.seq_id]) for choices in batch.experts),
-        logprobs=tuple(logprobs._replace(seq_id=numbers[logprobs.seq_id]) for logprobs in batch.logprobs),
-        drafts=tuple((numbers[seq_id], num_drafts, num_right) for seq_id, num_drafts, num_right in batch.drafts),
+        experts=tuple(
+            choices._replace(seq_id=numbers[choices.seq_id]) for choices in batch.experts
+        ),
+        logprobs=tuple(
+            logprobs._replace(seq_id=numbers[logprobs.seq_id]) for logprobs in batch.logprobs
+        ),
+        drafts=tuple(
+            (numbers[seq_id], num_drafts, num_right)
+            for seq_id, num_drafts, num_right in batch.drafts
+        ),
     )

@@ -6,7 +6,8 @@ One step, from a waiting sequence to a token at the client:
  2. router/scheduling/scheduler.py        ``Scheduler.schedule`` makes the next micro-batch, with steps 3 to 5.
  3. router/scheduling/waiting_queue.py    The next sequence: by priority, then by fair queueing between API keys.
  4. router/scheduling/running_set.py      It gets a slot and a reservation of pages; less urgent ones are preempted for it.
- 5. router/scheduling/balanced_policy.py  The budget: how many decodes and prompt tokens the micro-batch may have.
+ 5. router/scheduling/balanced_policy.py  The budget: how many decodes and prompt tokens the
+    micro-batch may have.
  6. router/engine/in_flight.py            The micro-batch is submitted and gets a deadline; several are in flight.
  7. cluster/pipeline/stage_chain.py       It is encoded, and every stage gets an actor call at once.
  8. cluster/actors/stage_actor.py         The Ray actor of a stage decodes it and hands it to its executor.
@@ -15,7 +16,8 @@ One step, from a waiting sequence to a token at the client:
 11. workers/model/transformer.py          The stage runs its layers.
 12. workers/sampling/token_sampler.py     The last stage samples a token for each row that needs one.
 13. router/engine/active_request.py       ``Router._deliver`` has the scheduler make events of the tokens, and ``deliver``
-                                          sends them to the request's sink, where the client's stream reads them.
+                                          sends them to the request's sink, where the client's
+                                          stream reads them.
 """
 
 import asyncio
@@ -24,9 +26,23 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonRequestError, QueueFullError, RequestError
+from tramontane.proto.errors import (
+    LeaseError,
+    OverloadedError,
+    PipelineError,
+    PoisonRequestError,
+    QueueFullError,
+    RequestError,
+)
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent, announcement, request_fields, requests_fields
+from tramontane.proto.request import (
+    RequestOutput,
+    SequenceRequest,
+    TokenEvent,
+    announcement,
+    request_fields,
+    requests_fields,
+)
 from tramontane.proto.step import STEP_TIMEOUT_S, MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink
 from tramontane.router.engine.activity_log import ActivityLog
@@ -62,7 +78,8 @@ class Router:
         self._observe = observe or (lambda _: None)
         self._clock = clock
         self._seq_ids = itertools.count()
-        self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
+        # by seq_id, for every sequence that has not finished
+        self._requests: dict[int, ActiveRequest] = {}
         self._queue_waits = QueueWaitTracker(clock)
         self.wake = asyncio.Event()  # set where there may be something to submit
         self.stats = PipelineStats(chain.num_stages)
@@ -71,14 +88,17 @@ class Router:
         self.health = HealthTracker(clock, previous)
         self.failure: PipelineError | None = None
         self._reported_loss: PipelineError | None = None  # see ``request_recovery``
-        self._failed: tuple[PipelineError, FailedBatch] | None = None  # what has made the stages be fenced again
+        # what has made the stages be fenced again
+        self._failed: tuple[PipelineError, FailedBatch] | None = None
         self._num_poison = 0  # poison requests since the last token of any request
-        self._read_fingerprint, self.fingerprint = read_fingerprint, ""  # of the pipeline; "" while it is not known
+        # of the pipeline; "" while it is not known
+        self._read_fingerprint, self.fingerprint = read_fingerprint, ""
 
     async def run(self) -> None:
         """Drive the pipeline until cancelled, or until it is lost for good.
 
-        After any other failure requests only wait: the stages are fenced again, and all live sequences are computed again.
+        After any other failure requests only wait: the stages are fenced again, and all live
+        sequences are computed again.
         """
         try:
             while True:
@@ -87,7 +107,9 @@ class Router:
                 self._blame_failure()
                 self.scheduler.restart(epoch)
                 self.health.on_fenced()
-                logger.info("the stages accept epoch %d", self.scheduler.epoch, extra=self._log_fields())
+                logger.info(
+                    "the stages accept epoch %d", self.scheduler.epoch, extra=self._log_fields()
+                )
                 try:
                     await self._run_steps()
                 except LeaseError:
@@ -106,7 +128,9 @@ class Router:
             self._in_flight.cancel_all()
 
     async def _run_steps(self) -> None:
-        """Submit micro-batches and deliver their tokens. Raises PipelineError if a step fails or stages are lost."""
+        """Submit micro-batches and deliver their tokens. Raises PipelineError if a step fails or
+        stages are lost.
+        """
         hang_watch = asyncio.create_task(self._in_flight.watch_for_hang())
         hang_watch.add_done_callback(lambda _: self.wake.set())
         try:
@@ -146,7 +170,9 @@ class Router:
             request.deliver(events, now)
 
     def _buffer_extras(self, result: StepResult) -> None:
-        """Hand expert choices and log-probabilities to their requests; before the tokens, which may end a request."""
+        """Hand expert choices and log-probabilities to their requests; before the tokens, which may
+        end a request.
+        """
         for choices in result.expert_choices:
             if (request := self._requests.get(choices.seq_id)) is not None:  # else it was aborted
                 request.add_experts(choices)
@@ -156,7 +182,11 @@ class Router:
 
     def _handle_step_failure(self, error: PipelineError) -> None:
         """Prepare for fencing the stages again."""
-        logger.warning("the pipeline failed, and its requests are computed again: %s", error, extra=self._log_fields())
+        logger.warning(
+            "the pipeline failed, and its requests are computed again: %s",
+            error,
+            extra=self._log_fields(),
+        )
         self.health.on_failure(str(error))
         self._reported_loss = None
         batch = self._in_flight.oldest
@@ -164,29 +194,44 @@ class Router:
         self._in_flight.cancel_all()
 
     def _blame_failure(self) -> None:
-        """Once the stages are fenced again, end the request that is certain to have caused the failure, if there is one.
+        """Once the stages are fenced again, end the request that is certain to have caused the
+        failure, if there is one.
 
-        Only then it is known whether a node had died, which is the fault of no request. Raises PipelineError if several
-        requests in a row seem to be the cause: the pipeline itself is broken.
+        Only then it is known whether a node had died, which is the fault of no request. Raises
+        PipelineError if several requests in a row seem to be the cause: the pipeline itself is
+        broken.
         """
         last, self._failed = self._failed, None
-        if last is None or self.chain.has_lost_node or (seq_id := self.scheduler.record_failure(last[1])) is None:
+        if (
+            last is None
+            or self.chain.has_lost_node
+            or (seq_id := self.scheduler.record_failure(last[1])) is None
+        ):
             return
         error = last[0]
         self._num_poison += 1
         if self._num_poison >= MAX_CONSECUTIVE_POISON:
-            raise PipelineError(f"the pipeline failed with {self._num_poison} requests in a row: {error}") from error
+            raise PipelineError(
+                f"the pipeline failed with {self._num_poison} requests in a row: {error}"
+            ) from error
         request = self._requests[seq_id]
         name, fields = request.request_id or "-", request_fields(request.request_id)
-        logger.warning("request %s has made the pipeline fail three times and is aborted", name, extra=fields)
+        logger.warning(
+            "request %s has made the pipeline fail three times and is aborted", name, extra=fields
+        )
         self.abort(request)
-        request.sink(PoisonRequestError(f"this request has made the pipeline fail three times and is not retried: {error}"))
+        request.sink(
+            PoisonRequestError(
+                f"this request has made the pipeline fail three times and is not retried: {error}"
+            )
+        )
 
     def _fail(self, error: PipelineError) -> None:
         """End every request with this error; later ones are refused with it."""
         self.failure = error
         for request in dict.fromkeys(self._requests.values()):
-            request.sink(PipelineError(str(error)))  # one for each: every raise extends an exception's traceback
+            # one for each: every raise extends an exception's traceback
+            request.sink(PipelineError(str(error)))
 
     def request_recovery(self, error: PipelineError) -> None:
         """Have the stages fenced again: the caller knows that they have lost their sequences."""
@@ -194,14 +239,20 @@ class Router:
         self.wake.set()
 
     async def refresh_fingerprint(self) -> None:
-        """Read the pipeline's fingerprint; if it is another one, requests get it before their next tokens."""
+        """Read the pipeline's fingerprint; if it is another one, requests get it before their next
+        tokens.
+        """
         if self._read_fingerprint is None:
             return
         before, self.fingerprint = self.fingerprint, await self._read_fingerprint()
-        for request in dict.fromkeys(self._requests.values()) if self.fingerprint not in ("", before) else ():
+        for request in (
+            dict.fromkeys(self._requests.values()) if self.fingerprint not in ("", before) else ()
+        ):
             request.sink(announcement(self.fingerprint))
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
         ready = OutputQueue()
         ready.put(announcement(self.fingerprint))
@@ -218,7 +269,8 @@ class Router:
     def submit(self, specs: Sequence[SequenceRequest], sink: Sink) -> ActiveRequest:
         """Queue a request, all of it or nothing. ``sink`` receives its tokens, or its failure.
 
-        Raises RequestError if it could never run, OverloadedError if too much is waiting, PipelineError after a failure.
+        Raises RequestError if it could never run, OverloadedError if too much is waiting,
+        PipelineError after a failure.
         """
         assert specs
         if self.failure is not None:
@@ -226,11 +278,18 @@ class Router:
         sequences = [self._new_sequence(spec) for spec in specs]
         for sequence in sequences:
             sequence.request_number = sequences[0].seq_id
-        for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
+        # choices share their prompt
+        for sequence in {id(s.prompt_ids): s for s in sequences}.values():
             self.scheduler.validate(sequence)
-        if not any(spec.already_admitted or spec.output_ids for spec in specs):  # else another router had accepted it
+        # else another router had accepted it
+        if not any(spec.already_admitted or spec.output_ids for spec in specs):
             self._check_overload(sequences)
-        request = ActiveRequest(sequences, sink, self._clock(), counts_drafts=self.scheduler.limits.speculative is not None)
+        request = ActiveRequest(
+            sequences,
+            sink,
+            self._clock(),
+            counts_drafts=self.scheduler.limits.speculative is not None,
+        )
         if self.scheduler.is_idle and self.health.is_fenced:
             self.health.record_progress()
         for sequence in sequences:
@@ -263,7 +322,9 @@ class Router:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the router drives a pipeline, and has made progress recently or had nothing to do."""
+        """Whether the router drives a pipeline, and has made progress recently or had nothing to
+        do.
+        """
         if self.health.is_fenced and self.scheduler.is_idle:
             self.health.record_progress()
         return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
@@ -279,8 +340,18 @@ class Router:
         return len(set(self._requests.values()))
 
     def _new_sequence(self, spec: SequenceRequest) -> LiveSequence:
-        max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
-        fields = next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, spec.request_id
+        max_len = min(
+            len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len
+        )
+        fields = (
+            next(self._seq_ids),
+            spec.prompt_ids,
+            spec.sampling,
+            max_len,
+            spec.priority,
+            spec.owner,
+            spec.request_id,
+        )
         salt = self.scheduler.limits.cache_salt(spec.cache_salt)
         sequence = LiveSequence(*fields, output_ids=list(spec.output_ids), cache_salt=salt)
         sequence.was_scheduled = bool(spec.output_ids)
@@ -290,9 +361,15 @@ class Router:
         if (reason := self.scheduler.overload_reason(sequences)) is None:
             return
         if self.scheduler.is_idle:  # waiting would not help
-            raise RequestError(f"the request is too large for this server: {reason}; send less at once")
+            raise RequestError(
+                f"the request is too large for this server: {reason}; send less at once"
+            )
         priority = sequences[0].priority
-        kind = QueueFullError if self.scheduler.is_full(priority, sequences[0].owner) else OverloadedError
+        kind = (
+            QueueFullError
+            if self.scheduler.is_full(priority, sequences[0].owner)
+            else OverloadedError
+        )
         raise kind(f"too much is waiting: {reason}", self._retry_after_s(priority))
 
     def _log_fields(self) -> dict[str, list[str]]:

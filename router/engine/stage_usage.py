@@ -16,16 +16,21 @@ class StageUsage:
     num_tokens: int = 0
     num_batches: int = 0
     open_s: float = 0.0  # in which it had any micro-batch, several at once counted once
-    expert_wait_s: float = 0.0  # in which a micro-batch waited for experts, summed over micro-batches
+    # in which a micro-batch waited for experts, summed over micro-batches
+    expert_wait_s: float = 0.0
     last_end: float = float("-inf")
 
     @property
     def exposed_wait_s(self) -> float:
-        """Time with a micro-batch and nothing to compute: the part of the wait for experts that ping-pong did not hide."""
+        """Time with a micro-batch and nothing to compute: the part of the wait for experts that
+        ping-pong did not hide.
+        """
         return max(self.open_s - self.busy_s, 0.0)
 
     def add(self, timing: StageTiming) -> "StageUsage":
-        """Return the sums with one more micro-batch. Steps end in their order: open 0..3 and 1..4 are 3 s and then 1 s more."""
+        """Return the sums with one more micro-batch. Steps end in their order: open 0..3 and 1..4
+        are 3 s and then 1 s more.
+        """
         return StageUsage(
             self.busy_s + timing.busy_s,
             self.num_tokens + timing.num_tokens,
@@ -37,7 +42,9 @@ class StageUsage:
 
 
 class UsageMeter:
-    """Sums of every stage's timings, and of what their expert actors did, since the meter was made."""
+    """Sums of every stage's timings, and of what their expert actors did, since the meter was
+    made.
+    """
 
     def __init__(self, num_stages: int) -> None:
         self._stages = [StageUsage() for _ in range(num_stages)]
@@ -52,7 +59,9 @@ class UsageMeter:
             self._stages[timing.stage_id] = self._stages[timing.stage_id].add(timing)
             for actor_id, busy_s, num_rows in timing.experts:
                 _, sum_s, sum_rows = self._experts.get(actor_id, ExpertTiming(actor_id, 0.0, 0))
-                self._experts[actor_id] = ExpertTiming(actor_id, sum_s + busy_s, sum_rows + num_rows)
+                self._experts[actor_id] = ExpertTiming(
+                    actor_id, sum_s + busy_s, sum_rows + num_rows
+                )
             self._first_start = min(self._first_start, timing.started_at)
             self._last_end = max(self._last_end, timing.ended_at)
 
@@ -82,7 +91,11 @@ class UsageMeter:
     @property
     def bubble(self) -> float:
         """Share of all stages' time in which they did not compute."""
-        return 1 - sum(self.busy_share(i) for i in range(len(self._stages))) / len(self._stages) if self.span_s else 0.0
+        return (
+            1 - sum(self.busy_share(i) for i in range(len(self._stages))) / len(self._stages)
+            if self.span_s
+            else 0.0
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,7 +107,8 @@ class UsageMeter:
 class HopTime:
     """Times from the end of a stage's work on a micro-batch to the start of the next stage's.
 
-    Where the next stage was still busy they include the wait for it, so the smallest is closest to the transfer itself.
+    Where the next stage was still busy they include the wait for it, so the smallest is closest to
+    the transfer itself.
     """
 
     min_s: float
@@ -102,9 +116,17 @@ class HopTime:
 
 
 def hop_times(steps: Sequence[Sequence[StageTiming]]) -> tuple[HopTime, ...]:
-    """Return the time of every hop, from the timings of each step in the order of stages; as good as the stages' clocks agree.
+    """Return the time of every hop, from the timings of each step in the order of stages; as good
+    as the stages' clocks agree.
 
-    Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: it began 1 and 2 after, at least 1, 1.5 in the median.
+    Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: it began 1 and 2 after, at least 1, 1.5
+    in the median.
     """
-    hops = zip(*([later.started_at - earlier.ended_at for earlier, later in pairwise(step)] for step in steps), strict=True)
+    hops = zip(
+        *(
+            [later.started_at - earlier.ended_at for earlier, later in pairwise(step)]
+            for step in steps
+        ),
+        strict=True,
+    )
     return tuple(HopTime(min(gaps), median(gaps)) for gaps in hops)

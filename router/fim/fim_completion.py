@@ -1,4 +1,6 @@
-"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the shape of a chat's answer."""
+"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the shape of
+a chat's answer.
+"""
 
 from typing import Any
 
@@ -22,13 +24,31 @@ class FimCompletion(ChatCompletion):
 
     @classmethod
     async def of_request(
-        cls, model: ServedModel, request: FimRequest, arrived_at: float, resume_state: ResumeState | None = None
+        cls,
+        model: ServedModel,
+        request: FimRequest,
+        arrived_at: float,
+        resume_state: ResumeState | None = None,
     ) -> "FimCompletion":
         """Tokenize and validate. Raises ParameterError for what can never run."""
-        completion_request, state = request.as_completion(model.max_model_len), resume_state or ResumeState()
-        texts = [make_detokenizer(model.tokenizer, completion_request) for _ in range(min(request.n, model.max_sequences))]
+        completion_request, state = (
+            request.as_completion(model.max_model_len),
+            resume_state or ResumeState(),
+        )
+        texts = [
+            make_detokenizer(model.tokenizer, completion_request)
+            for _ in range(min(request.n, model.max_sequences))
+        ]
         grammar = await completion_grammar(model.tokenizer, completion_request)
-        builder = ChoiceBuilder(texts, chat_logprobs, merge_chat_logprobs, grammar, "fim", "chat.completion.chunk", ChatChunk)
+        builder = ChoiceBuilder(
+            texts,
+            chat_logprobs,
+            merge_chat_logprobs,
+            grammar,
+            "fim",
+            "chat.completion.chunk",
+            ChatChunk,
+        )
         completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
         return cls(completion, request.n, has_begun=bool(state.choices))
 
@@ -41,7 +61,10 @@ class FimCompletion(ChatCompletion):
             "finish_reason": change["finish_reason"],
         }
         if "token_ids" in change:
-            chat_change["token_ids"], chat_change["prompt_token_ids"] = change["token_ids"], change["prompt_token_ids"]
+            chat_change["token_ids"], chat_change["prompt_token_ids"] = (
+                change["token_ids"],
+                change["prompt_token_ids"],
+            )
         return chat_change
 
     def _to_choice(self, merged: dict[str, Any]) -> ChatChoice:

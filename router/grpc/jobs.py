@@ -1,4 +1,6 @@
-"""Requests of the service BatchJobs: uploads and parameters; and the coalescing of results into messages."""
+"""Requests of the service BatchJobs: uploads and parameters; and the coalescing of results into
+messages.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -17,7 +19,9 @@ T = TypeVar("T")
 
 
 async def submit(jobs: JobService, requests: AsyncIterator[Any]) -> Job:
-    """Submit an upload: a message with options, then either the pieces of a text or one URL. Raises RequestError."""
+    """Submit an upload: a message with options, then either the pieces of a text or one URL. Raises
+    RequestError.
+    """
     first = await anext(requests, None)
     if isinstance(first, MalformedMessage):
         raise RequestError(first.message)
@@ -33,7 +37,7 @@ async def submit(jobs: JobService, requests: AsyncIterator[Any]) -> Job:
     return await jobs.submit(_pieces(second, requests), options, key)
 
 
-async def _pieces(first: Any, rest: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:  # noqa: ANN401
+async def _pieces(first: Any, rest: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:
     message = first
     while message is not None:
         if isinstance(message, MalformedMessage):
@@ -42,14 +46,17 @@ async def _pieces(first: Any, rest: AsyncIterator[Any]) -> AsyncGenerator[bytes,
             raise RequestError("after the options there must be either data or one url")
         yield message.data
         message = await anext(rest, None)
-    if getattr(rest, "is_cancelled", lambda: False)():  # Ray Serve's stream ends without an error when its client has left
+    # Ray Serve's stream ends without an error when its client has left
+    if getattr(rest, "is_cancelled", lambda: False)():
         raise RequestError("the upload was broken off")
 
 
 def validate_offset(offset: int) -> int:
     """Return ``offset``. Raises ParameterError if it is out of range."""
     if not 0 <= offset < MAX_OFFSET:
-        raise ParameterError(f"offset is {offset}; it must be a number of results, from 0", "offset")
+        raise ParameterError(
+            f"offset is {offset}; it must be a number of results, from 0", "offset"
+        )
     return offset
 
 
@@ -61,11 +68,14 @@ def parse_limit(request: pb.ListJobsRequest) -> int:
     return limit
 
 
-async def coalesce(source: AsyncGenerator[T, None], size: Callable[[T], int], max_size: int) -> AsyncGenerator[list[T], None]:
-    """Yield lists of the items, in order, that are ready, up to ``max_size`` in total; a larger item is alone in its list.
+async def coalesce(
+    source: AsyncGenerator[T, None], size: Callable[[T], int], max_size: int
+) -> AsyncGenerator[list[T], None]:
+    """Yield lists of the items, in order, that are ready, up to ``max_size`` in total; a larger
+    item is alone in its list.
 
-    Sizes 3, 4, 5 that are all ready, and a ``max_size`` of 8: first the items of 3 and 4, then that of 5. Closing this
-    closes the source.
+    Sizes 3, 4, 5 that are all ready, and a ``max_size`` of 8: first the items of 3 and 4, then that
+    of 5. Closing this closes the source.
     """
     async with aclosing(source):
         upcoming = asyncio.create_task(_next(source))

@@ -1,4 +1,6 @@
-"""The implementation of the gRPC services, independent of server and network: messages in, messages out."""
+"""The implementation of the gRPC services, independent of server and network: messages in, messages
+out.
+"""
 
 import asyncio
 import logging
@@ -17,7 +19,11 @@ from tramontane.proto.grpc_messages import job_message, line_message, status_for
 from tramontane.proto.jobs import JobService
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import Identity, request_fields
-from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, reflection_responses
+from tramontane.router.grpc.handlers import (
+    MAX_MESSAGE_BYTES,
+    MalformedMessage,
+    reflection_responses,
+)
 from tramontane.router.grpc.jobs import coalesce, parse_limit, submit, validate_offset
 from tramontane.router.grpc.messages import (
     SerializedMessage,
@@ -49,7 +55,9 @@ class Authenticator(Protocol):
     """Checks API keys."""
 
     def authenticate(self, authorization: str | None) -> Identity | None:
-        """Return the identity of the API key; None unless ``authorization`` is ``Bearer`` and a known key."""
+        """Return the identity of the API key; None unless ``authorization`` is ``Bearer`` and a
+        known key.
+        """
         ...
 
 
@@ -76,8 +84,12 @@ class NoPacing:
         """Return at once."""
 
 
-def _respond(empty: Callable[[], R]) -> Callable[[Method[Awaitable[R]]], Method[Coroutine[Any, Any, R]]]:
-    """Check a call before its method runs. Where either fails, set the status and return ``empty()``, which no client sees."""
+def _respond(
+    empty: Callable[[], R],
+) -> Callable[[Method[Awaitable[R]]], Method[Coroutine[Any, Any, R]]]:
+    """Check a call before its method runs. Where either fails, set the status and return
+    ``empty()``, which no client sees.
+    """
 
     def decorate(method: Method[Awaitable[R]]) -> Method[Coroutine[Any, Any, R]]:
         @wraps(method)
@@ -94,12 +106,18 @@ def _respond(empty: Callable[[], R]) -> Callable[[Method[Awaitable[R]]], Method[
     return decorate
 
 
-def _stream(empty: Callable[[], R]) -> Callable[[Method[AsyncGenerator[R, None]]], Method[AsyncGenerator[R, None]]]:
-    """Do the same for a stream, where ``empty()`` comes before the error: Ray Serve sends a status only with a message."""
+def _stream(
+    empty: Callable[[], R],
+) -> Callable[[Method[AsyncGenerator[R, None]]], Method[AsyncGenerator[R, None]]]:
+    """Do the same for a stream, where ``empty()`` comes before the error: Ray Serve sends a status
+    only with a message.
+    """
 
     def decorate(method: Method[AsyncGenerator[R, None]]) -> Method[AsyncGenerator[R, None]]:
         @wraps(method)
-        async def stream(self: "GrpcServicer", request: Request, grpc_context: Context) -> AsyncGenerator[R, None]:
+        async def stream(
+            self: "GrpcServicer", request: Request, grpc_context: Context
+        ) -> AsyncGenerator[R, None]:
             try:
                 self._check(request, grpc_context)
                 async with aclosing(method(self, request, grpc_context)) as responses:
@@ -115,17 +133,21 @@ def _stream(empty: Callable[[], R]) -> Callable[[Method[AsyncGenerator[R, None]]
 
 
 def _name_fingerprint(fingerprint: str | None, context: Context) -> None:
-    """Name in the trailing metadata what made the last tokens, if it is known. Ray Serve sends it with the next message."""
+    """Name in the trailing metadata what made the last tokens, if it is known. Ray Serve sends it
+    with the next message.
+    """
     if fingerprint is not None:
         context.set_trailing_metadata([(FINGERPRINT_KEY, fingerprint)])
 
 
 class GrpcServicer:
-    """Implements the methods of both services, by their names in ``inference.proto``, and reflection.
+    """Implements the methods of both services, by their names in ``inference.proto``, and
+    reflection.
 
-    Their second argument is gRPC's context, or Ray Serve's substitute, which Ray Serve passes by that name. Closing a stream
-    or cancelling a call ends its work. ``allow_peer`` gets a peer as gRPC names it, such as ``ipv4:10.0.0.7:50123``.
-    ``id_of`` returns the request id of a call from its context, for the log. ``jobs`` returns the batch jobs of a tenant.
+    Their second argument is gRPC's context, or Ray Serve's substitute, which Ray Serve passes by
+    that name. Closing a stream or cancelling a call ends its work. ``allow_peer`` gets a peer as
+    gRPC names it, such as ``ipv4:10.0.0.7:50123``. ``id_of`` returns the request id of a call from
+    its context, for the log. ``jobs`` returns the batch jobs of a tenant.
     """
 
     def __init__(
@@ -140,13 +162,20 @@ class GrpcServicer:
         id_of: Callable[[Any], str] = lambda _: "",
     ) -> None:
         self._model, self._source, self._jobs_of = model, source, jobs
-        self._keys, self._allow_peer, self._pace, self._max_message = keys, allow_peer, pace or NoPacing(), max_message
+        self._keys, self._allow_peer, self._pace, self._max_message = (
+            keys,
+            allow_peer,
+            pace or NoPacing(),
+            max_message,
+        )
         self._id_of = id_of
 
     # ---- Inference
 
     @_stream(pb.GenerateResponse)
-    async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the continuation of a prompt."""
         completion, source = await self._prepare(parse_generate, request, grpc_context)
         clock = asyncio.get_running_loop().time
@@ -157,7 +186,9 @@ class GrpcServicer:
                     if not has_begun:  # while it waited, nothing was written to it
                         has_begun = True
                         open_streams.enter_context(self._pace.open_stream())
-                    response = await run_off_loop(completion.change_bytes, partial(to_generate_response, changes))
+                    response = await run_off_loop(
+                        completion.change_bytes, partial(to_generate_response, changes)
+                    )
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
                         response.timings.MergeFrom(pb.Timings(**completion.timings.as_json()))
@@ -194,13 +225,19 @@ class GrpcServicer:
         return job_message(await self._jobs(grpc_context).get(request.job_id))
 
     @_respond(pb.ListJobsResponse)
-    async def ListJobs(self, request: pb.ListJobsRequest, grpc_context: Context) -> pb.ListJobsResponse:
+    async def ListJobs(
+        self, request: pb.ListJobsRequest, grpc_context: Context
+    ) -> pb.ListJobsResponse:
         """Return the newest batch jobs."""
         after = request.after if request.HasField("after") else None
-        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs(grpc_context).list(parse_limit(request), after)))
+        return pb.ListJobsResponse(
+            jobs=map(job_message, await self._jobs(grpc_context).list(parse_limit(request), after))
+        )
 
     @_stream(pb.Job)
-    async def WatchJob(self, request: pb.WatchJobRequest, grpc_context: Context) -> AsyncGenerator[pb.Job, None]:
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, grpc_context: Context
+    ) -> AsyncGenerator[pb.Job, None]:
         """Stream a batch job after every change, until it has ended."""
         async with aclosing(self._jobs(grpc_context).watch(request.job_id)) as changes:
             async for job in changes:
@@ -212,7 +249,9 @@ class GrpcServicer:
     ) -> AsyncGenerator[pb.StreamResultsResponse, None]:
         """Stream the results of a batch job, until it has ended."""
         results = self._jobs(grpc_context).results(request.job_id, validate_offset(request.offset))
-        async with aclosing(coalesce(results, lambda line: len(line.body), RESULT_BYTES)) as batches:
+        async with aclosing(
+            coalesce(results, lambda line: len(line.body), RESULT_BYTES)
+        ) as batches:
             async for lines in batches:
                 yield pb.StreamResultsResponse(lines=map(line_message, lines))
 
@@ -224,7 +263,9 @@ class GrpcServicer:
     # ---- reflection
 
     @_stream(ServerReflectionResponse)
-    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], grpc_context: Context) -> AsyncGenerator[Any, None]:
+    async def ServerReflectionInfo(
+        self, requests: AsyncIterator[Any], grpc_context: Context
+    ) -> AsyncGenerator[Any, None]:
         """Answer reflection requests."""
         async with aclosing(reflection_responses(requests)) as responses:
             async for response in responses:
@@ -235,34 +276,52 @@ class GrpcServicer:
     async def _prepare(
         self, parse: Callable[[Q], CompletionRequest], request: Q, context: Context
     ) -> tuple[Completion, RequestTokenSource]:
-        """Parse, bound and tokenize a request, which then runs by its token source. Raises TramontaneError."""
+        """Parse, bound and tokenize a request, which then runs by its token source. Raises
+        TramontaneError.
+        """
         arrived_at = time.monotonic()
         parsed = await run_off_loop(request.ByteSize(), lambda: parse(request))
         check_model_name(self._model, parsed.model)
-        source = RequestTokenSource(self._source, self._identity(context), request_id=self._id_of(context))
+        source = RequestTokenSource(
+            self._source, self._identity(context), request_id=self._id_of(context)
+        )
         source.check_capacity(parsed.num_sequences)
         return await Completion.prepare(self._model, parsed, arrived_at), source
 
     def _check(self, request: Request, context: Context) -> None:
         if logger.isEnabledFor(logging.INFO):
             own_id, kind = self._id_of(context), type(request).__name__
-            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=request_fields(own_id, kind=kind))
+            logger.info(
+                "request %s came over gRPC: %s",
+                own_id or "-",
+                kind,
+                extra=request_fields(own_id, kind=kind),
+            )
         if not self._allow_peer(context.peer()):
-            raise AuthenticationError("this server accepts only clients on its own machine; its --host says so")
+            raise AuthenticationError(
+                "this server accepts only clients on its own machine; its --host says so"
+            )
         self._identity(context)
         if isinstance(request, MalformedMessage):
             raise RequestError(request.message)
-        size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
+        # a stream of messages has none
+        size = request.ByteSize() if hasattr(request, "ByteSize") else 0
         if size > self._max_message:
-            raise RequestError(f"the message is larger than {format_bytes(self._max_message)}; send less at once")
+            raise RequestError(
+                f"the message is larger than {format_bytes(self._max_message)}; send less at once"
+            )
 
     def _identity(self, context: Context) -> Identity:
         """Return who calls. Raises AuthenticationError."""
-        given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
+        given = next(
+            (value for name, value in context.invocation_metadata() if name == "authorization"),
+            None,
+        )
         identity = Identity() if self._keys is None else self._keys.authenticate(given)
         if identity is None:
             raise AuthenticationError(
-                "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
+                "the API key is missing or wrong; give api_key=... to our client, or metadata,"
+                " authorization: Bearer KEY"
             )
         return identity
 

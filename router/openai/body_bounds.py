@@ -1,7 +1,9 @@
-"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads and writes large bodies.
+"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads
+and writes large bodies.
 
-A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8 MiB has room for two million
-lists, which take seconds. Within these bounds a body of 8 MiB takes about 50 ms, texts of any length included.
+A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8
+MiB has room for two million lists, which take seconds. Within these bounds a body of 8 MiB takes
+about 50 ms, texts of any length included.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ MAX_GROUPS = 2**15  # lists and objects
 MAX_MEMBERS = 2**15  # of all objects together
 MAX_DIGITS = 511  # of a number; the time to parse one grows with the square of its length
 LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
-DIGITS_TO_ZEROS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else ord(" ") for byte in range(256))
+DIGITS_TO_ZEROS = bytes(
+    ord("0") if chr(byte).isdecimal() and byte < 128 else ord(" ") for byte in range(256)
+)
 SMALL_BODY = 2**16  # bytes; too few for more elements, and parsed within a few milliseconds
 SCAN_BYTES = 2**16  # between two moments in which other threads may run
 # One thread, so that the event loop competes with at most one parser for the interpreter lock.
@@ -27,7 +31,9 @@ BODY_POOL = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 
 class ElementCounts(NamedTuple):
-    """Number of commas, of opening brackets and braces, and of colons outside of strings; whether a number is too long."""
+    """Number of commas, of opening brackets and braces, and of colons outside of strings; whether a
+    number is too long.
+    """
 
     commas: int
     groups: int
@@ -36,9 +42,11 @@ class ElementCounts(NamedTuple):
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the thread for large bodies.
+    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the
+    thread for large bodies.
 
-    For JSON and gRPC's messages, one at a time; ``served_model.offload_if_large`` is for tokenizers.
+    For JSON and gRPC's messages, one at a time; ``served_model.offload_if_large`` is for
+    tokenizers.
     """
     if num_bytes <= SMALL_BODY:
         return work()
@@ -46,7 +54,9 @@ async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def _without_collector(work: Callable[[], T]) -> T:
-    """Call ``work`` with Python's garbage collector off, which would stop all threads often to examine what ``work`` makes."""
+    """Call ``work`` with Python's garbage collector off, which would stop all threads often to
+    examine what ``work`` makes.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +67,9 @@ def _without_collector(work: Callable[[], T]) -> T:
 
 
 def check_elements(body: bytes, what: str = "the body", parameter: str | None = None) -> None:
-    """Raise ParameterError if JSON has too many elements. ``what`` names it in the message. No object is built for it."""
+    """Raise ParameterError if JSON has too many elements. ``what`` names it in the message. No
+    object is built for it.
+    """
     if len(body) <= SMALL_BODY:
         return
     counts = count_elements(body)
@@ -67,7 +79,9 @@ def check_elements(body: bytes, what: str = "the body", parameter: str | None = 
         (counts.commas + 1, MAX_ITEMS, "items"),
     ):
         if number > limit:
-            raise ParameterError(f"{what} has more than {limit} {elements}; send fewer at once", parameter)
+            raise ParameterError(
+                f"{what} has more than {limit} {elements}; send fewer at once", parameter
+            )
     if counts.has_long_number:
         raise ParameterError(f"{what} has a number of more than {MAX_DIGITS} digits", parameter)
 
@@ -75,9 +89,11 @@ def check_elements(body: bytes, what: str = "the body", parameter: str | None = 
 def count_elements(body: bytes) -> ElementCounts:
     r"""Count the elements of JSON, up to the first piece of 64 KiB in which a bound is exceeded.
 
-    A number is found to be too long if it is so within a piece, so at the latest where it has twice as many digits.
+    A number is found to be too long if it is so within a piece, so at the latest where it has twice
+    as many digits.
 
-    ``{"a": [1, "2, [3]"], "b\",": 4}`` has 2 commas, 2 groups and 2 members: quotes that are escaped do not end a string.
+    ``{"a": [1, "2, [3]"], "b\",": 4}`` has 2 commas, 2 groups and 2 members: quotes that are
+    escaped do not end a string.
     """
     commas = groups = members = 0
     in_string, carried, has_long_number = False, b"", False

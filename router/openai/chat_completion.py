@@ -1,4 +1,6 @@
-"""``/v1/chat/completions`` without HTTP: a conversation becomes a prompt, whose completion becomes the answer."""
+"""``/v1/chat/completions`` without HTTP: a conversation becomes a prompt, whose completion becomes
+the answer.
+"""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -9,13 +11,31 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceBuilder
-from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange, Delta
+from tramontane.router.openai.chunks import (
+    ChatChange,
+    ChatChunk,
+    ChatChunkChoice,
+    CompletionChange,
+    Delta,
+)
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
-from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall, Usage
-from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
+from tramontane.router.openai.responses import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    FunctionCall,
+    ToolCall,
+    Usage,
+)
+from tramontane.router.openai.resume_state import (
+    ChoiceUpdate,
+    ProgressCallback,
+    ResumeState,
+    no_progress,
+)
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import encode_chat
 from tramontane.router.structured.grammar import build_grammar, visible_tools
@@ -23,13 +43,19 @@ from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec
-from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, is_open_after
+from tramontane.router.tokenization.reasoning_parser import (
+    ReasoningFormat,
+    ReasoningParser,
+    is_open_after,
+)
 from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
 
 
 @dataclass(frozen=True, slots=True)
 class NoChatTemplate:
-    """Template of a model that has no format for conversations: it refuses all of them, with ``reason``."""
+    """Template of a model that has no format for conversations: it refuses all of them, with
+    ``reason``.
+    """
 
     reason: str
 
@@ -57,7 +83,9 @@ class NoChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Detokenizers:
-    """Makes the detokenizers of a request's choices. ``is_open``: the prompt ends inside a thought."""
+    """Makes the detokenizers of a request's choices. ``is_open``: the prompt ends inside a
+    thought.
+    """
 
     model: ServedModel
     template: ChatTemplate
@@ -74,7 +102,13 @@ class _Detokenizers:
         if tokenizer and tool_format and visible_tools(request.tools, request.tool_choice):
             tools = ToolCallParser(tokenizer, tool_format, call_ids(f"{answer_id} {index}"))
         if tokenizer and form:
-            thoughts = ReasoningParser(form, tokenizer, is_open=self.is_open, only_first=self.has_grammar, is_text_start=is_start)
+            thoughts = ReasoningParser(
+                form,
+                tokenizer,
+                is_open=self.is_open,
+                only_first=self.has_grammar,
+                is_text_start=is_start,
+            )
         return self.kind(
             tokenizer,
             request.stop,
@@ -91,7 +125,12 @@ class ChatCompletion:
     """One chat request in progress, with the interface of the ``Completion`` that it wraps."""
 
     def __init__(
-        self, completion: Completion, choices: Sequence[ChatDetokenizer], *, has_begun: bool, opening_text: str = ""
+        self,
+        completion: Completion,
+        choices: Sequence[ChatDetokenizer],
+        *,
+        has_begun: bool,
+        opening_text: str = "",
     ) -> None:
         self._completion, self._choices, self.has_begun = completion, choices, has_begun
         self._num_choices = len(choices)
@@ -107,7 +146,9 @@ class ChatCompletion:
         resume_state: ResumeState | None = None,
         detokenizer: type[ChatDetokenizer] = ChatDetokenizer,
     ) -> "ChatCompletion":
-        """Render, tokenize and validate. Raises RequestError for what can never run. ``detokenizer``: of every choice."""
+        """Render, tokenize and validate. Raises RequestError for what can never run.
+        ``detokenizer``: of every choice.
+        """
         if request.n > model.max_sequences:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
@@ -117,30 +158,50 @@ class ChatCompletion:
         max_new_tokens = model.max_model_len - len(ids)
         if max_new_tokens < 1:
             raise ParameterError(
-                f"the messages take {len(ids)} tokens; with a context of {model.max_model_len} positions "
-                f"they may take at most {model.max_model_len - 1}",
+                f"the messages take {len(ids)} tokens; with a context of {model.max_model_len}"
+                f" positions they may take at most {model.max_model_len - 1}",
                 "messages",
             )
         form = template.reasoning_format
-        is_open = form is not None and model.tokenizer is not None and is_open_after(form, model.tokenizer, ids)
-        drops_space = model.tokenizer is not None and model.tokenizer.strips_space and not request.continues_message
+        is_open = (
+            form is not None
+            and model.tokenizer is not None
+            and is_open_after(form, model.tokenizer, ids)
+        )
+        drops_space = (
+            model.tokenizer is not None
+            and model.tokenizer.strips_space
+            and not request.continues_message
+        )
         grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
         state = resume_state or ResumeState()
         detokenizers = _Detokenizers(model, template, request, detokenizer, is_open, bool(grammar))
         choices = [detokenizers.make(state.id, index) for index in range(request.n)]
         builder = ChoiceBuilder(
-            choices, chat_logprobs, merge_chat_logprobs, grammar, "chatcmpl", "chat.completion.chunk", ChatChunk
+            choices,
+            chat_logprobs,
+            merge_chat_logprobs,
+            grammar,
+            "chatcmpl",
+            "chat.completion.chunk",
+            ChatChunk,
         )
         completion_request = _to_completion_request(request, ids, max_new_tokens)
         completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
-        return cls(completion, choices, has_begun=bool(state.choices), opening_text=request.echoed_prefix)
+        return cls(
+            completion, choices, has_begun=bool(state.choices), opening_text=request.echoed_prefix
+        )
 
-    async def run(self, source: TokenSource, report: ProgressCallback = no_progress) -> dict[str, Any]:
+    async def run(
+        self, source: TokenSource, report: ProgressCallback = no_progress
+    ) -> dict[str, Any]:
         """Return the whole answer, as ``Completion.run`` does."""
         inner = self._completion
         choices = [self._to_choice(choice) for choice in await inner.collect(source, report)]
         head = inner.head | {"object": "chat.completion"}
-        return ChatAnswer(**head, choices=choices, usage=inner.usage, timings=inner.timings).as_json()
+        return ChatAnswer(
+            **head, choices=choices, usage=inner.usage, timings=inner.timings
+        ).as_json()
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[ChatChange], None]:
         """Yield changes as ``Completion.stream`` does."""
@@ -197,7 +258,10 @@ class ChatCompletion:
         if self.has_begun:
             return None
         delta = Delta(role="assistant", content=self._opening_text)
-        choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in range(self._num_choices))
+        choices = (
+            ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None)
+            for i in range(self._num_choices)
+        )
         return self._completion.chunk([choice.as_json() for choice in choices], has_tokens=False)
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -222,13 +286,20 @@ class ChatCompletion:
             "finish_reason": choice.finish_reason if change["finish_reason"] else None,
         }
         if "token_ids" in change:
-            chat_change["token_ids"], chat_change["prompt_token_ids"] = change["token_ids"], change["prompt_token_ids"]
+            chat_change["token_ids"], chat_change["prompt_token_ids"] = (
+                change["token_ids"],
+                change["prompt_token_ids"],
+            )
         return chat_change
 
     def _to_choice(self, merged: dict[str, Any]) -> ChatChoice:
         choice, text = self._choices[merged["index"]], merged.pop("text")
         calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            ToolCall(
+                id=call.id,
+                type="function",
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
             for call in merge_deltas(choice.take_calls())
         ]
         text = self._opening_text + text
@@ -240,7 +311,9 @@ class ChatCompletion:
         return ChatChoice(**merged | {"message": message, "finish_reason": choice.finish_reason})
 
 
-async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: bool, drops_space: bool) -> str:
+async def _grammar(
+    request: ChatRequest, template: ChatTemplate, *, is_open: bool, drops_space: bool
+) -> str:
     constraint = answer_constraint(request)
     if constraint is None and not request.tools and request.tool_choice in (None, "none", "auto"):
         return ""
@@ -259,7 +332,9 @@ async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: boo
     )
 
 
-def _to_completion_request(request: ChatRequest, ids: tuple[int, ...], max_new_tokens: int) -> CompletionRequest:
+def _to_completion_request(
+    request: ChatRequest, ids: tuple[int, ...], max_new_tokens: int
+) -> CompletionRequest:
     """Return the request for the chat's prompt. The fields that it shares have been validated."""
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     return CompletionRequest.model_construct(

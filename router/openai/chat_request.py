@@ -14,19 +14,37 @@ from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
 from tramontane.router.structured.guided import answer_constraint
-from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.request_model import (
+    RequestModel,
+    default_if_null,
+    unsupported_except,
+)
 from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
-from tramontane.router.tokenization.chat import ChatMessage, ReasoningEffort, Thought, ToolCall, with_thoughts
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    ReasoningEffort,
+    Thought,
+    ToolCall,
+    with_thoughts,
+)
 from tramontane.router.tokenization.template_variables import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
-TEXTS = TextParts(ignored=frozenset({"cache_control", "prompt_cache_breakpoint"}))  # hints about caches
+# hints about caches
+TEXTS = TextParts(ignored=frozenset({"cache_control", "prompt_cache_breakpoint"}))
 
-NO_VERBOSITY = "this model has no setting for it; leave it out, or ask for an answer's length in a message"
-NO_PROMPT_LOGPROBS = "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of prompts, too"
+NO_VERBOSITY = (
+    "this model has no setting for it; leave it out, or ask for an answer's length in a message"
+)
+NO_PROMPT_LOGPROBS = (
+    "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of"
+    " prompts, too"
+)
 NO_PROMPT_MODE = "this server adds no system message; leave it out, and send the one of the model"
-NO_SAFETY_PROMPT = "this server adds no safety prompt; leave it out, and write one into a system message"
+NO_SAFETY_PROMPT = (
+    "this server adds no safety prompt; leave it out, and write one into a system message"
+)
 
 
 class TextPart(RequestModel):
@@ -43,40 +61,62 @@ Content = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str
 
 
 class ThinkingPart(RequestModel):
-    """A thought as a part of a message's content. Mistral's client sends its text in parts, mistral-common as one text."""
+    """A thought as a part of a message's content. Mistral's client sends its text in parts,
+    mistral-common as one text.
+    """
 
     type: Literal["thinking"]
     thinking: Text | Parts
     closed: bool = True
 
 
-ThoughtfulParts = Annotated[list[TextPart | ThinkingPart], Field(min_length=1, max_length=MAX_PARTS)]
+ThoughtfulParts = Annotated[
+    list[TextPart | ThinkingPart], Field(min_length=1, max_length=MAX_PARTS)
+]
 
 
-def _thoughtful(value: Any) -> tuple[str | Thought, ...]:  # noqa: ANN401
+def _thoughtful(value: Any) -> tuple[str | Thought, ...]:
     """Return the texts and thoughts of a content; texts without a thought are joined."""
     is_list = isinstance(value, list) and len(value) <= MAX_PARTS
-    if not is_list or not any(isinstance(part, dict) and part.get("type") == "thinking" for part in value):
+    if not is_list or not any(
+        isinstance(part, dict) and part.get("type") == "thinking" for part in value
+    ):
         text = TEXTS.join(value)
         if not isinstance(text, str):
             raise PydanticKnownError("string_type")
         return (check_text(text),)
     return tuple(
-        _thought(part) if isinstance(part, dict) and part.get("type") == "thinking" else TEXTS.text_of(part) for part in value
+        (
+            _thought(part)
+            if isinstance(part, dict) and part.get("type") == "thinking"
+            else TEXTS.text_of(part)
+        )
+        for part in value
     )
 
 
 def _thought(part: dict[str, Any]) -> Thought:
     text = part.get("thinking")
-    text = "".join(map(TEXTS.text_of, text)) if isinstance(text, list) and len(text) <= MAX_PARTS else text
+    text = (
+        "".join(map(TEXTS.text_of, text))
+        if isinstance(text, list) and len(text) <= MAX_PARTS
+        else text
+    )
     closed = part.get("closed", True)
-    if not part.keys() <= {"type", "thinking", "closed"} or not isinstance(text, str) or not isinstance(closed, bool):
-        raise ValueError('a thought must be as {"type": "thinking", "thinking": "...", "closed": true}')
+    if (
+        not part.keys() <= {"type", "thinking", "closed"}
+        or not isinstance(text, str)
+        or not isinstance(closed, bool)
+    ):
+        raise ValueError(
+            'a thought must be as {"type": "thinking", "thinking": "...", "closed": true}'
+        )
     return Thought(check_text(text), closed)
 
 
 ThoughtfulContent = Annotated[
-    tuple[str | Thought, ...], PlainValidator(_thoughtful, json_schema_input_type=str | ThoughtfulParts)
+    tuple[str | Thought, ...],
+    PlainValidator(_thoughtful, json_schema_input_type=str | ThoughtfulParts),
 ]
 
 
@@ -117,11 +157,14 @@ class AssistantToolCall(RequestModel):
     id: Text
     type: Annotated[Literal["function"], default_if_null("function")] = "function"
     function: FunctionCall
-    index: int | None = None  # ignored; Mistral's client sends back what it has received in a stream
+    # ignored; Mistral's client sends back what it has received in a stream
+    index: int | None = None
 
 
 class AssistantMessage(RequestModel):
-    """Earlier answer of the assistant, with its thoughts by either name or as parts of the content."""
+    """Earlier answer of the assistant, with its thoughts by either name or as parts of the
+    content.
+    """
 
     role: Literal["assistant"]
     content: ThoughtfulContent | None = None
@@ -131,7 +174,8 @@ class AssistantMessage(RequestModel):
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
     name: Text | None = None
-    prefix: Annotated[bool, default_if_null(False)] = False  # Mistral's: the answer continues this message, and includes it
+    # Mistral's: the answer continues this message, and includes it
+    prefix: Annotated[bool, default_if_null(False)] = False
     refusal: Annotated[Any, unsupported_except()] = None
     audio: Annotated[Any, unsupported_except()] = None
     annotations: Annotated[Any, unsupported_except([])] = None
@@ -141,14 +185,21 @@ class AssistantMessage(RequestModel):
     def _check_thoughts(self) -> Self:
         texts = {text for text in (self.reasoning_content, self.reasoning) if text}
         if len(texts) > 1:
-            raise ValueError("reasoning_content and reasoning are the same thing, and differ; give one of them")
+            raise ValueError(
+                "reasoning_content and reasoning are the same thing, and differ; give one of them"
+            )
         if texts and any(isinstance(part, Thought) for part in self.content or ()):
-            raise ValueError("a thought is given twice, as a part of the content and as reasoning; give it once")
+            raise ValueError(
+                "a thought is given twice, as a part of the content and as reasoning; give it once"
+            )
         return self
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls
+        )
         reasoning = self.reasoning_content or self.reasoning
         thoughts = (Thought(reasoning),) if reasoning else ()
         message = with_thoughts("assistant", (*thoughts, *(self.content or ())), calls)
@@ -165,10 +216,14 @@ class ToolMessage(RequestModel):
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage("tool", self.content, tool_call_id=self.tool_call_id, name=self.name or "")
+        return ChatMessage(
+            "tool", self.content, tool_call_id=self.tool_call_id, name=self.name or ""
+        )
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 def _require_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -203,9 +258,13 @@ class ChatRequest(SamplingFields):
     continue_final_message: Annotated[bool, default_if_null(False)] = False
     add_generation_prompt: bool | None = None
 
-    add_special_tokens: Annotated[Any, unsupported_except(reason="the chat's format has its control tokens; leave it out")] = None
+    add_special_tokens: Annotated[
+        Any, unsupported_except(reason="the chat's format has its control tokens; leave it out")
+    ] = None
     audio: Annotated[Any, unsupported_except()] = None
-    chat_template: Annotated[Any, unsupported_except(reason="the chat's format is that of the checkpoint; leave it out")] = None
+    chat_template: Annotated[
+        Any, unsupported_except(reason="the chat's format is that of the checkpoint; leave it out")
+    ] = None
     documents: Annotated[Any, unsupported_except([])] = None
     echo: Annotated[Any, unsupported_except()] = None
     function_call: Annotated[Any, unsupported_except("none")] = None
@@ -221,7 +280,9 @@ class ChatRequest(SamplingFields):
 
     @property
     def echoed_prefix(self) -> str:
-        """Text with which the answer begins, because the last message is Mistral's prefix; as often, nothing."""
+        """Text with which the answer begins, because the last message is Mistral's prefix; as
+        often, nothing.
+        """
         last = self.messages[-1]
         return last.message().content if isinstance(last, AssistantMessage) and last.prefix else ""
 
@@ -237,44 +298,63 @@ class ChatRequest(SamplingFields):
     @property
     def max_new_tokens(self) -> int | None:
         """Limit of new tokens, by either name; None: as many as the context has room for."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
 
 
 def continues_last(messages: Sequence[Message], *, continue_final: bool) -> bool:
-    """Return whether the answer continues the last message: by ``continue_final_message``, or because it is a prefix."""
+    """Return whether the answer continues the last message: by ``continue_final_message``, or
+    because it is a prefix.
+    """
     return continue_final or (isinstance(messages[-1], AssistantMessage) and messages[-1].prefix)
 
 
 def conversation(messages: Sequence[Message], *, continue_final: bool) -> list[ChatMessage]:
     """Return the messages as chat templates take them."""
     made = [message.message() for message in messages]
-    return [*made[:-1], replace(made[-1], is_prefix=continues_last(messages, continue_final=continue_final))]
+    return [
+        *made[:-1],
+        replace(made[-1], is_prefix=continues_last(messages, continue_final=continue_final)),
+    ]
 
 
-def check_continuation(messages: Sequence[Message], *, continue_final: bool, opens_answer: bool | None) -> None:
-    """Raise ParameterError unless an answer follows the messages, or continues the last one of them.
+def check_continuation(
+    messages: Sequence[Message], *, continue_final: bool, opens_answer: bool | None
+) -> None:
+    """Raise ParameterError unless an answer follows the messages, or continues the last one of
+    them.
 
     ``opens_answer``: ``add_generation_prompt``, which may be given and has to be right then.
     """
     for index, message in enumerate(messages[:-1]):
         if isinstance(message, AssistantMessage) and message.prefix:
-            raise ParameterError("prefix is for the last message, which the answer continues", f"messages[{index}].prefix")
+            raise ParameterError(
+                "prefix is for the last message, which the answer continues",
+                f"messages[{index}].prefix",
+            )
     if continue_final and not isinstance(messages[-1], AssistantMessage):
         raise ParameterError(
-            "continue_final_message is for messages that end with one of the assistant", "continue_final_message"
+            "continue_final_message is for messages that end with one of the assistant",
+            "continue_final_message",
         )
     continues = continues_last(messages, continue_final=continue_final)
     if opens_answer is continues:
         given, is_needed = str(opens_answer).lower(), "false" if continues else "true"
-        raise ParameterError(f"add_generation_prompt is {given}; this conversation needs {is_needed}", "add_generation_prompt")
+        raise ParameterError(
+            f"add_generation_prompt is {given}; this conversation needs {is_needed}",
+            "add_generation_prompt",
+        )
 
 
 def _check_prefix(request: ChatRequest) -> None:
     if request.echoed_prefix and (constraint := answer_constraint(request)) is not None:
         name = constraint.where if isinstance(constraint, Constraint) else "response_format"
         raise ParameterError(
-            f"prefix is the beginning of the answer, which then cannot be what {name} requires; continue_final_message continues "
-            "the message without repeating it",
+            f"prefix is the beginning of the answer, which then cannot be what {name} requires;"
+            " continue_final_message continues the message without repeating it",
             f"messages[{len(request.messages) - 1}].prefix",
         )
 
@@ -284,13 +364,24 @@ def parse_chat(body: bytes) -> ChatRequest:
     request = parse_body(ChatRequest, body)
     request.check_combinations()
     check_continuation(
-        request.messages, continue_final=request.continue_final_message, opens_answer=request.add_generation_prompt
+        request.messages,
+        continue_final=request.continue_final_message,
+        opens_answer=request.add_generation_prompt,
     )
     _check_prefix(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
-    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
-        raise ParameterError("max_tokens and max_completion_tokens are the same thing; give one of them", "max_tokens")
+    if (
+        None not in (request.max_tokens, request.max_completion_tokens)
+        and request.max_tokens != request.max_completion_tokens
+    ):
+        raise ParameterError(
+            "max_tokens and max_completion_tokens are the same thing; give one of them",
+            "max_tokens",
+        )
     if request.max_new_tokens is not None and request.min_tokens > request.max_new_tokens:
-        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_new_tokens}", "min_tokens")
+        raise ParameterError(
+            f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_new_tokens}",
+            "min_tokens",
+        )
     return request

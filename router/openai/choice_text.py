@@ -1,4 +1,6 @@
-"""Detokenization of one choice: from tokens to the text that the client receives, and to the fields of the whole choice."""
+"""Detokenization of one choice: from tokens to the text that the client receives, and to the fields
+of the whole choice.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +11,12 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
 from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
+from tramontane.router.openai.logprobs import (
+    TokenLogprobs,
+    TokenWithLogprobs,
+    completion_logprobs,
+    merge_logprobs,
+)
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import build_grammar
@@ -26,9 +33,10 @@ UNDECIDED = -1  # offset of a token that may be a part of a marker of thoughts
 class ChoiceDetokenizer:
     """Turns the tokens of one choice into text.
 
-    Tokens after a stop string are ignored; no stop string completes before ``min_tokens``. Tokens with log-probabilities are
-    returned once their text may be emitted; a token that begins inside or after a stop string never is. One of
-    ``stop_token_ids`` that ends the sequence has no text, unless ``includes_stop`` keeps that of what stops it.
+    Tokens after a stop string are ignored; no stop string completes before ``min_tokens``. Tokens
+    with log-probabilities are returned once their text may be emitted; a token that begins inside
+    or after a stop string never is. One of ``stop_token_ids`` that ends the sequence has no text,
+    unless ``includes_stop`` keeps that of what stops it.
     """
 
     def __init__(
@@ -53,7 +61,8 @@ class ChoiceDetokenizer:
         self.finish: FinishReason | None = None
 
     def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
-        """Return the text that this token completes. A token that completes a stop string counts as generated.
+        """Return the text that this token completes. A token that completes a stop string counts as
+        generated.
 
         Raises UnsatisfiableSchemaError or NotFiniteError if the sequence ended with an error.
         """
@@ -81,9 +90,12 @@ class ChoiceDetokenizer:
         return emitted
 
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
-        """Restore a choice as if its tokens had been pushed here. ``is_whole``: the client has received nothing of it."""
+        """Restore a choice as if its tokens had been pushed here. ``is_whole``: the client has
+        received nothing of it.
+        """
         for number, token_id in enumerate(state.token_ids, start=1):
-            is_last = number == len(state.token_ids)  # which may be a stop token, and then has no text
+            # which may be a stop token, and then has no text
+            is_last = number == len(state.token_ids)
             self.push(TokenEvent(0, token_id, state.finish if is_last else None))
         self.finish, self._pending = state.finish, list(state.pending_logprobs)
 
@@ -98,7 +110,9 @@ class ChoiceDetokenizer:
         return list(self._pending)
 
     def take_logprobs(self) -> list[TokenWithLogprobs]:
-        """Return new tokens with log-probabilities; offsets count from the beginning of the text."""
+        """Return new tokens with log-probabilities; offsets count from the beginning of the
+        text.
+        """
         if self.finish or not self._has_stops:
             ready, self._pending = self._pending, []
         else:
@@ -123,7 +137,9 @@ class ChoiceDetokenizer:
             self._pending.append(TokenWithLogprobs(token_id, offset, score))
 
     def _begun_in_emitted(self) -> list[TokenWithLogprobs]:
-        """Return pending tokens that begin in emitted text: of "x", "E", "ND" the first if "x" is emitted."""
+        """Return pending tokens that begin in emitted text: of "x", "E", "ND" the first if "x" is
+        emitted.
+        """
         return [token for token in self._pending if self._is_emitted(token)]
 
     def _is_emitted(self, token: TokenWithLogprobs) -> bool:
@@ -131,7 +147,9 @@ class ChoiceDetokenizer:
 
 
 class ChatDetokenizer(ChoiceDetokenizer):
-    """A choice of a chat: its thoughts, its text, and the tool calls that follow the text. Stop strings end only the text."""
+    """A choice of a chat: its thoughts, its text, and the tool calls that follow the text. Stop
+    strings end only the text.
+    """
 
     def __init__(
         self,
@@ -156,7 +174,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
         self._tools, self._thoughts = tools, thoughts
         self._calls: list[CallDelta] = []
         self._reasoning: list[str] = []  # that was not taken
-        self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()  # tokens that may be of a marker
+        # tokens that may be of a marker
+        self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()
         self.num_reasoning_tokens = None if thoughts is None else 0
 
     @property
@@ -173,10 +192,16 @@ class ChatDetokenizer(ChoiceDetokenizer):
     def finish_reason(self) -> str | None:
         """OpenAI's word for how the choice finished; None before that."""
         has_calls = self._tools is not None and self._tools.num_calls > 0
-        return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
+        return (
+            "tool_calls"
+            if has_calls and self.finish is FinishReason.STOP
+            else self.finish and self.finish.value
+        )
 
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
-        """Restore a choice. Calls and thoughts that the client has received are dropped; of a whole answer it has none."""
+        """Restore a choice. Calls and thoughts that the client has received are dropped; of a whole
+        answer it has none.
+        """
         super().resume(state, is_whole=is_whole)
         if not is_whole:
             self._calls, self._reasoning = [], []
@@ -187,8 +212,14 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
     @property
     def pending_logprobs(self) -> list[TokenWithLogprobs]:
-        """Tokens with log-probabilities whose text may not be emitted yet, those last of which it is not known what they are."""
-        waiting = [TokenWithLogprobs(token_id, UNDECIDED, score) for token_id, score in self._undecided if score]
+        """Tokens with log-probabilities whose text may not be emitted yet, those last of which it
+        is not known what they are.
+        """
+        waiting = [
+            TokenWithLogprobs(token_id, UNDECIDED, score)
+            for token_id, score in self._undecided
+            if score
+        ]
         return self._pending + waiting
 
     def take_calls(self) -> list[CallDelta]:
@@ -203,7 +234,9 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
     def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
         thoughts, tools = self._thoughts, self._tools
-        if tools is not None and (tools.is_calling or thoughts is None or not thoughts.is_of_thought(token_id)):
+        if tools is not None and (
+            tools.is_calling or thoughts is None or not thoughts.is_of_thought(token_id)
+        ):
             self._calls += tools.push(token_id)
             if tools.is_calling:
                 return ""
@@ -221,7 +254,9 @@ class ChatDetokenizer(ChoiceDetokenizer):
             self._pending.append(TokenWithLogprobs(token_id, offset, score, in_thought=True))
 
     def _last_piece(self) -> str:
-        return super()._last_piece() if self._thoughts is None else self._add(self._thoughts.finish())
+        return (
+            super()._last_piece() if self._thoughts is None else self._add(self._thoughts.finish())
+        )
 
     def _add(self, split: Split) -> str:
         """Return the text of the content; keep that of thoughts."""
@@ -247,14 +282,18 @@ def make_detokenizer(tokenizer: Tokenizer | None, request: CompletionRequest) ->
 
 
 async def completion_grammar(tokenizer: Tokenizer | None, request: CompletionRequest) -> str:
-    """Return the grammar of a completion's choices, empty if there is none. Raises ParameterError."""
+    """Return the grammar of a completion's choices, empty if there is none. Raises
+    ParameterError.
+    """
     constraint = answer_constraint(request)
     if constraint is None:
         return ""
     if tokenizer is None:
         name = constraint.where if isinstance(constraint, Constraint) else "response_format"
         raise ParameterError(f"{name} needs text, and this model has no tokenizer", name)
-    return await run_in_grammar_pool(lambda: build_grammar(constraint, num_sequences=request.num_sequences))
+    return await run_in_grammar_pool(
+        lambda: build_grammar(constraint, num_sequences=request.num_sequences)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,23 +301,32 @@ class ChoiceBuilder:
     """How an endpoint's answers differ from another's. Defaults are those of completions."""
 
     choices: Sequence[ChoiceDetokenizer]  # one per sequence
-    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
+    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = (
+        completion_logprobs
+    )
     merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
     grammar: str = ""  # of all choices
     id_prefix: str = "cmpl"
     object: str = "text_completion"
     chunk: type[CompletionChunk] | type[ChatChunk] = CompletionChunk
 
-    def merge_changes(self, changes: Sequence[Mapping[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+    def merge_changes(
+        self, changes: Sequence[Mapping[str, Any]], request: CompletionRequest
+    ) -> dict[str, Any]:
         """Return the fields of one whole choice, given all of its changes."""
         layers = request.return_experts
         text = "".join(change["text"] for change in changes)
         merged = {**changes[0], "text": text, "finish_reason": changes[-1]["finish_reason"]}
         if "token_ids" in merged:
-            merged["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+            merged["token_ids"] = [
+                token_id for change in changes for token_id in change["token_ids"]
+            ]
         if request.logprobs is not None:
             merged["logprobs"] = self.merge_logprobs(change["logprobs"] for change in changes)
         for name in ("prompt_experts", "experts") if layers else ():
             parts = [change.get(name, {}) for change in changes]
-            merged[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
+            merged[name] = {
+                str(layer): [ids for part in parts for ids in part.get(str(layer), ())]
+                for layer in layers
+            }
         return merged

@@ -1,7 +1,8 @@
 """Models of the events of a stream.
 
-The choices of a chunk are dictionaries (``CompletionChange``, ``ChatChange``): one is made for every token, and models would take
-half as long again as all other work on it. Tests validate them against ``CompletionChunk`` and ``ChatChunk``.
+The choices of a chunk are dictionaries (``CompletionChange``, ``ChatChange``): one is made for
+every token, and models would take half as long again as all other work on it. Tests validate them
+against ``CompletionChunk`` and ``ChatChunk``.
 """
 
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -42,7 +43,9 @@ class Event(NamedTuple):
 
 
 class Chunk(AnswerHead):
-    """With include_usage, ``usage`` is null in every chunk except the last, which has no choices."""
+    """With include_usage, ``usage`` is null in every chunk except the last, which has no
+    choices.
+    """
 
     usage: Usage | None = None
     timings: Timings | None = None

@@ -12,38 +12,56 @@ from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, is_form
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields
-from tramontane.router.structured.request_model import default_if_null, only_true, unsupported_except
+from tramontane.router.structured.request_model import (
+    default_if_null,
+    only_true,
+    unsupported_except,
+)
 
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
 MAX_ERRORS = 64  # more are only counted, because pydantic lists each with its input
 
-LayersInput = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
+LayersInput = Annotated[
+    list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})
+]
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
 SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
-PromptInput = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
+PromptInput = (
+    str
+    | Annotated[list[str], SeveralPrompts]
+    | TokenIds
+    | Annotated[list[TokenIds], SeveralPrompts]
+)
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
-def _prompts(value: Any) -> Prompts:  # noqa: ANN401
+def _prompts(value: Any) -> Prompts:
     """Return a tuple of prompts for any form: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
-        raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists")
+        raise ValueError(
+            "it must be a text, a list of texts, a list of token ids or a list of such lists"
+        )
     if not value:
         raise ValueError("it is an empty list; it must have a text, a token id or a list of those")
     if _are_ids(value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"there are {len(value)} prompts; one request may have at most {MAX_PROMPTS}")
+        raise ValueError(
+            f"there are {len(value)} prompts; one request may have at most {MAX_PROMPTS}"
+        )
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     if all(isinstance(item, list) and _are_ids(item) for item in value):
         return tuple(tuple(item) for item in value)
-    raise ValueError("a list must hold either texts, or token ids, or lists of token ids, and no list may be empty")
+    raise ValueError(
+        "a list must hold either texts, or token ids, or lists of token ids, and no list may be"
+        " empty"
+    )
 
 
 def _are_ids(value: list[Any]) -> bool:
@@ -54,11 +72,13 @@ def _are_ids(value: list[Any]) -> bool:
     return True
 
 
-def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+def _layers(value: Any) -> tuple[int, ...]:
     layers = [] if value is None else value
     if isinstance(layers, list) and len(layers) > MAX_LAYERS:
         raise ValueError(f"there may be at most {MAX_LAYERS} layers")
-    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers):
+    if not isinstance(layers, list) or not all(
+        type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers
+    ):
         raise ValueError("it must be a list of layers, which are counted from 0")
     if len(set(layers)) < len(layers):
         raise ValueError("a layer is listed twice")
@@ -70,7 +90,9 @@ def check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("a text is not valid Unicode (it holds half of a surrogate pair)") from None
+        raise ValueError(
+            "a text is not valid Unicode (it holds half of a surrogate pair)"
+        ) from None
     return text
 
 
@@ -85,22 +107,28 @@ Text = Annotated[str, AfterValidator(check_text)]
 
 
 class CompletionRequest(SamplingFields):
-    """Body of ``POST /v1/completions``. With ``echo`` and ``max_tokens`` 0 prompts are only scored."""
+    """Body of ``POST /v1/completions``. With ``echo`` and ``max_tokens`` 0 prompts are only
+    scored.
+    """
 
     model: str | None = None
-    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptInput), AfterValidator(_all_encodable)] = (
-        Field(strict=False)
-    )
+    prompt: Annotated[
+        Prompts,
+        BeforeValidator(_prompts, json_schema_input_type=PromptInput),
+        AfterValidator(_all_encodable),
+    ] = Field(strict=False)
     max_tokens: Annotated[int, default_if_null(16)] = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Annotated[bool, default_if_null(False)] = False
-    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)] = Field(
-        (), strict=False
-    )
-    suffix: Annotated[Text | None, AfterValidator(lambda suffix: suffix or None)] = None  # an empty one is none
+    return_experts: Annotated[
+        tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)
+    ] = Field((), strict=False)
+    # an empty one is none
+    suffix: Annotated[Text | None, AfterValidator(lambda suffix: suffix or None)] = None
     add_special_tokens: Annotated[
-        Literal[True] | None, only_true("prompts that are texts begin as the model's training texts do; give token ids")
+        Literal[True] | None,
+        only_true("prompts that are texts begin as the model's training texts do; give token ids"),
     ] = None
 
     best_of: Annotated[Any, unsupported_except(1)] = None
@@ -112,8 +140,14 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompt_logprobs_count(self) -> int | None:
-        """Number of likeliest tokens per position of the prompt, by either name; None: no log-probabilities."""
-        counts = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        """Number of likeliest tokens per position of the prompt, by either name; None: no
+        log-probabilities.
+        """
+        counts = [
+            each
+            for each in (self.prompt_logprobs, self.logprobs if self.echo else None)
+            if each is not None
+        ]
         return max(counts, default=None)
 
 
@@ -122,9 +156,14 @@ def parse_completion(body: bytes) -> CompletionRequest:
     request = parse_body(CompletionRequest, body)
     request.check_combinations()
     if not request.max_tokens and not request.echo:
-        raise ParameterError("max_tokens is 0: without echo: true there would be no answer", "max_tokens")
+        raise ParameterError(
+            "max_tokens is 0: without echo: true there would be no answer", "max_tokens"
+        )
     if request.min_tokens > request.max_tokens:
-        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}", "min_tokens")
+        raise ParameterError(
+            f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}",
+            "min_tokens",
+        )
     if request.suffix is not None:
         _check_suffix(request)
     return request
@@ -135,7 +174,11 @@ def _check_suffix(request: CompletionRequest) -> None:
     if not all(isinstance(prompt, str) for prompt in request.prompt):
         raise ParameterError("suffix is for prompts that are texts, not token ids", "suffix")
     if request.echo:
-        raise ParameterError("echo is not possible with suffix, since the tokens of the prompt are not those of its text", "echo")
+        raise ParameterError(
+            "echo is not possible with suffix, since the tokens of the prompt are not those of its"
+            " text",
+            "echo",
+        )
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -144,7 +187,8 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Parse a body as ``kind``. Raises ParameterError, which names the first problem.
 
-    At most 50 ms of the interpreter lock; call it in ``run_off_loop``, where another thread runs it for a large body.
+    At most 50 ms of the interpreter lock; call it in ``run_off_loop``, where another thread runs it
+    for a large body.
     """
     check_elements(body)
     try:
@@ -161,7 +205,9 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
-        return ParameterError(f"{error.error_count()} things are wrong with the body, too many to describe")
+        return ParameterError(
+            f"{error.error_count()} things are wrong with the body, too many to describe"
+        )
     problem, *others = error.errors(include_url=False)
     name = _printable_path(_path(problem)) or None
     match problem["type"]:
@@ -184,30 +230,40 @@ def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> Parame
 
 
 def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
-    """Return the end of the message if the same object has an unknown field of a similar name, or nothing."""
+    """Return the end of the message if the same object has an unknown field of a similar name, or
+    nothing.
+    """
     *place, name = missing["loc"]
     for other in others:
         *other_place, unknown = other["loc"]
-        if other["type"] == "extra_forbidden" and other_place == place and did_you_mean(str(unknown), [str(name)]):
+        if (
+            other["type"] == "extra_forbidden"
+            and other_place == place
+            and did_you_mean(str(unknown), [str(name)])
+        ):
             return f'; unknown field "{_printable_name(str(unknown))}", did you mean "{name}"?'
     return ""
 
 
 def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """Return where the problem is in the client's JSON, with the field that a message is chosen by, which pydantic leaves out."""
+    """Return where the problem is in the client's JSON, with the field that a message is chosen by,
+    which pydantic leaves out.
+    """
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
         return (*path, problem["ctx"]["discriminator"].strip("'"))
     return tuple(part for index, part in enumerate(path) if not is_form(path, index))
 
 
-def _tag(problem: ErrorDetails) -> Any:  # noqa: ANN401
+def _tag(problem: ErrorDetails) -> Any:
     """Return the client's value of the field that a message is chosen by."""
     return problem["input"][problem["ctx"]["discriminator"].strip("'")]
 
 
-def _preview(value: Any) -> str:  # noqa: ANN401
-    """Return the first 60 characters without formatting a value of megabytes; null, true and false are as JSON has them."""
+def _preview(value: Any) -> str:
+    """Return the first 60 characters without formatting a value of megabytes; null, true and false
+    are as JSON has them.
+    """
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]

@@ -1,4 +1,6 @@
-"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; what pydantic finds, in our words."""
+"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; what pydantic finds,
+in our words.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,9 @@ from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
 TYPE_TAG = "type="
 
 
-def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(
+    message: str, type: ErrorType, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """Return OpenAI's object for an error."""
     return Error(error=ErrorDetails(message=message, type=type, param=param, code=code)).as_json()
 
@@ -40,11 +44,17 @@ _NOT_FOUND = HttpErrorSpec(404, "invalid_request_error", code="not_found")
 _SPECS: tuple[tuple[type[errors.TramontaneError], HttpErrorSpec], ...] = (
     (errors.QuotaExceededError, HttpErrorSpec(429, "rate_limit_error", code="quota_exceeded")),
     (errors.OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
-    (errors.UnknownModelError, HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")),
+    (
+        errors.UnknownModelError,
+        HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found"),
+    ),
     (errors.UnknownJobError, _NOT_FOUND),
     (errors.UnknownFileError, _NOT_FOUND),
     (errors.FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
-    (errors.UnsatisfiableSchemaError, HttpErrorSpec(400, "invalid_request_error", code="unfollowable")),
+    (
+        errors.UnsatisfiableSchemaError,
+        HttpErrorSpec(400, "invalid_request_error", code="unfollowable"),
+    ),
     (errors.NotFiniteError, HttpErrorSpec(400, "invalid_request_error", code="not_finite")),
     (errors.PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
     (errors.JobRefusedError, _INVALID),
@@ -105,36 +115,50 @@ def describe_value(name: str, shown: str, problem: Mapping[str, Any]) -> str:
     expected = _EXPECTED.get(problem["type"])
     if expected is None:
         return f"{name} is {shown}; this value is not allowed here, see /docs"
-    context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in problem.get("ctx", {}).items()}
+    context = {
+        key: f"{value:g}" if isinstance(value, float) else value
+        for key, value in problem.get("ctx", {}).items()
+    }
     return f"{name} is {shown}; it must be {expected.format(**context)}"
 
 
 def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
-    """Return the fields that an object at a place of the client's JSON has; none if there may be one of several objects.
+    """Return the fields that an object at a place of the client's JSON has; none if there may be
+    one of several objects.
 
     Args:
         kind: The model of the body.
-        place: As in pydantic's errors, with the chosen form of messages and ``tool_choice``: ("messages", 0, "user").
+        place: As in pydantic's errors, with the chosen form of messages and ``tool_choice``:
+            ("messages", 0, "user").
     """
     shapes = list(_shapes(kind, _schema(kind)))
     for index, part in enumerate(place):
         if is_form(place, index):
-            shapes = [shape for shape in shapes if str(part).removeprefix(TYPE_TAG) in _constants(shape)]
+            shapes = [
+                shape for shape in shapes if str(part).removeprefix(TYPE_TAG) in _constants(shape)
+            ]
         else:
             is_item = isinstance(part, int)
-            found = [each.get("items", {}) if is_item else each.get("properties", {}).get(part, {}) for each in shapes]
+            found = [
+                each.get("items", {}) if is_item else each.get("properties", {}).get(part, {})
+                for each in shapes
+            ]
             shapes = [shape for each in found for shape in _shapes(kind, each)]
     objects = [shape["properties"] for shape in shapes if "properties" in shape]
     return list(objects[0]) if len(objects) == 1 else []
 
 
 def is_form(place: Sequence[str | int], index: int) -> bool:
-    """Return whether a part of a place is the form that pydantic chose, which is not in the client's JSON.
+    """Return whether a part of a place is the form that pydantic chose, which is not in the
+    client's JSON.
 
-    It puts the role of a message after its index, ("messages", 0, "user", "content"), after ``tool_choice`` its form, and after
-    an object that its ``type`` tells apart ``type=`` with that: ("input", 0, "type=message", "role").
+    It puts the role of a message after its index, ("messages", 0, "user", "content"), after
+    ``tool_choice`` its form, and after an object that its ``type`` tells apart ``type=`` with that:
+    ("input", 0, "type=message", "role").
     """
-    return index == {"messages": 2, "tool_choice": 1}.get(str(place[0])) or str(place[index]).startswith(TYPE_TAG)
+    return index == {"messages": 2, "tool_choice": 1}.get(str(place[0])) or str(
+        place[index]
+    ).startswith(TYPE_TAG)
 
 
 @cache
@@ -166,12 +190,18 @@ _JSON_PROBLEMS = (
     ("expected `:`", "a colon is missing after a key"),
     ("expected `,` or `]`", "a comma or ] is missing"),
     ("expected `,` or `}`", "a comma or } is missing"),
-    ("expected ident", "there is a word that JSON does not have; its words are true, false and null"),
+    (
+        "expected ident",
+        "there is a word that JSON does not have; its words are true, false and null",
+    ),
     ("expected value", "a value is missing"),
     ("invalid escape", "a backslash stands before a character that JSON does not escape"),
     ("invalid number", "a number is not written as in JSON"),
     ("number out of range", "a number has too many digits"),
-    ("control character", "a text holds a line break or another control character; write it as \\n"),
+    (
+        "control character",
+        "a text holds a line break or another control character; write it as \\n",
+    ),
     ("key must be a string", "a key is not in double quotes"),
     ("trailing comma", "there is a comma after the last item"),
     ("trailing characters", "there is more after its end"),
@@ -184,15 +214,19 @@ _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 
 def describe_json_error(message: str) -> str:
-    """Return the parser's message in our words: ``there is a comma after the last item (line 2, column 5)``.
+    """Return the parser's message in our words: ``there is a comma after the last item (line 2,
+    column 5)``.
 
     A text of one line has only the column.
     """
     text = message.removeprefix("Invalid JSON: ")
-    reason = next((ours for theirs, ours in _JSON_PROBLEMS if text.startswith(theirs)), "it cannot be read")
+    reason = next(
+        (ours for theirs, ours in _JSON_PROBLEMS if text.startswith(theirs)), "it cannot be read"
+    )
     if (position := _POSITION.search(text)) is None:
         return reason
     line, column = position.groups()
-    if text.startswith("expected value") and (line, column) == ("1", "1"):  # prompt=hi, as a form has it
+    # prompt=hi, as a form has it
+    if text.startswith("expected value") and (line, column) == ("1", "1"):
         reason = "a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"

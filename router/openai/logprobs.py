@@ -1,4 +1,6 @@
-"""Tokens with their log-probabilities, in the shapes that clients receive: OpenAI's two and vLLM's."""
+"""Tokens with their log-probabilities, in the shapes that clients receive: OpenAI's two and
+vLLM's.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +11,9 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the likeliest first."""
+    """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the
+    likeliest first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -34,16 +38,24 @@ def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenL
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer | None, token_ids: Sequence[int], index: int, scores: dict[tuple[int, int], TokenLogprobs]
+    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int],
+    index: int,
+    scores: dict[tuple[int, int], TokenLogprobs],
 ) -> list[TokenWithLogprobs]:
     """Return the tokens of sequence ``index``'s prompt."""
     offsets = tokenizer.offsets(token_ids) if tokenizer else [0] * len(token_ids)
     tokens = enumerate(zip(token_ids, offsets, strict=True))
-    return [TokenWithLogprobs(token_id, offset, scores.get((index, position))) for position, (token_id, offset) in tokens]
+    return [
+        TokenWithLogprobs(token_id, offset, scores.get((index, position)))
+        for position, (token_id, offset) in tokens
+    ]
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """Return a token's own text; its bytes if it is not made of whole characters, and its id if it has no text."""
+    """Return a token's own text; its bytes if it is not made of whole characters, and its id if it
+    has no text.
+    """
     piece = tokenizer.bytes_of(token_id) if tokenizer else b""
     if not piece:
         return f"token_id:{token_id}"
@@ -53,8 +65,12 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
-    """Return OpenAI's ``CompletionLogprobs``: lists of equal length. ``top_logprobs`` always includes the chosen token."""
+def completion_logprobs(
+    tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
+) -> dict[str, Any]:
+    """Return OpenAI's ``CompletionLogprobs``: lists of equal length. ``top_logprobs`` always
+    includes the chosen token.
+    """
     return {
         "tokens": [token_text(tokenizer, token.token_id) for token in tokens],
         "token_logprobs": [token.score and token.score.logprob for token in tokens],
@@ -63,8 +79,12 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithL
     }
 
 
-def _by_text(tokenizer: Tokenizer | None, token: TokenWithLogprobs, num_top: int) -> dict[str, float] | None:
-    """Return log-probabilities by text. Of two tokens with the same text the likelier one counts."""
+def _by_text(
+    tokenizer: Tokenizer | None, token: TokenWithLogprobs, num_top: int
+) -> dict[str, float] | None:
+    """Return log-probabilities by text. Of two tokens with the same text the likelier one
+    counts.
+    """
     if token.score is None:
         return None
     by_text: dict[str, float] = {}
@@ -76,42 +96,63 @@ def _by_text(tokenizer: Tokenizer | None, token: TokenWithLogprobs, num_top: int
 def merge_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
     """Concatenate several ``CompletionLogprobs``."""
     present = [part for part in parts if part]
-    return {name: [each for part in present for each in part[name]] for name in CompletionLogprobs.model_fields}
+    return {
+        name: [each for part in present for each in part[name]]
+        for name in CompletionLogprobs.model_fields
+    }
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
-    """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``. Tokens of thoughts are in a list apart."""
+def chat_logprobs(
+    tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
+) -> dict[str, Any]:
+    """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``. Tokens of
+    thoughts are in a list apart.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.bytes_of(token_id) if tokenizer else b""
-        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(piece) if piece else None}
+        return {
+            "token": token_text(tokenizer, token_id),
+            "logprob": logprob,
+            "bytes": list(piece) if piece else None,
+        }
 
     content: list[dict[str, Any]] = []
     thought: list[dict[str, Any]] = []
     for token in tokens:
         if token.score is not None:
             top = [entry(*each) for each in token.score.top[:num_top]]
-            (thought if token.in_thought else content).append(entry(token.token_id, token.score.logprob) | {"top_logprobs": top})
+            (thought if token.in_thought else content).append(
+                entry(token.token_id, token.score.logprob) | {"top_logprobs": top}
+            )
     return {"content": content, "refusal": None, **({"reasoning": thought} if thought else {})}
 
 
 def merge_chat_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
     """Concatenate several ``ChatLogprobs``."""
     present = [part for part in parts if part]
-    content, thought = ([token for part in present for token in part.get(name, ())] for name in ("content", "reasoning"))
+    content, thought = (
+        [token for part in present for token in part.get(name, ())]
+        for name in ("content", "reasoning")
+    )
     return {"content": content, "refusal": None, **({"reasoning": thought} if thought else {})}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's shape for prompts, without ranks: by token id, always with the prompt's own token; None for the first."""
+    """Return vLLM's shape for prompts, without ranks: by token id, always with the prompt's own
+    token; None for the first.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {"logprob": logprob, "decoded_token": token_text(tokenizer, token_id)}
 
     return [
         token.score
-        and {str(each[0]): entry(*each) for each in ((token.token_id, token.score.logprob), *token.score.top[:num_top])}
+        and {
+            str(each[0]): entry(*each)
+            for each in ((token.token_id, token.score.logprob), *token.score.top[:num_top])
+        }
         for token in tokens
     ]

@@ -1,4 +1,6 @@
-"""Request counters of one ingress. They only grow, so that metrics can read them from any thread."""
+"""Request counters of one ingress. They only grow, so that metrics can read them from any
+thread.
+"""
 
 import asyncio
 import time
@@ -20,7 +22,12 @@ from tramontane.router.openai.choice_text import ChoiceDetokenizer
 
 # Why a request was refused, by error. The first class that matches counts.
 REFUSALS = MappingProxyType(
-    {QueueFullError: "full", OverloadedError: "overloaded", DrainingError: "draining", PipelineUnavailableError: "not_running"}
+    {
+        QueueFullError: "full",
+        OverloadedError: "overloaded",
+        DrainingError: "draining",
+        PipelineUnavailableError: "not_running",
+    }
 )
 # Errors that count as a client that left; a missed deadline is one.
 CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
@@ -39,18 +46,28 @@ class RequestStats:
 
     def record_refusal(self, error: BaseException) -> bool:
         """Count an error if it is a refusal; return whether it is one."""
-        reason = next((reason for kind, reason in REFUSALS.items() if isinstance(error, kind)), None)
+        reason = next(
+            (reason for kind, reason in REFUSALS.items() if isinstance(error, kind)), None
+        )
         if reason is not None:
             self.refused[reason] += 1
         return reason is not None
 
     @contextmanager
     def track(
-        self, arrived_at: float, num_prompt: int, choices: Sequence[ChoiceDetokenizer], *, has_begun: bool
+        self,
+        arrived_at: float,
+        num_prompt: int,
+        choices: Sequence[ChoiceDetokenizer],
+        *,
+        has_begun: bool,
     ) -> Iterator["RequestRecorder"]:
-        """Count one request while the context is open. ``has_begun``: another ingress has counted its beginning."""
+        """Count one request while the context is open. ``has_begun``: another ingress has counted
+        its beginning.
+        """
         recorder = RequestRecorder(self, arrived_at, num_prompt, has_begun)
-        reason: FinishReason | None = FinishReason.ABORT  # of unfinished choices; None if the request was refused
+        # of unfinished choices; None if the request was refused
+        reason: FinishReason | None = FinishReason.ABORT
         try:
             yield recorder
         except BaseException as error:
@@ -70,7 +87,9 @@ class RequestStats:
 class RequestRecorder:
     """Measures the times of one request."""
 
-    def __init__(self, counts: RequestStats, arrived_at: float, num_prompt: int, has_begun: bool) -> None:
+    def __init__(
+        self, counts: RequestStats, arrived_at: float, num_prompt: int, has_begun: bool
+    ) -> None:
         self._counts, self._arrived_at, self._num_prompt = counts, arrived_at, num_prompt
         self.has_begun = has_begun
         self._last_at: float | None = None
@@ -89,7 +108,9 @@ class RequestRecorder:
 
 
 class CountingTokenSource:
-    """A ``TokenSource`` that counts refusals by ``check_capacity``. ``RequestStats.track`` counts later ones."""
+    """A ``TokenSource`` that counts refusals by ``check_capacity``. ``RequestStats.track`` counts
+    later ones.
+    """
 
     def __init__(self, source: TokenSource, counts: RequestStats) -> None:
         self._source, self._counts = source, counts

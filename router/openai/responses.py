@@ -1,36 +1,50 @@
-"""Models of the API server's answers: answers are built from them, and ``/openapi.json`` is generated from them."""
+"""Models of the API server's answers: answers are built from them, and ``/openapi.json`` is
+generated from them.
+"""
 
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
 T = TypeVar("T")
 
 
-def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:  # noqa: ANN401
+def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     return validate(value) if info.mode == "json" else value
 
 
-# Token ids, log-probabilities and expert ids: an answer may have millions of them, and to validate them would take several times
-# as long as to write them as JSON. So they are only validated where JSON is read, which tests do.
+# Token ids, log-probabilities and expert ids: an answer may have millions of them, and to validate
+# them would take several times as long as to write them as JSON. So they are only validated where
+# JSON is read, which tests do.
 Bulk = Annotated[T, WrapValidator(_validate_json)]
 
 
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # ``json.dumps`` makes one a call
-MAX_PIECE = 64  # items of a list, each with some tens of values, that are encoded in two milliseconds
-CHOICES_DEPTH = 1  # of the list of choices in an answer or a chunk; deeper lists are long ones of small items
+# ``json.dumps`` makes one a call
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+# items of a list, each with some tens of values, that are encoded in two milliseconds
+MAX_PIECE = 64
+# of the list of choices in an answer or a chunk; deeper lists are long ones of small items
+CHOICES_DEPTH = 1
 BULK_LISTS = frozenset({"choices", "output", "logprobs"})  # of answers and events, by name
 
 
 def encode_and_free(answer: dict[str, Any], list_depth: int = CHOICES_DEPTH) -> bytes:
-    """Encode an answer or an event as JSON, and empty its ``BULK_LISTS``. ``list_depth``: of the deepest list of large items.
+    """Encode an answer or an event as JSON, and empty its ``BULK_LISTS``. ``list_depth``: of the
+    deepest list of large items.
 
-    To free half a million values takes long, so the thread that encodes them does it. They are encoded piece by piece: the
-    encoder holds Python's interpreter lock until it returns.
+    To free half a million values takes long, so the thread that encodes them does it. They are
+    encoded piece by piece: the encoder holds Python's interpreter lock until it returns.
     """
     encoded = b"".join(map(str.encode, _json_pieces(answer, 0, list_depth)))
     for name in BULK_LISTS & answer.keys():
@@ -38,7 +52,7 @@ def encode_and_free(answer: dict[str, Any], list_depth: int = CHOICES_DEPTH) -> 
     return encoded
 
 
-def _json_pieces(value: Any, depth: int, list_depth: int = CHOICES_DEPTH) -> Iterator[str]:  # noqa: ANN401
+def _json_pieces(value: Any, depth: int, list_depth: int = CHOICES_DEPTH) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for number, (name, each) in enumerate(value.items()):
             yield f"{',' if number else '{'}{to_json(name)}:"
@@ -64,21 +78,27 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON object without the fields that were not set. Lists and dictionaries are shared, not copied."""
+        """Return the JSON object without the fields that were not set. Lists and dictionaries are
+        shared, not copied.
+        """
         return {name: _as_json(value) for name, value in self if name in self.model_fields_set}
 
 
-def _as_json(value: Any) -> Any:  # noqa: ANN401
+def _as_json(value: Any) -> Any:
     if isinstance(value, Answer):
         return value.as_json()
-    return [each.as_json() for each in value] if isinstance(value, list) and value and isinstance(value[0], Answer) else value
+    return (
+        [each.as_json() for each in value]
+        if isinstance(value, list) and value and isinstance(value[0], Answer)
+        else value
+    )
 
 
 class CompletionTokensDetails(Answer):
     """Kinds of the new tokens. ``reasoning_tokens``: those of thoughts, their markers included.
 
-    Of servers that speculate, ``accepted_prediction_tokens`` were drafted; ``rejected_prediction_tokens`` are drafts that are not
-    among the new tokens.
+    Of servers that speculate, ``accepted_prediction_tokens`` were drafted;
+    ``rejected_prediction_tokens`` are drafts that are not among the new tokens.
     """
 
     reasoning_tokens: int = 0
@@ -87,7 +107,9 @@ class CompletionTokensDetails(Answer):
 
 
 class PromptTokensDetails(Answer):
-    """Kinds of the prompt's tokens. ``cached_tokens``: those that were not computed, because their cache pages were known."""
+    """Kinds of the prompt's tokens. ``cached_tokens``: those that were not computed, because their
+    cache pages were known.
+    """
 
     cached_tokens: int
 
@@ -95,7 +117,8 @@ class PromptTokensDetails(Answer):
 class Usage(Answer):
     """Number of tokens. A prompt counts once, however many choices it has.
 
-    ``completion_tokens_details`` are of chats with models that think, and of servers that speculate.
+    ``completion_tokens_details`` are of chats with models that think, and of servers that
+    speculate.
     """
 
     prompt_tokens: int
@@ -106,11 +129,17 @@ class Usage(Answer):
 
     @classmethod
     def of(
-        cls, num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None, drafts: tuple[int, int] | None
+        cls,
+        num_prompt: int,
+        num_completion: int,
+        num_cached: int,
+        num_reasoning: int | None,
+        drafts: tuple[int, int] | None,
     ) -> "Usage":
         """Return the usage of so many tokens.
 
-        ``num_reasoning``: None where there are no thoughts. ``drafts``: accepted and rejected; None without speculation.
+        ``num_reasoning``: None where there are no thoughts. ``drafts``: accepted and rejected; None
+        without speculation.
         """
         usage = cls(
             prompt_tokens=num_prompt,
@@ -120,14 +149,19 @@ class Usage(Answer):
         )
         kinds = {} if num_reasoning is None else {"reasoning_tokens": num_reasoning}
         if drafts is not None:
-            kinds |= {"accepted_prediction_tokens": drafts[0], "rejected_prediction_tokens": drafts[1]}
+            kinds |= {
+                "accepted_prediction_tokens": drafts[0],
+                "rejected_prediction_tokens": drafts[1],
+            }
         if kinds:
             usage.completion_tokens_details = CompletionTokensDetails(**kinds)
         return usage
 
 
 class Timings(Answer):
-    """Seconds of each phase. ``cached_tokens``: those of the prompt that were not computed in ``prefill_s``, as in the usage."""
+    """Seconds of each phase. ``cached_tokens``: those of the prompt that were not computed in
+    ``prefill_s``, as in the usage.
+    """
 
     ingress_s: float
     queue_s: float
@@ -157,9 +191,13 @@ class _Choice(Answer):
     finish_reason: FinishReason | None
     token_ids: Bulk[list[int]] = Field(default=[], description="with return_token_ids")
     prompt_token_ids: Bulk[list[int] | None] = Field(None, description="with return_token_ids")
-    prompt_experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
+    prompt_experts: Bulk[dict[str, list[list[int]]]] = Field(
+        default={}, description="with return_experts"
+    )
     experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
-    prompt_logprobs: Bulk[list[dict[str, PromptToken] | None]] = Field(default=[], description="with prompt_logprobs")
+    prompt_logprobs: Bulk[list[dict[str, PromptToken] | None]] = Field(
+        default=[], description="with prompt_logprobs"
+    )
 
 
 class CompletionChoice(_Choice):
@@ -205,7 +243,9 @@ class ChosenChatToken(ChatToken):
 
 
 class ChatLogprobs(Answer):
-    """Log-probabilities of a chat's answer. ``reasoning``: of its thoughts and their markers, if there are any."""
+    """Log-probabilities of a chat's answer. ``reasoning``: of its thoughts and their markers, if
+    there are any.
+    """
 
     content: list[ChosenChatToken]
     refusal: None
@@ -228,7 +268,9 @@ class ToolCall(Answer):
 
 
 class AnswerMessage(Answer):
-    """The assistant's message. Of a model that thinks it has its thoughts by two names, null if there are none."""
+    """The assistant's message. Of a model that thinks it has its thoughts by two names, null if
+    there are none.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -265,14 +307,18 @@ class Version(Answer):
 
 
 class ExpertTokens(Answer):
-    """Number of tokens that each expert was given: one list per layer with one number per expert."""
+    """Number of tokens that each expert was given: one list per layer with one number per
+    expert.
+    """
 
     tokens_per_expert: list[list[int]]
     pipelines: int
 
 
 class MoveExpertsRequest(BaseModel):
-    """A load by which the experts are distributed, such as ``GET /experts`` returns; other fields are ignored."""
+    """A load by which the experts are distributed, such as ``GET /experts`` returns; other fields
+    are ignored.
+    """
 
     tokens_per_expert: list[list[int]]
 

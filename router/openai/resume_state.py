@@ -1,4 +1,6 @@
-"""State with which another ingress can continue an answer: its id, its seed, and what the client has received."""
+"""State with which another ingress can continue an answer: its id, its seed, and what the client
+has received.
+"""
 
 import secrets
 import time
@@ -11,14 +13,17 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.logprobs import TokenWithLogprobs
 
-# What one message adds to a choice: its index, the new tokens, how it finished, and all tokens whose log-probabilities wait for
-# text that is held back. A plain tuple, because one is pickled for every message.
+# What one message adds to a choice: its index, the new tokens, how it finished, and all tokens
+# whose log-probabilities wait for text that is held back. A plain tuple, because one is pickled for
+# every message.
 ChoiceUpdate = tuple[int, list[int], FinishReason | None, list[TokenWithLogprobs]]
 # Gets updates, changes, and about how many bytes of JSON the changes are.
 ProgressCallback = Callable[[list[ChoiceUpdate], list[CompletionChange], int], Awaitable[None]]
 
 
-async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionChange], _num_bytes: int) -> None:
+async def no_progress(
+    _updates: list[ChoiceUpdate], _changes: list[CompletionChange], _num_bytes: int
+) -> None:
     """Ignore the progress of an answer that is not streamed."""
 
 
@@ -35,9 +40,9 @@ class ChoiceState:
 class ResumeState:
     """An answer that may move to another ingress.
 
-    ``choices`` are those of which the client has received anything, if only that they finished. An answer that is not streamed
-    is buffered by the proxy: then ``choices`` is what the proxy has received, and ``parts`` all changes so far (see
-    ``Completion.stream``).
+    ``choices`` are those of which the client has received anything, if only that they finished. An
+    answer that is not streamed is buffered by the proxy: then ``choices`` is what the proxy has
+    received, and ``parts`` all changes so far (see ``Completion.stream``).
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # without the endpoint's prefix
@@ -51,7 +56,9 @@ class ResumeState:
 
     @property
     def is_resumed(self) -> bool:
-        """True if another ingress admitted this request already; it must not be rejected for lack of capacity."""
+        """True if another ingress admitted this request already; it must not be rejected for lack
+        of capacity.
+        """
         return self.num_lost_ingresses > 0
 
     @property
@@ -60,7 +67,9 @@ class ResumeState:
         return bool(self.parts)
 
     def bind_model(self, model: str) -> None:
-        """Assign the answer to a model; a buffered one starts again if it was another's. Keeps the model of a begun stream."""
+        """Assign the answer to a model; a buffered one starts again if it was another's. Keeps the
+        model of a begun stream.
+        """
         if self.is_buffered and self.model != model:
             self.choices.clear()
             self.parts.clear()

@@ -1,4 +1,6 @@
-"""The model that an ingress serves: its description, the token ids of prompts, and which requests it can serve."""
+"""The model that an ingress serves: its description, the token ids of prompts, and which requests
+it can serve.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,13 +20,16 @@ T = TypeVar("T")
 OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
 # Bounds of one request.
 MAX_EXPERT_IDS = 2**19
-MAX_WHOLE_LOGPROBS = 2**17  # kept at one time: those of prompts, or of an answer that is not streamed; up to 7 MB of JSON
+# kept at one time: those of prompts, or of an answer that is not streamed; up to 7 MB of JSON
+MAX_WHOLE_LOGPROBS = 2**17
 MAX_STREAMED_LOGPROBS = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids only."""
+    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids
+    only.
+    """
 
     name: str
     tokenizer: Tokenizer | None
@@ -45,18 +50,28 @@ class ServedModel:
 async def tokenize_prompts(
     model: ServedModel, prompts: Sequence[str | tuple[int, ...]], suffix: str | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt; with ``suffix`` those that ask for the text between a prompt and it.
+    """Return the token ids of every prompt; with ``suffix`` those that ask for the text between a
+    prompt and it.
 
     Raises ParameterError for one from which nothing can be generated.
     """
     if suffix is not None:
-        return [await asyncio.to_thread(_encode_fim, model, str(prompt), suffix) for prompt in prompts]
-    names = ["the prompt"] if len(prompts) == 1 else [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+        return [
+            await asyncio.to_thread(_encode_fim, model, str(prompt), suffix) for prompt in prompts
+        ]
+    names = (
+        ["the prompt"]
+        if len(prompts) == 1
+        else [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    )
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
     def encode() -> list[tuple[int, ...]]:
         pairs = zip(prompts, names, strict=True)
-        return [encode_prompt(model.tokenizer, prompt, model.max_model_len, model.vocab_size, name) for prompt, name in pairs]
+        return [
+            encode_prompt(model.tokenizer, prompt, model.max_model_len, model.vocab_size, name)
+            for prompt, name in pairs
+        ]
 
     try:
         return await offload_if_large(num_characters, encode)
@@ -82,7 +97,8 @@ def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
     """Call ``work`` here, or in a thread if it is so large that it would delay other requests.
 
-    For tokenizers, several at a time; ``body_bounds.run_off_loop`` is for reading and writing JSON and gRPC's messages.
+    For tokenizers, several at a time; ``body_bounds.run_off_loop`` is for reading and writing JSON
+    and gRPC's messages.
     """
     return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)
 
@@ -119,7 +135,9 @@ def model_entry(model: ServedModel, created: int, name: str) -> Model:
 
 def model_list(model: ServedModel, created: int) -> ModelList:
     """Return the answer of ``GET /v1/models``."""
-    return ModelList(object="list", data=[model_entry(model, created, name) for name in model.names])
+    return ModelList(
+        object="list", data=[model_entry(model, created, name) for name in model.names]
+    )
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
@@ -134,7 +152,8 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
     if request.num_sequences > model.max_sequences:
         raise ParameterError(
             f"{len(request.prompt)} prompt{'s' * (len(request.prompt) > 1)} with n = {request.n}: "
-            f"{request.num_sequences} sequences; one request may have at most {model.max_sequences}",
+            f"{request.num_sequences} sequences; one request may have at most"
+            f" {model.max_sequences}",
             "prompt",
         )
     if model.tokenizer is None and request.stop:
@@ -143,30 +162,39 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
         raise ParameterError("return_experts: this model has no experts", "return_experts")
     if wrong := [layer for layer in request.return_experts if layer not in model.expert_layers]:
         raise ParameterError(
-            f"return_experts: layer {wrong[0]} has no experts; this model's layers {model.expert_layers.start} "
-            f"to {model.expert_layers.stop - 1} have some",
+            f"return_experts: layer {wrong[0]} has no experts; this model's layers"
+            f" {model.expert_layers.start} to {model.expert_layers.stop - 1} have some",
             "return_experts",
         )
     if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
         raise ParameterError(
-            f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {model.vocab_size}", "logit_bias"
+            f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of"
+            f" {model.vocab_size}",
+            "logit_bias",
         )
     if wrong := [token_id for token_id in request.stop_token_ids if token_id >= model.vocab_size]:
         raise ParameterError(
-            f"stop_token_ids: token id {wrong[0]} is outside the model's vocabulary of {model.vocab_size}", "stop_token_ids"
+            f"stop_token_ids: token id {wrong[0]} is outside the model's vocabulary of"
+            f" {model.vocab_size}",
+            "stop_token_ids",
         )
 
 
-def validate_answer_size(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+def validate_answer_size(
+    model: ServedModel, request: CompletionRequest, lengths: Sequence[int]
+) -> None:
     """Validate a request whose prompts have these numbers of tokens. Raises ParameterError."""
     # The answer has up to ``max_tokens`` or fills the context.
     num_prompt = request.n * sum(lengths)
-    num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
+    num_tokens = request.n * sum(
+        min(length + request.max_tokens, model.max_model_len) for length in lengths
+    )
     num_layers = len(request.return_experts)
     if (num_ids := num_tokens * num_layers * model.experts_per_token) > MAX_EXPERT_IDS:
         raise ParameterError(
-            f"return_experts: {num_layers} layers of up to {num_tokens} tokens are {num_ids} experts; "
-            f"one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers or tokens",
+            f"return_experts: {num_layers} layers of up to {num_tokens} tokens are {num_ids}"
+            f" experts; one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers"
+            " or tokens",
             "return_experts",
         )
     if (num_top := request.prompt_logprobs_count) is not None:
@@ -178,11 +206,14 @@ def validate_answer_size(model: ServedModel, request: CompletionRequest, lengths
 
 
 def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:
-    """Check the log-probabilities of at most ``num_tokens`` tokens of all choices. ``name``: the parameter that requests them."""
+    """Check the log-probabilities of at most ``num_tokens`` tokens of all choices. ``name``: the
+    parameter that requests them.
+    """
     num_logprobs = num_tokens * (num_top + 1)
     if num_logprobs > limit:
         raise ParameterError(
-            f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are {num_logprobs}; "
+            f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are"
+            f" {num_logprobs}; "
             f"one request may ask for at most {limit}, so ask for fewer, or for fewer tokens"
             f"{', or for a stream' if limit < num_logprobs <= MAX_STREAMED_LOGPROBS and name == 'logprobs' else ''}",
             name,

@@ -15,20 +15,35 @@ from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
 from tramontane.router.structured.grammar import NO_TOOLS, Tool
 from tramontane.router.structured.request_model import RequestModel, default_if_null
-from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, ReasoningEffort, message_texts
+from tramontane.router.tokenization.chat import (
+    VARIABLES,
+    ChatMessage,
+    ChatTemplate,
+    ReasoningEffort,
+    message_texts,
+)
 from tramontane.router.tokenization.template_variables import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
-    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
-    {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+    {
+        "required": ["prompt"],
+        "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}},
+    },
+    {
+        "required": ["messages"],
+        "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
+    },
 ]
-OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")  # what a text has not
+# what a text has not
+OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
 class TokenizeRequest(RequestModel):
-    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers or continues."""
+    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant
+    answers or continues.
+    """
 
     model_config = ConfigDict(json_schema_extra={"oneOf": PROMPT_OR_MESSAGES})
 
@@ -66,23 +81,39 @@ class Detokenized(Answer):
 
 
 async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequest) -> Tokens:
-    """Tokenize as completions and chats do. Raises RequestError for input that is certainly longer than the context."""
+    """Tokenize as completions and chats do. Raises RequestError for input that is certainly longer
+    than the context.
+    """
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
     if request.messages is not None:
         continue_final, variables = request.continue_final_message, request.chat_template_kwargs
-        check_continuation(request.messages, continue_final=continue_final, opens_answer=request.add_generation_prompt)
+        check_continuation(
+            request.messages,
+            continue_final=continue_final,
+            opens_answer=request.add_generation_prompt,
+        )
         messages = conversation(request.messages, continue_final=continue_final)
-        ids = await encode_chat(model, chat, messages, request.tools or (), variables, request.reasoning_effort)
+        ids = await encode_chat(
+            model, chat, messages, request.tools or (), variables, request.reasoning_effort
+        )
     else:
         if given := next((name for name in OF_MESSAGES if getattr(request, name)), None):
             raise ParameterError(f"{given} is for messages, not for a prompt; leave it out", given)
         if request.add_generation_prompt is False:
-            raise ParameterError("add_generation_prompt is for messages, not for a prompt; leave it out", "add_generation_prompt")
+            raise ParameterError(
+                "add_generation_prompt is for messages, not for a prompt; leave it out",
+                "add_generation_prompt",
+            )
         ids = await _encode_text(model, request.prompt or "")
     if len(ids) > MAX_ITEMS:  # the answer is one piece of JSON
-        raise ParameterError(f"these are {len(ids)} tokens; one request may have at most {MAX_ITEMS}", _given(request))
-    return Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=None)
+        raise ParameterError(
+            f"these are {len(ids)} tokens; one request may have at most {MAX_ITEMS}",
+            _given(request),
+        )
+    return Tokens(
+        count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=None
+    )
 
 
 def _given(request: TokenizeRequest) -> str:
@@ -101,18 +132,29 @@ async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
 
 
 async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:
-    """Decode; ids without a piece decode to nothing. Raises RequestError for more tokens than the context has positions."""
+    """Decode; ids without a piece decode to nothing. Raises RequestError for more tokens than the
+    context has positions.
+    """
     tokenizer = _require_tokenizer(model, "tokens")
     if len(request.tokens) > model.max_model_len:
-        raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
+        raise ParameterError(
+            f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions",
+            "tokens",
+        )
     if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
-        raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
-    return Detokenized(prompt=await offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens)))
+        raise ParameterError(
+            f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens"
+        )
+    return Detokenized(
+        prompt=await offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens))
+    )
 
 
 def _require_tokenizer(model: ServedModel, parameter: str) -> Tokenizer:
     if model.tokenizer is None:
-        raise ParameterError("this model has no tokenizer; it accepts and returns token ids only", parameter)
+        raise ParameterError(
+            "this model has no tokenizer; it accepts and returns token ids only", parameter
+        )
     return model.tokenizer
 
 
@@ -124,7 +166,9 @@ async def encode_chat(
     variables: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
 ) -> tuple[int, ...]:
-    """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
+    """Return token ids up to where the assistant answers. Raises ParameterError for conversations
+    that the format lacks.
+    """
     texts = message_texts(messages)
     if tools and template.tool_format is None:
         raise ParameterError(NO_TOOLS, "tools")  # a format without tools would leave them out
@@ -133,7 +177,9 @@ async def encode_chat(
             model.tokenizer.check_length("".join(texts), model.max_model_len)
         if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
             return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
-        return await asyncio.to_thread(_encode_large, model, template, messages, tools, variables, reasoning_effort)
+        return await asyncio.to_thread(
+            _encode_large, model, template, messages, tools, variables, reasoning_effort
+        )
     except ParameterError:
         raise
     except RequestError as error:
@@ -148,7 +194,8 @@ def _encode_large(
     variables: Mapping[str, Any] | None,
     reasoning_effort: str | None,
 ) -> tuple[int, ...]:
-    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
+    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too
+    many elements.
 
     Templates parse that JSON.
     """

@@ -1,4 +1,6 @@
-"""The default policy: micro-batches that take every stage equally long, just as many as keep all stages busy."""
+"""The default policy: micro-batches that take every stage equally long, just as many as keep all
+stages busy.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,31 +20,42 @@ from tramontane.router.scheduling.policy import (
     has_prompts,
     reserved_for_prefill,
 )
-from tramontane.router.scheduling.round_times import InFlightTuner, PromptSpread, SpreadTuner, StepGap
+from tramontane.router.scheduling.round_times import (
+    InFlightTuner,
+    PromptSpread,
+    SpreadTuner,
+    StepGap,
+)
 
-MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2  # of drafts: a fit of few times may find that a row costs nothing
-MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
+# of drafts: a fit of few times may find that a row costs nothing
+MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2
+# decodes count as alike while their keys take at most this share of the time that the rest takes
+MAX_KEY_TIME_SHARE = 0.2
 TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
 
 
 class BalancedPolicy:
-    """Decides by predicted time what goes into a micro-batch, once the times of some have been observed.
+    """Decides by predicted time what goes into a micro-batch, once the times of some have been
+    observed.
 
-    * M, the micro-batches in flight, begins at stages + 1 and grows to at most twice the stages while the slowest
-      stage is observed to wait although there is more to do. Where stages take turns at the same processors,
-      it is as many as can work at once.
-    * Decodes alone are spread over as few micro-batches as make a round shortest: with one, the stages take turns,
-      and where a stage takes as long for half of the tokens nothing is gained by cutting. Predictions are verified.
-    * Prompts are cut so that the last piece is finished soonest: n pieces take n - 1 times the slowest stage (or a turn of
-      all stages shared by M, where that is longer) and once through all of them. Each piece brings its
-      micro-batch to the same time, decodes included.
-    * Prompts that are more urgent than another running sequence share no micro-batch with others, and are always cut
-      to be finished soonest.
-    * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
-    * With asynchronous scheduling, for stages of which one computes at a time, every micro-batch has all decodes, and the next
-      one is submitted while it is computed if the stages would else wait for a share of the time that matters (``StepGap``).
+    * M, the micro-batches in flight, begins at stages + 1 and grows to at most twice the stages
+      while the slowest stage is observed to wait although there is more to do. Where stages take
+      turns at the same processors, it is as many as can work at once.
+    * Decodes alone are spread over as few micro-batches as make a round shortest: with one, the
+      stages take turns, and where a stage takes as long for half of the tokens nothing is gained by
+      cutting. Predictions are verified.
+    * Prompts are cut so that the last piece is finished soonest: n pieces take n - 1 times the
+      slowest stage (or a turn of all stages shared by M, where that is longer) and once through all
+      of them. Each piece brings its micro-batch to the same time, decodes included.
+    * Prompts that are more urgent than another running sequence share no micro-batch with others,
+      and are always cut to be finished soonest.
+    * With a target for the time between a sequence's tokens, a round of M micro-batches may not
+      take longer.
+    * With asynchronous scheduling, for stages of which one computes at a time, every micro-batch
+      has all decodes, and the next one is submitted while it is computed if the stages would else
+      wait for a share of the time that matters (``StepGap``).
     """
 
     overlaps_chunks = True
@@ -60,23 +73,37 @@ class BalancedPolicy:
         assert not async_scheduling or (at_once == 1 and open_per_stage is None)
         self._async_scheduling = async_scheduling
         self._step_gap = StepGap()
-        self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
+        self._num_stages, self._max_tokens, self._itl_target_s = (
+            num_stages,
+            max_tokens,
+            itl_target_s,
+        )
         self._columns = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
         self._cost = CostModel(self._columns.num_columns)
         self._stages_at_once = at_once
-        # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
+        # Whether stages work at the same time, or a stage and its experts, so that it matters how
+        # work is cut.
         self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
-        limit = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
+        limit = (
+            (at_once if at_once < num_stages else 2 * num_stages)
+            if open_per_stage is None
+            else open_per_stage * num_stages
+        )
         limit = 2 if async_scheduling else limit  # one is computed, and the next one waits for it
         self._in_flight_tuner = InFlightTuner(num_stages, limit)
         self._untrained = FixedInFlightPolicy(self._in_flight_tuner.max_in_flight, max_tokens)
         self._spread_tuner = SpreadTuner()
         self._prompt_spread = PromptSpread()
-        self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # predicted rounds by spread, and their key
-        self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and the version of the fit
-        self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
+        # predicted rounds by spread, and their key
+        self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})
+        # of decodes, and the version of the fit
+        self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))
+        self._spreads = sorted(
+            {2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1}
+        )
         self._transit_s: float | None = None  # between the stages, of one micro-batch
-        self._decode_debt = 0.0  # seconds of decodes by which earlier micro-batches took less than their share
+        # seconds of decodes by which earlier micro-batches took less than their share
+        self._decode_debt = 0.0
 
     @property
     def max_in_flight(self) -> int:
@@ -105,7 +132,9 @@ class BalancedPolicy:
         if state.num_in_flight >= spread + goes_ahead:
             return None
         is_alone = self._async_scheduling and not state.num_in_flight and state.num_ready > 0
-        return BatchBudget(self._decodes(state, spread).decodes, 0, spread, rounds_s[spread], is_alone)
+        return BatchBudget(
+            self._decodes(state, spread).decodes, 0, spread, rounds_s[spread], is_alone
+        )
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """See ``Policy``."""
@@ -116,7 +145,9 @@ class BalancedPolicy:
             self._step_gap.observe(timings, is_alone=budget.is_alone)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
             spread = 0 if has_drafts else budget.spread
-            self._spread_tuner.observe(spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts)
+            self._spread_tuner.observe(
+                spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts
+            )
 
     def restart(self) -> None:
         """See ``Policy``."""
@@ -125,15 +156,22 @@ class BalancedPolicy:
             measured.restart()
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
-        """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for.
+        """Measure the time between stages, by their clocks. The least counts for a while: no stage
+        was waited for.
 
-        Where it is more than ``OUTLIER_CLIP`` times the time in the stages, one was waited for, or clocks disagree: then it
-        is not known.
+        Where it is more than ``OUTLIER_CLIP`` times the time in the stages, one was waited for, or
+        clocks disagree: then it is not known.
         """
         longest = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
-        between = max(sum(later.started_at - earlier.ended_at for earlier, later in pairwise(timings)), 0.0)
+        between = max(
+            sum(later.started_at - earlier.ended_at for earlier, later in pairwise(timings)), 0.0
+        )
         if between <= longest:
-            self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
+            self._transit_s = (
+                between
+                if self._transit_s is None
+                else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
+            )
 
     def seconds(self, work: BatchWork) -> float:
         """See ``Policy``."""
@@ -145,8 +183,9 @@ class BalancedPolicy:
     def draft_break_even(self, state: SchedulerState) -> float:
         """See ``Policy``: tokens per second must not become fewer.
 
-        64 streams in one micro-batch of 20 ms, 0.2 ms per row: 0.2 * 64 / 20 = 0.64, and 0.77 with the margin. One stream,
-        through the stages in 10 ms, and 0.4 ms more with two rows: 0.04, which is raised to the least value.
+        64 streams in one micro-batch of 20 ms, 0.2 ms per row: 0.2 * 64 / 20 = 0.64, and 0.77 with
+        the margin. One stream, through the stages in 10 ms, and 0.4 ms more with two rows: 0.04,
+        which is raised to the least value.
         """
         if has_prompts(state) or not state.num_decoding:
             return NEVER
@@ -158,50 +197,70 @@ class BalancedPolicy:
         more = BatchWork(0, 0, num_rows + 1, num_keys + num_keys // num_rows)
         slowest_2, through_2 = self._predict([BatchWork(0, 0, num_rows, num_keys), more])
         before, after = map(float, np.maximum(slowest_2 * spread, through_2))
-        return max(BREAK_EVEN_MARGIN * (after - before) * num_rows / max(before, 1e-9), MIN_BREAK_EVEN)
+        return max(
+            BREAK_EVEN_MARGIN * (after - before) * num_rows / max(before, 1e-9), MIN_BREAK_EVEN
+        )
 
     def ahead_break_even(self, state: SchedulerState) -> float:
-        """See ``Policy``: a stage that would wait computes drafts, and what comes after them waits for it.
+        """See ``Policy``: a stage that would wait computes drafts, and what comes after them waits
+        for it.
 
-        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are right, their sequences gain
-        20 ms; if not, the right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11. As many
-        sequences as stages keep these busy by themselves.
+        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are
+        right, their sequences gain 20 ms; if not, the right tokens wait for them, 2.5 ms on
+        average. That is even at 2.5 / (2.5 + 20) = 0.11. As many sequences as stages keep these
+        busy by themselves.
         """
         num_busy = max(state.num_in_flight + state.num_ahead, state.num_decoding)
         if num_busy >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
             return NEVER
         if not self._cost.is_ready:
             return self._untrained.ahead_break_even(state)
-        slowest_1, through_1 = self._predict([BatchWork(0, 0, state.num_decoding, state.decoding_keys)])
+        slowest_1, through_1 = self._predict(
+            [BatchWork(0, 0, state.num_decoding, state.decoding_keys)]
+        )
         slowest, through = float(slowest_1[0]), float(through_1[0]) + (self._transit_s or 0.0)
         return max(slowest / max(slowest + 2 * through, 1e-9), MIN_BREAK_EVEN)
 
     def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
-        """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
+        """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum
+        over stages(D/m)).
 
-        They are computed again after a new fit, for another number of decodes, or when the visible keys have changed by 4%.
+        They are computed again after a new fit, for another number of decodes, or when the visible
+        keys have changed by 4%.
         """
         widest = max(min(self._num_per_round, state.num_decoding), 1)
-        key = (self._cost.version, widest, state.num_decoding, int(16 * math.log2(max(state.decoding_keys, 1))))
+        key = (
+            self._cost.version,
+            widest,
+            state.num_decoding,
+            int(16 * math.log2(max(state.decoding_keys, 1))),
+        )
         if key != self._rounds_cache[0]:
             spreads = [m for m in self._spreads if m < widest] + [widest]
-            works = [BatchWork(0, 0, -(-state.num_decoding // m), state.decoding_keys // m) for m in spreads]
+            works = [
+                BatchWork(0, 0, -(-state.num_decoding // m), state.decoding_keys // m)
+                for m in spreads
+            ]
             slowest_M, through_M = self._predict(works)
             rounds = np.maximum(slowest_M * np.array(spreads), through_M)
             self._rounds_cache = key, dict(zip(spreads, rounds.tolist(), strict=True))
         return self._rounds_cache[1]
 
     def _decodes(self, state: SchedulerState, spread: int) -> BatchWork:
-        """Return as many of the ready decodes as give this micro-batch its share of all decodes' time.
+        """Return as many of the ready decodes as give this micro-batch its share of all decodes'
+        time.
 
-        Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too little is carried over.
+        Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too
+        little is carried over.
         """
         if not state.num_ready:
             return BatchWork()
         per_token, per_key = self._decode_slopes()
         even = (per_token * state.num_decoding + per_key * state.decoding_keys) / spread
         quota, taken, count, num_keys = even + self._decode_debt, 0.0, 0, 0
-        max_count = min(state.num_ready, self._max_tokens - reserved_for_prefill(state, self._max_tokens))
+        max_count = min(
+            state.num_ready, self._max_tokens - reserved_for_prefill(state, self._max_tokens)
+        )
         if per_key * state.decoding_keys < MAX_KEY_TIME_SHARE * per_token * state.num_decoding:
             keys = state.decoding_keys // state.num_decoding
             cost = per_token + per_key * keys
@@ -217,25 +276,45 @@ class BalancedPolicy:
         return BatchWork(decodes=count, decode_keys=num_keys)
 
     def _decode_slopes(self) -> tuple[float, float]:
-        """Return the seconds per decode and per key that it sees, summed over the stages: only their proportion matters."""
+        """Return the seconds per decode and per key that it sees, summed over the stages: only
+        their proportion matters.
+        """
         if self._slopes_cache[0] != self._cost.version:
-            base, token, key = self._predict([BatchWork(), BatchWork(decodes=1), BatchWork(decode_keys=1)])[1]
-            self._slopes_cache = self._cost.version, (max(float(token - base), 1e-9), max(float(key - base), 0.0))
+            base, token, key = self._predict(
+                [BatchWork(), BatchWork(decodes=1), BatchWork(decode_keys=1)]
+            )[1]
+            self._slopes_cache = (
+                self._cost.version,
+                (max(float(token - base), 1e-9), max(float(key - base), 0.0)),
+            )
         return self._slopes_cache[1]
 
     def _prefill(self, state: SchedulerState, spread: int, own: BatchWork) -> int:
         """Return the number of prompt tokens that accompany these decodes.
 
-        While the stages are fully loaded, prompts are spread over the next rounds, so that all micro-batches are
-        alike: every stage would have to wait for a large one. Otherwise they are cut to be finished soonest, which means
-        not at all where one stage works at a time.
+        While the stages are fully loaded, prompts are spread over the next rounds, so that all
+        micro-batches are alike: every stage would have to wait for a large one. Otherwise they are
+        cut to be finished soonest, which means not at all where one stage works at a time.
         """
-        even = own if state.urgent_tokens else BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
+        even = (
+            own
+            if state.urgent_tokens
+            else BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
+        )
         pending = state.urgent_tokens or state.pending_tokens
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
-        is_full = state.num_decoding and (state.waiting_tokens or self._in_flight_tuner.is_saturated)
+        is_full = state.num_decoding and (
+            state.waiting_tokens or self._in_flight_tuner.is_saturated
+        )
         if is_spread := bool(self._overlaps and is_full and not state.urgent_tokens):
-            pieces = [max(fewest, self._prompt_spread.pieces(pending, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)))]
+            pieces = [
+                max(
+                    fewest,
+                    self._prompt_spread.pieces(
+                        pending, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)
+                    ),
+                )
+            ]
         else:
             self._prompt_spread.clear()
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
@@ -255,27 +334,43 @@ class BalancedPolicy:
         return size
 
     def _adjusted(self, size: int, nominal: BatchWork, own: BatchWork, even: BatchWork) -> int:
-        """Return more prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
+        """Return more prompt tokens where there are fewer decodes than in an even share, fewer
+        where there are more.
+        """
         nominal_s, even_s, own_s = (float(t) for t in self._predict([nominal, even, own])[0])
         per_token = (nominal_s - even_s) / size
         return max(size + round((even_s - own_s) / per_token), 1) if per_token > 0 else size
 
     def _within_target(self, size: int, own: BatchWork, state: SchedulerState) -> int:
-        """Return the most prompt tokens up to ``size`` with which a round of such micro-batches keeps the latency target."""
+        """Return the most prompt tokens up to ``size`` with which a round of such micro-batches
+        keeps the latency target.
+        """
         if self._itl_target_s is None:
             return size
         smallest = min(MIN_CHUNK, size)
         sizes = [max(size * eighths // 8, smallest) for eighths in range(8, 0, -1)]
-        slowest, through = self._predict([_with_prefill(own, each, state.prefill_start) for each in sizes])
+        slowest, through = self._predict(
+            [_with_prefill(own, each, state.prefill_start) for each in sizes]
+        )
         rounds = np.maximum(slowest * self._num_per_round, through)
-        fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
+        fitting = [
+            each
+            for each, seconds in zip(sizes, rounds, strict=True)
+            if seconds <= self._itl_target_s
+        ]
         return fitting[0] if fitting else smallest
 
     def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
-        """Return for each micro-batch the time of the slowest stage, and the time through the whole pipeline."""
+        """Return for each micro-batch the time of the slowest stage, and the time through the whole
+        pipeline.
+        """
         return self._columns.bottleneck_and_latency(self._cost.predict(works))
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:
-    """Add a chunk of a prompt after ``start`` positions: a token sees on average half of the chunk, and all before it."""
-    return BatchWork(tokens, tokens * start + tokens * (tokens + 1) // 2, decodes.decodes, decodes.decode_keys)
+    """Add a chunk of a prompt after ``start`` positions: a token sees on average half of the chunk,
+    and all before it.
+    """
+    return BatchWork(
+        tokens, tokens * start + tokens * (tokens + 1) // 2, decodes.decodes, decodes.decode_keys
+    )

@@ -1,13 +1,17 @@
-"""The log of cached prefixes: which keys of blocks became known and which were forgotten, for those who choose a pipeline."""
+"""The log of cached prefixes: which keys of blocks became known and which were forgotten, for those
+who choose a pipeline.
+"""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-KEY_BYTES = 8  # of a key in a digest: of a million keys one in 18 million million others is taken for one of them
+# of a key in a digest: of a million keys one in 18 million million others is taken for one of them
+KEY_BYTES = 8
 MAX_CHANGES = 2**15  # that are kept; who is further behind gets all keys
-MAX_KEYS = 2**18  # that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
+# that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
+MAX_KEYS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,15 @@ class KeyChanges:
 
 
 class CachedKeyLog:
-    """The keys that every pool has a page of. Of three pools two have key k: no change; once the third has it, k is added."""
+    """The keys that every pool has a page of. Of three pools two have key k: no change; once the
+    third has it, k is added.
+    """
 
     def __init__(self, num_pools: int) -> None:
         self._num_pools = num_pools
         self._num_with: dict[bytes, int] = {}  # pools with a page of this key
-        self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)  # the key, and whether it is there now
+        # the key, and whether it is there now
+        self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)
         self._version = 0
 
     def add(self, key: bytes) -> None:
@@ -53,10 +60,14 @@ class CachedKeyLog:
         self._version += 1
 
     def since(self, version: int) -> KeyChanges:
-        """Return the changes after a version, each key once; all keys for a version that is too old or none of this log's."""
+        """Return the changes after a version, each key once; all keys for a version that is too old
+        or none of this log's.
+        """
         num_changes = self._version - version
         if not 0 <= num_changes <= len(self._changes):
-            whole = (key for key, number in reversed(self._num_with.items()) if number == self._num_pools)
+            whole = (
+                key for key, number in reversed(self._num_with.items()) if number == self._num_pools
+            )
             return KeyChanges(self._version, True, _join(list(islice(whole, MAX_KEYS))[::-1]), b"")
         last = dict(list(self._changes)[len(self._changes) - num_changes :])
         added = (key for key, is_there in last.items() if is_there)

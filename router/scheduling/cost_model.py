@@ -1,6 +1,8 @@
-"""The cost model: how long each stage takes for a micro-batch, learned from the timings that return with every result.
+"""The cost model: how long each stage takes for a micro-batch, learned from the timings that return
+with every result.
 
-``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and what they mean for the whole pipeline.
+``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and what they mean for
+the whole pipeline.
 """
 
 from collections.abc import Sequence
@@ -11,18 +13,21 @@ from numpy.typing import NDArray
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.policy import BatchWork
 
-SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])  # so that each feature is about one where it matters
+# so that each feature is about one where it matters
+SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])
 MIN_OBSERVATIONS = 12  # micro-batches before the model is used
 REFIT_EVERY = 16  # micro-batches
 DECAY = 0.99  # a micro-batch that was observed 70 micro-batches ago counts half
 RIDGE = 1e-3  # how strongly the fit keeps its previous coefficients where nothing varies
-OUTLIER_CLIP = 3.0  # a time counts as at most so many times its prediction: something else delayed it
+# a time counts as at most so many times its prediction: something else delayed it
+OUTLIER_CLIP = 3.0
 
 Seconds = NDArray[np.float64]
 
 
 class CostModel:
-    """Seconds of every column as a linear function of the work: least squares with exponential forgetting.
+    """Seconds of every column as a linear function of the work: least squares with exponential
+    forgetting.
 
     Coefficients are at least zero: negative ones are left out, and the rest is fitted again.
     """
@@ -33,7 +38,8 @@ class CostModel:
         self._targets_FC = np.zeros((len(SCALES), num_columns))
         self._weights_FC = np.zeros((len(SCALES), num_columns))
         self._num_observed = 0
-        # Observations since the last fit. They are accumulated together, because numpy's overhead per call is large.
+        # Observations since the last fit. They are accumulated together, because numpy's overhead
+        # per call is large.
         self._recent: list[tuple[BatchWork, Sequence[float]]] = []
         self.version = 0  # grows with every fit
 
@@ -55,19 +61,25 @@ class CostModel:
         return times_WC
 
     def refit(self) -> None:
-        """Fit all columns together; then fit each that has negative coefficients again without them."""
+        """Fit all columns together; then fit each that has negative coefficients again without
+        them.
+        """
         self._accumulate()
         ridge = RIDGE * np.trace(self._products_FF)
         matrix_FF = self._products_FF + ridge * np.eye(len(SCALES))
         targets_FC = self._targets_FC + ridge * self._weights_FC
         fitted_FC = np.linalg.solve(matrix_FF, targets_FC)
         for column in np.flatnonzero((fitted_FC < 0).any(axis=0)):
-            fitted_FC[:, column] = _fit_nonnegative(matrix_FF, targets_FC[:, column], fitted_FC[:, column])
+            fitted_FC[:, column] = _fit_nonnegative(
+                matrix_FF, targets_FC[:, column], fitted_FC[:, column]
+            )
         self._weights_FC = fitted_FC
         self.version += 1
 
     def _accumulate(self) -> None:
-        """Add the recent observations: of N the last counts once, the first decay**(N - 1) times, an older one decay**N times."""
+        """Add the recent observations: of N the last counts once, the first decay**(N - 1) times,
+        an older one decay**N times.
+        """
         if not self._recent:
             return
         works, seconds = zip(*self._recent, strict=True)
@@ -84,11 +96,12 @@ class CostModel:
 class CostColumns:
     """The times of a pipeline that the cost model learns.
 
-    One column per stage: its compute time. Where experts run in expert actors, also one for what the busiest actors do for
-    all stages together, and one per stage for its wait for experts while it does nothing else.
+    One column per stage: its compute time. Where experts run in expert actors, also one for what
+    the busiest actors do for all stages together, and one per stage for its wait for experts while
+    it does nothing else.
 
-    Two stages compute 2 and 3 ms, experts 4 ms in all, waits are 3 and 3 ms: columns [2, 3, 4, 3, 3], the slowest takes 4,
-    the way through is 2 + 3 + 3 + 3 = 11.
+    Two stages compute 2 and 3 ms, experts 4 ms in all, waits are 3 and 3 ms: columns [2, 3, 4, 3,
+    3], the slowest takes 4, the way through is 2 + 3 + 3 + 3 = 11.
     """
 
     def __init__(self, num_stages: int, has_expert_actors: bool) -> None:
@@ -104,10 +117,16 @@ class CostColumns:
         busy = [timing.busy_s for timing in timings]
         if not self._has_expert_actors:
             return busy
-        return [*busy, sum(timing.experts_busy_s for timing in timings), *(timing.expert_wait_s for timing in timings)]
+        return [
+            *busy,
+            sum(timing.experts_busy_s for timing in timings),
+            *(timing.expert_wait_s for timing in timings),
+        ]
 
     def bottleneck_and_latency(self, times_WC: Seconds) -> tuple[Seconds, Seconds]:
-        """Return for each micro-batch the time of the busiest stage (or of the experts), and the time through all stages."""
+        """Return for each micro-batch the time of the busiest stage (or of the experts), and the
+        time through all stages.
+        """
         stages_WS, rest = times_WC[:, : self._num_stages], times_WC[:, self._num_stages :]
         latency_W: Seconds = stages_WS.sum(axis=1) + rest[:, 1:].sum(axis=1)
         bottleneck_W: Seconds = times_WC[:, : self._num_stages + 1].max(axis=1)

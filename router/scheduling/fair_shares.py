@@ -1,10 +1,12 @@
-"""Fair shares: one account per API key, or per request without keys, over the tokens that are computed for it.
+"""Fair shares: one account per API key, or per request without keys, over the tokens that are
+computed for it.
 
-Both queues share the account of a priority. A slot goes by its start (``turn``), as in start-time fair queueing (Goyal and
-others, SIGCOMM 1996); prompts of admitted sequences go by when they would be finished if all accounts were computed at the same
-speed (``batch_queues.PrefillQueue``), as in weighted fair queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn
-protocol (Friedman and Henderson, SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by side, and
-most are finished sooner.
+Both queues share the account of a priority. A slot goes by its start (``turn``), as in start-time
+fair queueing (Goyal and others, SIGCOMM 1996); prompts of admitted sequences go by when they would
+be finished if all accounts were computed at the same speed (``batch_queues.PrefillQueue``), as in
+weighted fair queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman
+and Henderson, SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by
+side, and most are finished sooner.
 """
 
 from bisect import insort
@@ -17,7 +19,8 @@ class _Account:
 
     tag: int
     num_waiting: int = 0  # sequences without a slot
-    num_prefilling: int = 0  # sequences that have one, and of which prompt tokens are to be computed
+    # sequences that have one, and of which prompt tokens are to be computed
+    num_prefilling: int = 0
     num_claimed: int = 0  # these tokens
 
     @property
@@ -28,26 +31,31 @@ class _Account:
 class FairShares:
     """The accounts of one priority, and its virtual time.
 
-    An account is charged each token when it is scheduled: prompt tokens, and for keys the tokens of their answers. Cached tokens
-    are free, and so are drafts that were wrong. ``turn`` counts what is claimed too, the prompts that are admitted and not
-    computed yet, so that one account does not take all slots between two micro-batches. No token counts twice: what is computed
-    is not claimed any more.
+    An account is charged each token when it is scheduled: prompt tokens, and for keys the tokens of
+    their answers. Cached tokens are free, and so are drafts that were wrong. ``turn`` counts what
+    is claimed too, the prompts that are admitted and not computed yet, so that one account does not
+    take all slots between two micro-batches. No token counts twice: what is computed is not claimed
+    any more.
 
-    Virtual time advances by one for as many prompt tokens as there are accounts that would be computed at once in equal shares:
-    those with admitted prompts, and those that have been computed ahead of their shares. An account without prompts begins again
-    at the virtual time, so idle time earns no credit; one that has been charged more since stays behind. When no sequence waits
-    or has prompt tokens left, all are equal again.
+    Virtual time advances by one for as many prompt tokens as there are accounts that would be
+    computed at once in equal shares: those with admitted prompts, and those that have been computed
+    ahead of their shares. An account without prompts begins again at the virtual time, so idle time
+    earns no credit; one that has been charged more since stays behind. When no sequence waits or
+    has prompt tokens left, all are equal again.
 
-    A and B have long prompts, and 100 tokens of A are computed: A is at 100, B at 0, the virtual time at 50. C comes with 4
-    tokens, begins at 50 and would be finished at 54, before A and B.
+    A and B have long prompts, and 100 tokens of A are computed: A is at 100, B at 0, the virtual
+    time at 50. C comes with 4 tokens, begins at 50 and would be finished at 54, before A and B.
     """
 
     def __init__(self) -> None:
-        self.lowered: set[int] = set()  # accounts whose ``turn`` has become lower while sequences of them wait
+        # accounts whose ``turn`` has become lower while sequences of them wait
+        self.lowered: set[int] = set()
         self._accounts: dict[int, _Account] = {}
-        self._now = self._began = 0  # virtual time, and what it was when the first of the active ones came
+        # virtual time, and what it was when the first of the active ones came
+        self._now = self._began = 0
         self._rest = 0  # tokens computed that have not advanced the virtual time yet
-        self._ahead: list[tuple[int, int]] = []  # tag and number of accounts without admitted prompts that are past it, in order
+        # tag and number of accounts without admitted prompts that are past it, in order
+        self._ahead: list[tuple[int, int]] = []
         self._num_active = self._num_prefilling = 0  # accounts
 
     @property
@@ -60,7 +68,9 @@ class FairShares:
         return self._accounts[number].tag
 
     def turn(self, number: int) -> int:
-        """Return where an active account will be once its admitted prompts are computed: the lowest gets the next slot."""
+        """Return where an active account will be once its admitted prompts are computed: the lowest
+        gets the next slot.
+        """
         account = self._accounts[number]
         return account.tag + account.num_claimed
 
@@ -75,9 +85,11 @@ class FairShares:
         self._close(number, account)
 
     def begin(self, number: int, num_tokens: int) -> int:
-        """Claim so many prompt tokens of an admitted sequence; return when they are due within the account.
+        """Claim so many prompt tokens of an admitted sequence; return when they are due within the
+        account.
 
-        Later prompts of the account that are shorter go first until as many tokens of the account have been computed.
+        Later prompts of the account that are shorter go first until as many tokens of the account
+        have been computed.
         """
         account = self._open(number)
         if not account.num_prefilling:
@@ -89,7 +101,9 @@ class FairShares:
         return account.tag + num_tokens
 
     def adjust(self, number: int, num_tokens: int) -> None:
-        """Claim so many tokens more, or less: more or fewer of a prompt are cached than was thought."""
+        """Claim so many tokens more, or less: more or fewer of a prompt are cached than was
+        thought.
+        """
         self._accounts[number].num_claimed += num_tokens
         self._note_lowered(number, num_tokens)
 
@@ -101,7 +115,9 @@ class FairShares:
         self._advance(num_tokens)
 
     def end(self, number: int, num_left: int) -> None:
-        """End the prompt of an admitted sequence, of which so many claimed tokens were not computed."""
+        """End the prompt of an admitted sequence, of which so many claimed tokens were not
+        computed.
+        """
         account = self._accounts[number]
         account.num_prefilling -= 1
         account.num_claimed -= num_left
@@ -129,13 +145,24 @@ class FairShares:
         """Assert that the counts are right."""
         accounts = self._accounts
         assert self._num_active == sum(account.is_active for account in accounts.values())
-        assert self._num_prefilling == sum(account.num_prefilling > 0 for account in accounts.values())
-        assert all(min(a.num_waiting, a.num_prefilling, a.num_claimed) >= 0 for a in accounts.values())
-        assert all(account.num_prefilling or not account.num_claimed for account in accounts.values())
+        assert self._num_prefilling == sum(
+            account.num_prefilling > 0 for account in accounts.values()
+        )
+        assert all(
+            min(a.num_waiting, a.num_prefilling, a.num_claimed) >= 0 for a in accounts.values()
+        )
+        assert all(
+            account.num_prefilling or not account.num_claimed for account in accounts.values()
+        )
         assert self._ahead == sorted(self._ahead)
         ahead = {number for tag, number in self._ahead if tag > self._now}
-        assert ahead == {n for n, a in accounts.items() if a.tag > self._now and not a.num_prefilling}
-        assert all(account.is_active or number > 0 or number in ahead for number, account in accounts.items())
+        assert ahead == {
+            n for n, a in accounts.items() if a.tag > self._now and not a.num_prefilling
+        }
+        assert all(
+            account.is_active or number > 0 or number in ahead
+            for number, account in accounts.items()
+        )
 
     def _open(self, number: int) -> _Account:
         """Return an account that is active, or is about to be."""
@@ -147,7 +174,9 @@ class FairShares:
             self._ahead.clear()
             self._began, account = self._now, None
         elif number > 0:  # decodes may have brought all active keys past the virtual time
-            self._now = max(self._now, min(each.tag for each in self._accounts.values() if each.is_active))
+            self._now = max(
+                self._now, min(each.tag for each in self._accounts.values() if each.is_active)
+            )
             self._drop_reached()
         if account is None:
             account = self._accounts[number] = _Account(self._now)
@@ -170,7 +199,9 @@ class FairShares:
             self._ahead.remove((account.tag, number))
 
     def _advance(self, num_tokens: int) -> None:
-        """Advance the virtual time. Two accounts with prompts, one 10 ahead: 45 tokens are 10 for three, 7 for two, 1 left."""
+        """Advance the virtual time. Two accounts with prompts, one 10 ahead: 45 tokens are 10 for
+        three, 7 for two, 1 left.
+        """
         left = self._rest + num_tokens
         while num_sharing := self._num_prefilling + len(self._ahead):
             step = left // num_sharing
@@ -184,7 +215,9 @@ class FairShares:
         self._rest = left
 
     def _drop_reached(self) -> None:
-        """Forget which accounts were ahead up to the virtual time; of requests that have left, all."""
+        """Forget which accounts were ahead up to the virtual time; of requests that have left,
+        all.
+        """
         while self._ahead and self._ahead[0][0] <= self._now:
             _, number = self._ahead.pop(0)
             if number < 0 and not self._accounts[number].is_active:

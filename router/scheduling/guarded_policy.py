@@ -1,11 +1,19 @@
-"""The policy as the scheduler calls it: a defect of it makes micro-batches less well cut, and ends no request."""
+"""The policy as the scheduler calls it: a defect of it makes micro-batches less well cut, and ends
+no request.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, Policy, SchedulerState
+from tramontane.router.scheduling.policy import (
+    BatchBudget,
+    BatchWork,
+    FixedInFlightPolicy,
+    Policy,
+    SchedulerState,
+)
 
 T = TypeVar("T")
 
@@ -13,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedPolicy:
-    """Calls a policy until it raises or leaves the pipeline idle; from then on a ``FixedInFlightPolicy`` decides.
+    """Calls a policy until it raises or leaves the pipeline idle; from then on a
+    ``FixedInFlightPolicy`` decides.
 
-    It keeps as many micro-batches in flight as the policy did when this was made, which is before it has measured anything. It
-    decides for as long as the scheduler exists: what a policy that has failed has learned cannot be trusted, and to ask
-    it again would fail again. Tests fail on the one message that is logged (``conftest.py``).
+    It keeps as many micro-batches in flight as the policy did when this was made, which is before
+    it has measured anything. It decides for as long as the scheduler exists: what a policy that has
+    failed has learned cannot be trusted, and to ask it again would fail again. Tests fail on the
+    one message that is logged (``conftest.py``).
     """
 
     def __init__(self, policy: Policy, max_tokens: int) -> None:
@@ -63,8 +73,9 @@ class GuardedPolicy:
                 raise
             self.failure = f"{type(error).__name__}: {error}"
             logger.exception(
-                "the scheduling policy %s failed with a defect; no request ends, but until this router is restarted %d "
-                "micro-batches are kept in flight and cut without predicted times, which may cost throughput",
+                "the scheduling policy %s failed with a defect; no request ends, but until this"
+                " router is restarted %d micro-batches are kept in flight and cut without predicted"
+                " times, which may cost throughput",
                 type(self.policy).__name__,
                 self._fallback.max_in_flight,
             )
@@ -73,10 +84,16 @@ class GuardedPolicy:
 
 
 def _checked(budget: BatchBudget | None, state: SchedulerState) -> BatchBudget | None:
-    """Assert that the budget has counts, and that something is in flight or will be if there is anything to do."""
+    """Assert that the budget has counts, and that something is in flight or will be if there is
+    anything to do.
+    """
     decodes, prefill_tokens = (budget.decodes, budget.prefill_tokens) if budget else (0, 0)
-    assert min(decodes, prefill_tokens) >= 0, f"a budget of {decodes} decodes and {prefill_tokens} prompt tokens"
+    assert min(decodes, prefill_tokens) >= 0, (
+        f"a budget of {decodes} decodes and {prefill_tokens} prompt tokens"
+    )
     is_idle = not (state.num_in_flight or state.num_ahead)
     may_run = (state.num_ready and decodes) or (state.pending_tokens and prefill_tokens)
-    assert may_run or not is_idle or not (state.num_ready or state.pending_tokens), f"nothing is to run of {state}"
+    assert may_run or not is_idle or not (state.num_ready or state.pending_tokens), (
+        f"nothing is to run of {state}"
+    )
     return budget

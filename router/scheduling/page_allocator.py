@@ -1,4 +1,6 @@
-"""The page allocator: which sequence holds which cache page. Stages own the bytes; only this module owns the numbers."""
+"""The page allocator: which sequence holds which cache page. Stages own the bytes; only this module
+owns the numbers.
+"""
 
 from collections.abc import Iterable
 
@@ -15,13 +17,15 @@ FIRST_BLOCKS = 4  # whose keys are computed before the first of them is looked u
 class PageAllocator:
     """Pages of every window class, and how many of them are reserved.
 
-    In a class with a window a sequence reserves the pages of its full length when it is admitted: they are few, and then it can
-    always grow. In a class without one it reserves the pages of its known tokens, and more as it grows (``reserve``), which may
-    fail: most sequences end long before their full length. Pages are allocated only as they fill.
+    In a class with a window a sequence reserves the pages of its full length when it is admitted:
+    they are few, and then it can always grow. In a class without one it reserves the pages of its
+    known tokens, and more as it grows (``reserve``), which may fail: most sequences end long before
+    their full length. Pages are allocated only as they fill.
 
-    A page that leaves the window is given back, and its entry gets a fresh one. What is in full pages is known by their tokens:
-    a sequence that begins with the same tokens shares them (``reuse_prefix``). It reserves as many pages as without, so
-    sequences are admitted and preempted as they would be.
+    A page that leaves the window is given back, and its entry gets a fresh one. What is in full
+    pages is known by their tokens: a sequence that begins with the same tokens shares them
+    (``reuse_prefix``). It reserves as many pages as without, so sequences are admitted and
+    preempted as they would be.
     """
 
     def __init__(self, cache: CachePlan, reuses_prefixes: bool = False) -> None:
@@ -30,7 +34,8 @@ class PageAllocator:
         self.cached_keys = CachedKeyLog(len(cache.classes))
         self._pools = [PagePool(c.num_pages, self.cached_keys) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
-        self.num_queried = self.num_hit = 0  # tokens that were looked up, and those of them that were cached
+        # tokens that were looked up, and those of them that were cached
+        self.num_queried = self.num_hit = 0
         self._reserved = [0] * len(cache.classes)
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
 
@@ -59,7 +64,9 @@ class PageAllocator:
         return self._is_possible(self._pages(sequence.max_cached))
 
     def num_fitting(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
-        """Return how many of these, in order, could reserve their pages if ``leaving`` had released theirs."""
+        """Return how many of these, in order, could reserve their pages if ``leaving`` had released
+        theirs.
+        """
         reserved, fitting = self._reserved_without(leaving), 0
         for sequence in sequences:
             reserved = _add(reserved, self.pages_needed(sequence))
@@ -68,12 +75,20 @@ class PageAllocator:
             fitting += 1
         return fitting
 
-    def fits_after_freeing(self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int) -> bool:
-        """Return whether ``reserve_for_admission`` would succeed if ``leaving`` had released their pages."""
-        return self._is_possible(_add(self._reserved_without(leaving), self.pages_needed(sequence)), num_spare)
+    def fits_after_freeing(
+        self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int
+    ) -> bool:
+        """Return whether ``reserve_for_admission`` would succeed if ``leaving`` had released their
+        pages.
+        """
+        return self._is_possible(
+            _add(self._reserved_without(leaving), self.pages_needed(sequence)), num_spare
+        )
 
     def reserve_for_admission(self, sequence: Sequence, num_spare: int = 0) -> bool:
-        """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each class without a window."""
+        """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each
+        class without a window.
+        """
         needs = self.pages_needed(sequence)
         reserved = _add(self._reserved, needs)
         if not self._is_possible(reserved, num_spare):
@@ -84,14 +99,21 @@ class PageAllocator:
         return True
 
     def reserve(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> bool:
-        """Make sure that ``allocate`` for so many positions is possible; return False if pages are lacking.
+        """Make sure that ``allocate`` for so many positions is possible; return False if pages are
+        lacking.
 
         ``num_spare``: pages of each class without a window that must be left after that.
         """
         if num_positions <= sequence.num_reserved_positions:
             return True
-        needs = [max(old, n) for old, n in zip(sequence.reserved_pages, self._pages(num_positions), strict=True)]
-        reserved = [r + n - old for r, n, old in zip(self._reserved, needs, sequence.reserved_pages, strict=True)]
+        needs = [
+            max(old, n)
+            for old, n in zip(sequence.reserved_pages, self._pages(num_positions), strict=True)
+        ]
+        reserved = [
+            r + n - old
+            for r, n, old in zip(self._reserved, needs, sequence.reserved_pages, strict=True)
+        ]
         if not self._is_possible(reserved, num_spare):
             return False
         self._reserved = reserved
@@ -99,10 +121,12 @@ class PageAllocator:
         return True
 
     def allocate(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
-        """Allocate the pages that positions from ``start`` to ``end`` need beyond those held, all reserved; return the new ones.
+        """Allocate the pages that positions from ``start`` to ``end`` need beyond those held, all
+        reserved; return the new ones.
 
-        In a class with a window the sequence gives back those that no later token sees. Steps pass every stage in their order,
-        so pages can have new holders at once. P = 16, R = 5, pages 0 to 4 held: for position 80 page 5, and page 0 is given back.
+        In a class with a window the sequence gives back those that no later token sees. Steps pass
+        every stage in their order, so pages can have new holders at once. P = 16, R = 5, pages 0 to
+        4 held: for position 80 page 5, and page 0 is given back.
         """
         if end <= sequence.num_paged_positions:
             self._just_written.append((sequence, end))
@@ -110,7 +134,9 @@ class PageAllocator:
         assert end <= sequence.num_reserved_positions
         self._register_blocks(sequence, start)
         gained, paged = [], sequence.num_paged_positions
-        for window_class, pool, held in zip(self.cache.classes, self._pools, sequence.pages, strict=True):
+        for window_class, pool, held in zip(
+            self.cache.classes, self._pools, sequence.pages, strict=True
+        ):
             num_new = len(window_class.new_pages(paged, end, self.cache.page_size))
             num_left = max(len(held) + num_new - window_class.ring_pages, 0)
             pool.give_back(held[:num_left])
@@ -125,7 +151,8 @@ class PageAllocator:
     def reuse_prefix(self, sequence: Sequence) -> None:
         """Give a sequence that has not begun the cached pages of its longest known prefix.
 
-        ``sequence.num_dispatched`` is then the length of that prefix. At least one known token is left to be computed.
+        ``sequence.num_dispatched`` is then the length of that prefix. At least one known token is
+        left to be computed.
         """
         assert not sequence.is_started
         assert not sequence.num_dispatched
@@ -144,8 +171,12 @@ class PageAllocator:
         sequence.num_registered = num_blocks
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence that has not begun need not compute if it begins now. Keys are computed once."""
-        return self._find_prefix(sequence)[1] * self.cache.page_size if self._looks_up(sequence) else 0
+        """Return how many tokens a sequence that has not begun need not compute if it begins now.
+        Keys are computed once.
+        """
+        return (
+            self._find_prefix(sequence)[1] * self.cache.page_size if self._looks_up(sequence) else 0
+        )
 
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
         """Count a sequence that begins after so many cached tokens, if they were looked up."""
@@ -156,7 +187,9 @@ class PageAllocator:
         return self.reuses_prefixes and sequence.can_skip_prefix
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all pages and reservations; only when no micro-batch in flight can still touch the pages."""
+        """Give back all pages and reservations; only when no micro-batch in flight can still touch
+        the pages.
+        """
         assert sequence.num_in_flight == 0
         self._register_blocks(sequence, sequence.num_dispatched)
         for pool, held in zip(self._pools, sequence.pages, strict=True):
@@ -166,9 +199,11 @@ class PageAllocator:
         sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Let no sequence begin with what this one has computed, begun with or still computes: it may not be finite.
+        """Let no sequence begin with what this one has computed, begun with or still computes: it
+        may not be finite.
 
-        Pages that it has given back are forgotten, too, and those of other sequences with the same tokens.
+        Pages that it has given back are forgotten, too, and those of other sequences with the same
+        tokens.
         """
         sequence.is_cacheable = False
         for pool in self._pools:
@@ -182,21 +217,29 @@ class PageAllocator:
             pool.forget_contents()
 
     def register_written(self) -> None:
-        """Make known what the last micro-batch writes. Another sequence in it would read those pages before they are written."""
+        """Make known what the last micro-batch writes. Another sequence in it would read those
+        pages before they are written.
+        """
         for sequence, end in self._just_written:
             if sequence.pages:  # else it has been released
-                self._register_blocks(sequence, min(end, sequence.num_dispatched))  # which is 0 if it is to begin again
+                # which is 0 if it is to begin again
+                self._register_blocks(sequence, min(end, sequence.num_dispatched))
         self._just_written.clear()
 
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
-        """Make known what is in the pages that so many positions fill, as far as their tokens are known."""
+        """Make known what is in the pages that so many positions fill, as far as their tokens are
+        known.
+        """
         num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
-        if num_blocks <= sequence.num_registered or not (self.reuses_prefixes and sequence.is_cacheable):
+        if num_blocks <= sequence.num_registered or not (
+            self.reuses_prefixes and sequence.is_cacheable
+        ):
             return
         self._hash_blocks(sequence, num_blocks)
         size, first_new = self.cache.page_size, sequence.num_registered
         for pool, held in zip(self._pools, sequence.pages, strict=True):
-            first_held = sequence.num_paged_positions // size - len(held)  # what a chunk longer than the ring has left is held
+            # what a chunk longer than the ring has left is held
+            first_held = sequence.num_paged_positions // size - len(held)
             for block in range(max(first_new, first_held), num_blocks):
                 pool.register(sequence.hasher.keys[block], held[block - first_held])
         sequence.num_registered = num_blocks
@@ -207,12 +250,15 @@ class PageAllocator:
             sequence.hasher.extend(sequence.known_ids(num_known * size, num_blocks * size), size)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[list[int | None]], int]:
-        """Return the page of each block of the longest known prefix, by class, and how many of the blocks can be reused."""
+        """Return the page of each block of the longest known prefix, by class, and how many of the
+        blocks can be reused.
+        """
         found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
         return found, reusable_blocks(self.cache, found)
 
     def _find_pages(self, sequence: Sequence, num_blocks: int) -> list[list[int | None]]:
-        """Return the page of each block, by class, up to the first that a class without a window lacks, or a little further.
+        """Return the page of each block, by class, up to the first that a class without a window
+        lacks, or a little further.
 
         Keys are computed some at a time: most prompts have no hit.
         """
@@ -228,39 +274,59 @@ class PageAllocator:
         return found
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Assert that pages have the holders that are counted, and that reservations are complete and add up."""
+        """Assert that pages have the holders that are counted, and that reservations are complete
+        and add up.
+        """
         holders = list(holders)
         for index, window_class in enumerate(self.cache.classes):
-            self._pools[index].check_integrity(page for sequence in holders for page in sequence.pages[index])
-            assert self._reserved[index] == sum(s.reserved_pages[index] for s in holders) <= window_class.num_pages
+            self._pools[index].check_integrity(
+                page for sequence in holders for page in sequence.pages[index]
+            )
+            assert (
+                self._reserved[index]
+                == sum(s.reserved_pages[index] for s in holders)
+                <= window_class.num_pages
+            )
             assert all(len(s.pages[index]) <= s.reserved_pages[index] for s in holders)
             if window_class.window is not None:
                 ring = [window_class.pages_for(s.max_cached, self.cache.page_size) for s in holders]
                 assert [s.reserved_pages[index] for s in holders] == ring
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
-        """Return the pages needed to begin: with a window all that it can ever need, else for its known tokens and one more."""
+        """Return the pages needed to begin: with a window all that it can ever need, else for its
+        known tokens and one more.
+        """
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [
-            c.pages_for(at_first if c.window is None else sequence.max_cached, self.cache.page_size) for c in self.cache.classes
+            c.pages_for(at_first if c.window is None else sequence.max_cached, self.cache.page_size)
+            for c in self.cache.classes
         ]
 
     def _reserved_without(self, leaving: Iterable[Sequence]) -> list[int]:
         returned = [sum(pages) for pages in zip(*(s.reserved_pages for s in leaving), strict=True)]
-        return [r - n for r, n in zip(self._reserved, returned, strict=True)] if returned else self._reserved
+        return (
+            [r - n for r, n in zip(self._reserved, returned, strict=True)]
+            if returned
+            else self._reserved
+        )
 
     def _pages(self, num_positions: int) -> list[int]:
         return [c.pages_for(num_positions, self.cache.page_size) for c in self.cache.classes]
 
     def _is_possible(self, reserved: list[int], num_spare: int = 0) -> bool:
-        """With two spare pages of 10, 8 may be reserved in a class without a window, all 10 in a class with one."""
+        """With two spare pages of 10, 8 may be reserved in a class without a window, all 10 in a
+        class with one.
+        """
         return all(
-            r + (num_spare if c.window is None else 0) <= c.num_pages for r, c in zip(reserved, self.cache.classes, strict=True)
+            r + (num_spare if c.window is None else 0) <= c.num_pages
+            for r, c in zip(reserved, self.cache.classes, strict=True)
         )
 
     def _covered(self, window_class: WindowClass, num_pages: int) -> int:
         """Return the number of positions for which so many pages suffice."""
-        return UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
+        return (
+            UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
+        )
 
     def _set_reserved(self, sequence: Sequence, needs: list[int]) -> None:
         sequence.reserved_pages = needs

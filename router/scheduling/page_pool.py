@@ -1,4 +1,6 @@
-"""The pages of one window class: held by sequences, cached for prompts that begin alike, or free."""
+"""The pages of one window class: held by sequences, cached for prompts that begin alike, or
+free.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -10,15 +12,17 @@ from tramontane.router.scheduling.cached_key_log import CachedKeyLog
 class PagePool:
     """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
 
-    A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are taken, the least recently used
-    first, when none is free, so they never keep a page from a sequence.
+    A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are
+    taken, the least recently used first, when none is free, so they never keep a page from a
+    sequence.
     """
 
     def __init__(self, num_pages: int, log: CachedKeyLog) -> None:
         self.num_pages, self._log = num_pages, log
         self._free = list(range(num_pages))[::-1]
         self._num_holders = [0] * num_pages
-        self._cached: OrderedDict[int, None] = OrderedDict()  # idle pages with a key, the least recently used first
+        # idle pages with a key, the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -57,7 +61,9 @@ class PagePool:
             num_holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder of each page. Of those that become idle later ones are taken first: earlier ones begin more prompts."""
+        """Remove a holder of each page. Of those that become idle later ones are taken first:
+        earlier ones begin more prompts.
+        """
         for page in reversed(pages):
             self._num_holders[page] -= 1
             if self._num_holders[page]:
@@ -85,14 +91,18 @@ class PagePool:
                 self._free.append(page)
 
     def forget_contents(self) -> None:
-        """Forget what all pages contain; the log is cleared for all pools together. No sequence holds any."""
+        """Forget what all pages contain; the log is cleared for all pools together. No sequence
+        holds any.
+        """
         self._free += self._cached
         self._cached.clear()
         self._page_of.clear()
         self._key_of.clear()
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that each page has as many holders as it is among ``held``, and that the others are free or cached."""
+        """Assert that each page has as many holders as it is among ``held``, and that the others
+        are free or cached.
+        """
         holders = Counter(held)
         assert list(map(holders.get, range(self.num_pages), repeat(0))) == self._num_holders
         assert sorted([*self._free, *self._cached, *holders]) == list(range(self.num_pages))

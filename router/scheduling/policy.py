@@ -1,4 +1,6 @@
-"""The policy interface: how much of what could run goes into the next micro-batch, and how work is counted."""
+"""The policy interface: how much of what could run goes into the next micro-batch, and how work is
+counted.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,29 +33,41 @@ class BatchWork:
 
 
 class WorkEstimator:
-    """Estimates the keys that tokens attend to, from the window of each kind of layer; without one, the context's length."""
+    """Estimates the keys that tokens attend to, from the window of each kind of layer; without one,
+    the context's length.
+    """
 
     def __init__(self, windows: Sequence[int]) -> None:
         self._windows = tuple(windows)
         self._shortest, self._longest = min(windows), max(windows)
 
     def visible_keys(self, num_positions: int) -> int:
-        """Return the keys that the last of so many positions sees, averaged over the kinds of windows.
+        """Return the keys that the last of so many positions sees, averaged over the kinds of
+        windows.
 
-        Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4 + 10) // 2 = 7.
+        Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4
+        + 10) // 2 = 7.
         """
         if num_positions <= self._shortest:
             return num_positions
         return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
 
     def visible_keys_gained(self, num_positions: Sequence[int]) -> int:
-        """Return the sum, over sequences of so many positions, of how many more keys the last one sees than the one before."""
+        """Return the sum, over sequences of so many positions, of how many more keys the last one
+        sees than the one before.
+        """
         if not num_positions or max(num_positions) <= self._shortest:
             return len(num_positions)
-        return sum(self.visible_keys(n) - self.visible_keys(n - 1) for n in num_positions if n <= self._longest)
+        return sum(
+            self.visible_keys(n) - self.visible_keys(n - 1)
+            for n in num_positions
+            if n <= self._longest
+        )
 
     def work_of(self, batch: MicroBatch) -> BatchWork:
-        """Return a micro-batch's work. A prompt's token sees the positions before its chunk, and on average half of the chunk."""
+        """Return a micro-batch's work. A prompt's token sees the positions before its chunk, and on
+        average half of the chunk.
+        """
         tokens = keys = 0
         single = [start + 1 for start in batch.decodes.starts]
         for chunk in batch.chunks:
@@ -67,9 +81,11 @@ class WorkEstimator:
         return BatchWork(tokens, keys, len(single), sum(single))
 
     def work_left(self, sequences: Iterable[tuple[int, int, int]]) -> BatchWork:
-        """Return the work of sequences: how many tokens are submitted, how many known, and how many more are expected.
+        """Return the work of sequences: how many tokens are submitted, how many known, and how many
+        more are expected.
 
-        3 of 8 tokens submitted, 2 expected, no window: 5 prompt tokens, which see 3 * 5 + 15 keys, and 2 decodes, which see 16.
+        3 of 8 tokens submitted, 2 expected, no window: 5 prompt tokens, which see 3 * 5 + 15 keys,
+        and 2 decodes, which see 16.
         """
         tokens = keys = decodes = decode_keys = 0
         for start, known, expected in sequences:
@@ -95,18 +111,24 @@ class SchedulerState:
     waiting_tokens: int  # of sequences that are not admitted
     free_share: float  # of the scarcest pages
     num_ahead: int = 0  # micro-batches in flight that have nothing but drafts
-    urgent_tokens: int = 0  # the first pending ones, if they are more urgent than another running sequence, which should yield
+    # the first pending ones, if they are more urgent than another running sequence, which should
+    # yield
+    urgent_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchBudget:
-    """The most decode tokens and prompt tokens that the next micro-batch may have. The rest is for the policy itself."""
+    """The most decode tokens and prompt tokens that the next micro-batch may have. The rest is for
+    the policy itself.
+    """
 
     decodes: int
     prefill_tokens: int
-    spread: int = 0  # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
+    # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
+    spread: int = 0
     round_s: float = 0.0  # expected time of a round of these micro-batches
-    is_alone: bool = False  # nothing else was in flight, and its decodes continue those of the last one
+    # nothing else was in flight, and its decodes continue those of the last one
+    is_alone: bool = False
 
 
 NO_BUDGET = BatchBudget(0, 0)
@@ -115,33 +137,48 @@ NO_BUDGET = BatchBudget(0, 0)
 class Policy(Protocol):
     """Decides the size of every micro-batch."""
 
-    overlaps_chunks: bool  # whether a prompt's next chunk may be submitted while its last one is in flight
+    # whether a prompt's next chunk may be submitted while its last one is in flight
+    overlaps_chunks: bool
 
     @property
     def max_in_flight(self) -> int:
         """Micro-batches with known tokens in flight, at most."""
 
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
-        """Return the budget of the next micro-batch, or None if none is to be submitted before a result returns."""
+        """Return the budget of the next micro-batch, or None if none is to be submitted before a
+        result returns.
+        """
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """Learn how long each stage took for a micro-batch of this budget. Called in the order of submission."""
+        """Learn how long each stage took for a micro-batch of this budget. Called in the order of
+        submission.
+        """
 
     def restart(self) -> None:
-        """Forget when stages last worked: they begin anew, some perhaps as other processes with other clocks."""
+        """Forget when stages last worked: they begin anew, some perhaps as other processes with
+        other clocks.
+        """
 
     def seconds(self, work: BatchWork) -> float:
-        """Return about how long the busiest stage takes for this work, beyond what any micro-batch takes."""
+        """Return about how long the busiest stage takes for this work, beyond what any micro-batch
+        takes.
+        """
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """Return how likely a draft must be right to be worth its row in the next micro-batch; ``NEVER``: none is."""
+        """Return how likely a draft must be right to be worth its row in the next micro-batch;
+        ``NEVER``: none is.
+        """
 
     def ahead_break_even(self, state: SchedulerState) -> float:
-        """Return how likely the first draft of a micro-batch of nothing but drafts must be right; ``NEVER``: none is worth it."""
+        """Return how likely the first draft of a micro-batch of nothing but drafts must be right;
+        ``NEVER``: none is worth it.
+        """
 
 
 class FixedInFlightPolicy:
-    """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share none with others."""
+    """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share
+    none with others.
+    """
 
     overlaps_chunks = True
 
@@ -159,7 +196,9 @@ class FixedInFlightPolicy:
             return None
         max_decodes = self._max_tokens - reserved_for_prefill(state, self._max_tokens)
         decodes = min(-(-state.num_decoding // self._max_in_flight), max_decodes, state.num_ready)
-        return BatchBudget(decodes, min(state.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
+        return BatchBudget(
+            decodes, min(state.urgent_tokens or self._max_tokens, self._max_tokens - decodes)
+        )
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Learn nothing."""
@@ -187,12 +226,15 @@ def has_prompts(state: SchedulerState) -> bool:
 
 
 def assumed_seconds(work: BatchWork) -> float:
-    """Return what stands for the time of this work where none is known: enough to compare pipelines with each other."""
+    """Return what stands for the time of this work where none is known: enough to compare pipelines
+    with each other.
+    """
     return ASSUMED_TOKEN_S * (work.prefill_tokens + work.decodes)
 
 
 def reserved_for_prefill(state: SchedulerState, max_tokens: int) -> int:
-    """Return how many tokens of a micro-batch decodes leave to prompts: one, or what urgent ones need up to seven eighths.
+    """Return how many tokens of a micro-batch decodes leave to prompts: one, or what urgent ones
+    need up to seven eighths.
 
     Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
     """

@@ -1,4 +1,6 @@
-"""Application of results to sequences: accepted tokens, ends, and what is ready for its next token."""
+"""Application of results to sequences: accepted tokens, ends, and what is ready for its next
+token.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +18,21 @@ from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
-# Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
-RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
+# Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as
+# long.
+RUNNING, PREEMPTED, FINISHED = (
+    SequenceStatus.RUNNING,
+    SequenceStatus.PREEMPTED,
+    SequenceStatus.FINISHED,
+)
 Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of drafts so far, by vLLM's names: how often sequences had any, their tokens, and those that were right."""
+    """Counts of drafts so far, by vLLM's names: how often sequences had any, their tokens, and
+    those that were right.
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -31,7 +40,9 @@ class DraftCounts:
 
 
 class InFlight(NamedTuple):
-    """A micro-batch in flight; the decoding sequences in the order of columns, and the rows of each if any has drafts."""
+    """A micro-batch in flight; the decoding sequences in the order of columns, and the rows of each
+    if any has drafts.
+    """
 
     budget: BatchBudget
     work: BatchWork
@@ -59,10 +70,22 @@ class ResultApplier:
         self.draft_counts = DraftCounts()
 
     def apply_result(
-        self, batch: MicroBatch, in_flight: InFlight, result: StepResult, running: Mapping[int, Sequence], *, has_ahead: bool
+        self,
+        batch: MicroBatch,
+        in_flight: InFlight,
+        result: StepResult,
+        running: Mapping[int, Sequence],
+        *,
+        has_ahead: bool,
     ) -> list[Accepted]:
-        """Apply a result. ``has_ahead``: whether drafts are in flight that follow in another micro-batch."""
-        token_ids, finished, accepted = iter(result.token_ids), dict(result.finished), list[Accepted]()
+        """Apply a result. ``has_ahead``: whether drafts are in flight that follow in another
+        micro-batch.
+        """
+        token_ids, finished, accepted = (
+            iter(result.token_ids),
+            dict(result.finished),
+            list[Accepted](),
+        )
         for chunk in batch.chunks:
             sampled = (next(token_ids),) if chunk.needs_sample else ()
             accepted += self._apply(running[chunk.seq_id], sampled, finished.get(chunk.seq_id))
@@ -71,15 +94,24 @@ class ResultApplier:
         return accepted + self._apply_decodes(in_flight.decoding, token_ids, finished)
 
     def _apply_decodes(
-        self, decoding: list[Sequence], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
+        self,
+        decoding: list[Sequence],
+        token_ids: Iterator[int],
+        finished: Mapping[int, FinishReason],
     ) -> list[Accepted]:
-        """Apply one token per decoding sequence; the branch that nearly all of them take is inlined."""
+        """Apply one token per decoding sequence; the branch that nearly all of them take is
+        inlined.
+        """
         accepted: list[Accepted] = []
         lengths = []  # of sequences that continue
         ready = self._decodes.ready
         for sequence, token_id in zip(decoding, token_ids, strict=True):
             num_known = sequence.num_known + 1
-            continues = num_known < sequence.max_len and token_id not in sequence.end_ids and sequence.seq_id not in finished
+            continues = (
+                num_known < sequence.max_len
+                and token_id not in sequence.end_ids
+                and sequence.seq_id not in finished
+            )
             if continues and sequence.status is RUNNING:
                 sequence.num_in_flight -= 1
                 sequence.output_ids.append(token_id)
@@ -98,11 +130,15 @@ class ResultApplier:
     def _apply_drafted(
         self, in_flight: InFlight, token_ids: Iterator[int], finished: Mapping[int, FinishReason]
     ) -> list[Accepted]:
-        """Apply the tokens of sequences that have several rows, of which the later ones are drafts, or all (``is_ahead``)."""
+        """Apply the tokens of sequences that have several rows, of which the later ones are drafts,
+        or all (``is_ahead``).
+        """
         accepted: list[Accepted] = []
         num_known = 0 if in_flight.is_ahead else 1
         for sequence, count in zip(in_flight.decoding, in_flight.counts or repeat(1), strict=False):
-            tokens = tuple(takewhile(lambda token_id: token_id != NO_TOKEN, list(islice(token_ids, count))))
+            tokens = tuple(
+                takewhile(lambda token_id: token_id != NO_TOKEN, list(islice(token_ids, count)))
+            )
             assert tokens or in_flight.is_ahead, "the last known token is no draft"
             self.draft_counts.num_drafts += count > num_known
             self.draft_counts.num_draft_tokens += count - num_known
@@ -114,20 +150,29 @@ class ResultApplier:
             accepted += own
         return accepted
 
-    def _apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
-        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends it after them, if any.
+    def _apply(
+        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
+    ) -> list[Accepted]:
+        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends
+        it after them, if any.
 
         It ends without a token where log-probabilities of its prompt are not finite.
         """
         sequence.num_in_flight -= 1
         if finish is FinishReason.ERROR and not token_ids:
             token_ids = (NOT_FINITE_TOKEN,)
-        accepted = self._accept(sequence, token_ids, finish) if token_ids and sequence.status is not FINISHED else []
+        accepted = (
+            self._accept(sequence, token_ids, finish)
+            if token_ids and sequence.status is not FINISHED
+            else []
+        )
         if sequence.status is not RUNNING:
             self._release(sequence)
         return accepted
 
-    def _accept(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
+    def _accept(
+        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
+    ) -> list[Accepted]:
         """Accept tokens up to the first that ends the sequence."""
         accepted: list[Accepted] = []
         for number, token_id in enumerate(token_ids, 1):
@@ -147,7 +192,8 @@ class ResultApplier:
                 break
         state = sequence.speculation  # None once it is descheduled
         is_submitted = state is not None and state.update(sequence.output_ids)
-        sequence.num_dispatched += len(accepted) - (not is_submitted)  # right drafts have been computed, or will be
+        # right drafts have been computed, or will be
+        sequence.num_dispatched += len(accepted) - (not is_submitted)
         if sequence.num_placeholders:
             sequence.num_placeholders -= 1
         elif sequence.status is RUNNING and not is_submitted:
@@ -157,9 +203,14 @@ class ResultApplier:
         return accepted
 
     def _end_with_error(self, sequence: Sequence) -> Accepted:
-        """End a sequence of which the next token's logits are not finite, and let no other one begin with its pages."""
+        """End a sequence of which the next token's logits are not finite, and let no other one
+        begin with its pages.
+        """
         name, fields = sequence.request_id or "-", request_fields(sequence.request_id)
-        why = "a sequence of request %s ends with an error: the logits of its token at position %d are not finite"
+        why = (
+            "a sequence of request %s ends with an error: the logits of its token at position %d"
+            " are not finite"
+        )
         logger.warning(why, name, sequence.num_known, extra=fields)
         self._allocator.forget(sequence)
         self._deschedule(sequence, FINISHED)

@@ -1,4 +1,6 @@
-"""How many micro-batches: those that work is spread over, and those in flight, from predicted and measured times."""
+"""How many micro-batches: those that work is spread over, and those in flight, from predicted and
+measured times.
+"""
 
 import math
 from collections import deque
@@ -9,17 +11,22 @@ from statistics import median
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import OUTLIER_CLIP
 
-MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a round then takes at most this share of the time
-MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
+# decodes are cut into more micro-batches only if a round then takes at most this share of the time
+MAX_ROUND_RATIO = 0.97
+# a spread is not tried if its predicted round takes more than so many times the best one
+MAX_TRIAL_COST = 2.0
 TRIAL_ROUNDS = 3  # rounds of one trial
-RETRY_ROUNDS = 128  # rounds until a spread is tried again; doubled each time that it has not become the best
+# rounds until a spread is tried again; doubled each time that it has not become the best
+RETRY_ROUNDS = 128
 MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is given up
 SMOOTHING = 0.3  # weight of the newest correction
 
-MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
+# of the slowest stage's busy time; above it another micro-batch is allowed in flight
+MAX_IDLE_SHARE = 0.03
 SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
 SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
-COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
+# by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
+COUNTDOWN = 0.5
 ADJUST_EVERY = 4  # micro-batches per stage
 NUM_GAPS = 4  # between steps, of which the shortest counts
 MEASURE_AGAIN_AFTER = 512  # steps that went ahead
@@ -37,33 +44,41 @@ class _SpreadStats:
 
 @dataclass
 class _Span:
-    """Micro-batches of one spread that have left the last stage one after the other: seconds, measured and predicted."""
+    """Micro-batches of one spread that have left the last stage one after the other: seconds,
+    measured and predicted.
+    """
 
     spread: int
     measured: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
 
     def ratio(self) -> float:
-        """Return the median over rounds of measured to predicted time: one round that something else delayed counts for nothing.
+        """Return the median over rounds of measured to predicted time: one round that something
+        else delayed counts for nothing.
 
-        Spread 2, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4 against 4, so that it is 1.
+        Spread 2, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4 against
+        4, so that it is 1.
         """
         bounds = range(0, len(self.measured), self.spread)
         return median(
-            sum(self.measured[i : i + self.spread]) / max(sum(self.predicted[i : i + self.spread]), 1e-9) for i in bounds
+            sum(self.measured[i : i + self.spread])
+            / max(sum(self.predicted[i : i + self.spread]), 1e-9)
+            for i in bounds
         )
 
 
 class SpreadTuner:
     """Chooses a spread m: how many micro-batches take part in a round of decodes.
 
-    Predicted times include what stages take for their work, but not that stages may share cores, nor what lies between them.
-    So every spread has a ratio of measured to predicted time, and promising ones are tried from time to time.
+    Predicted times include what stages take for their work, but not that stages may share cores,
+    nor what lies between them. So every spread has a ratio of measured to predicted time, and
+    promising ones are tried from time to time.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _SpreadStats] = {}
-        self._trial: tuple[int, int] | None = None  # the spread on trial, and the micro-batches left of it
+        # the spread on trial, and the micro-batches left of it
+        self._trial: tuple[int, int] | None = None
         self._num_drafted = 0  # micro-batches of the trial
         self._span: _Span | None = None
         self._last_end = 0.0
@@ -75,19 +90,28 @@ class SpreadTuner:
         corrected = {m: seconds * self._stats(m).ratio for m, seconds in rounds_s.items()}
         fastest = min(corrected.values())
         best = min(m for m, seconds in corrected.items() if seconds * MAX_ROUND_RATIO <= fastest)
-        due = [m for m in rounds_s if m != best and self._is_due(m) and rounds_s[m] <= MAX_TRIAL_COST * rounds_s[best]]
+        due = [
+            m
+            for m in rounds_s
+            if m != best and self._is_due(m) and rounds_s[m] <= MAX_TRIAL_COST * rounds_s[best]
+        ]
         if not due or not self._stats(best).is_tried:
             return best
         chosen = self._stats(due[0])
         chosen.retry_rounds *= 2 if chosen.is_tried else 1
         self._num_drafted = 0
-        self._trial = due[0], TRIAL_ROUNDS * due[0] + best  # micro-batches of the previous spread are still in flight
+        # micro-batches of the previous spread are still in flight
+        self._trial = due[0], TRIAL_ROUNDS * due[0] + best
         return due[0]
 
-    def observe(self, spread: int, predicted_round_s: float, ended_at: float, *, has_drafts: bool = False) -> None:
-        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one that had prompts or drafts.
+    def observe(
+        self, spread: int, predicted_round_s: float, ended_at: float, *, has_drafts: bool = False
+    ) -> None:
+        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one
+        that had prompts or drafts.
 
-        Prompts come and go, and a trial waits for them; sequences may draft for as long as they run.
+        Prompts come and go, and a trial waits for them; sequences may draft for as long as they
+        run.
         """
         elapsed, self._last_end = ended_at - self._last_end, ended_at
         if self._trial is not None and has_drafts:
@@ -104,7 +128,9 @@ class SpreadTuner:
             self._span = _Span(spread)
 
     def restart(self) -> None:
-        """Forget when the last micro-batch ended: a stage may be another process since, with another clock."""
+        """Forget when the last micro-batch ended: a stage may be another process since, with
+        another clock.
+        """
         self._span = None
 
     def _count_drafted(self, on_trial: _SpreadStats) -> None:
@@ -113,10 +139,11 @@ class SpreadTuner:
             self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
 
     def _learn(self, spread: int, ratio: float) -> None:
-        """Learn a ratio. It counts as at least a third of the one so far, and once there is one as at most three times that.
+        """Learn a ratio. It counts as at least a third of the one so far, and once there is one as
+        at most three times that.
 
-        So it stays above 0, whatever the stages' clocks say. Without one the first may be large: where steps take a
-        millisecond, what lies between them takes many times as long.
+        So it stays above 0, whatever the stages' clocks say. Without one the first may be large:
+        where steps take a millisecond, what lies between them takes many times as long.
         """
         stats = self._stats(spread)
         ratio = max(ratio, stats.ratio / OUTLIER_CLIP)
@@ -134,15 +161,17 @@ class SpreadTuner:
 
 
 class StepGap:
-    """Measures how long the stages wait for their next step if this is submitted when the last one's tokens are known.
+    """Measures how long the stages wait for their next step if this is submitted when the last
+    one's tokens are known.
 
-    There is one stage, or several on one machine that take turns: the time is from the end of the last one to the beginning of
-    the first.
+    There is one stage, or several on one machine that take turns: the time is from the end of the
+    last one to the beginning of the first.
 
-    Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one step more, and compute a
-    row in vain for each sequence that ends with a stop token, so they have to be worth it: 1.5 ms are, where a step takes 20 ms,
-    and not where it takes 200 ms. Only a step that is submitted to an idle pipeline shows the gap. The shortest of the last ones
-    counts, as the router may have been busy.
+    Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one
+    step more, and compute a row in vain for each sequence that ends with a stop token, so they have
+    to be worth it: 1.5 ms are, where a step takes 20 ms, and not where it takes 200 ms. Only a step
+    that is submitted to an idle pipeline shows the gap. The shortest of the last ones counts, as
+    the router may have been busy.
     """
 
     def __init__(self) -> None:
@@ -151,13 +180,16 @@ class StepGap:
         self._num_without = 0  # steps since one that has shown the gap
 
     def is_long(self, step_s: float) -> bool:
-        """Return whether the stages wait for a share of the time that matters. False until ``NUM_GAPS`` have been seen."""
+        """Return whether the stages wait for a share of the time that matters. False until
+        ``NUM_GAPS`` have been seen.
+        """
         return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
 
     def observe(self, timings: Sequence[StageTiming], *, is_alone: bool) -> None:
         """Record a step, with the timings of its stages in order.
 
-        ``is_alone``: it was submitted after the one before it had returned, and continues its decodes.
+        ``is_alone``: it was submitted after the one before it had returned, and continues its
+        decodes.
         """
         self._num_without += 1
         if is_alone and self._last_end:
@@ -175,8 +207,8 @@ class StepGap:
 class InFlightTuner:
     """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy.
 
-    A wait counts as at most ``OUTLIER_CLIP`` times what the micro-batch took in all stages: neither an hour without requests nor
-    a clock says more.
+    A wait counts as at most ``OUTLIER_CLIP`` times what the micro-batch took in all stages: neither
+    an hour without requests nor a clock says more.
     """
 
     def __init__(self, num_stages: int, limit: int) -> None:
@@ -186,7 +218,8 @@ class InFlightTuner:
         self._last_end = [0.0] * num_stages
         self._busy, self._idle = [0.0] * num_stages, [0.0] * num_stages
         self._num_observed = 0
-        self._recently_busy, self._recently_idle = 0.0, 0.0  # seconds of the last stage, with exponential decay
+        # seconds of the last stage, with exponential decay
+        self._recently_busy, self._recently_idle = 0.0, 0.0
 
     @property
     def is_saturated(self) -> bool:
@@ -195,12 +228,19 @@ class InFlightTuner:
 
     def observe(self, timings: Sequence[StageTiming]) -> None:
         """Record the timings of one micro-batch in every stage."""
-        longest_wait_s = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
+        longest_wait_s = OUTLIER_CLIP * sum(
+            max(timing.busy_s, timing.elapsed_s) for timing in timings
+        )
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
-            # Where several micro-batches are open in a stage, it was idle in the part between two ends that was not work.
-            gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
+            # Where several micro-batches are open in a stage, it was idle in the part between two
+            # ends that was not work.
+            gap = (
+                max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0)
+                if self._last_end[stage]
+                else 0.0
+            )
             gap = min(gap, longest_wait_s)
             self._idle[stage] += gap if self.has_more_to_do else 0.0
             if stage == self._num_stages - 1:
@@ -213,7 +253,11 @@ class InFlightTuner:
         slowest = max(range(self._num_stages), key=self._busy.__getitem__)
         if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
             self.max_in_flight = min(self.max_in_flight + 1, self._limit)
-        self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
+        self._busy, self._idle, self._num_observed = (
+            [0.0] * self._num_stages,
+            [0.0] * self._num_stages,
+            0,
+        )
 
     def restart(self) -> None:
         """See ``SpreadTuner``."""
@@ -221,20 +265,26 @@ class InFlightTuner:
 
 
 class PromptSpread:
-    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other prompts arrive.
+    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other
+    prompts arrive.
 
-    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are left over 3, and 90 new ones
-    over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of what is left, again and again, would become ever smaller
-    pieces, of which each reads all weights.
+    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are
+    left over 3, and 90 new ones over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of
+    what is left, again and again, would become ever smaller pieces, of which each reads all
+    weights.
     """
 
     def __init__(self) -> None:
         self._num_left, self._pieces_left = 0, 1.0
 
     def pieces(self, pending: int, pieces_of_new: int) -> int:
-        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in ``pieces_of_new``."""
+        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in
+        ``pieces_of_new``.
+        """
         num_left = min(self._num_left, pending)
-        self._pieces_left = (num_left * self._pieces_left + (pending - num_left) * pieces_of_new) / pending
+        self._pieces_left = (
+            num_left * self._pieces_left + (pending - num_left) * pieces_of_new
+        ) / pending
         return max(math.ceil(self._pieces_left), 1)
 
     def clear(self) -> None:
@@ -243,4 +293,7 @@ class PromptSpread:
 
     def record(self, pending: int, taken: int) -> None:
         """Record that so many of the pending tokens go now."""
-        self._num_left, self._pieces_left = max(pending - taken, 0), max(self._pieces_left - COUNTDOWN, 1.0)
+        self._num_left, self._pieces_left = (
+            max(pending - taken, 0),
+            max(self._pieces_left - COUNTDOWN, 1.0),
+        )

@@ -1,4 +1,6 @@
-"""The running set: which sequences hold a slot and pages, and which is preempted for which; and the load of a pipeline."""
+"""The running set: which sequences hold a slot and pages, and which is preempted for which; and the
+load of a pipeline.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ MIN_DECODES = 64  # that are expected of a sequence which has fewer
 class RunningSet:
     """Sequences that run, or have stopped and are still in flight.
 
-    Less urgent sequences are preempted for one that finds no slot or too few pages, never one that is as urgent.
+    Less urgent sequences are preempted for one that finds no slot or too few pages, never one that
+    is as urgent.
     """
 
     def __init__(self, cache: CachePlan, num_slots: int, reuses_prefixes: bool = False) -> None:
@@ -29,8 +32,12 @@ class RunningSet:
         return len(self.by_id)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot and pages, or return False: each one that is running must keep a page to grow into."""
-        if len(self.by_id) >= self.num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
+        """Give the sequence a slot and pages, or return False: each one that is running must keep a
+        page to grow into.
+        """
+        if len(self.by_id) >= self.num_slots or not self.allocator.reserve_for_admission(
+            sequence, num_spare=len(self.by_id)
+        ):
             return False
         sequence.status = SequenceStatus.RUNNING
         self.by_id[sequence.seq_id] = sequence
@@ -55,10 +62,16 @@ class RunningSet:
 
     def lower_priority_than(self, level: int) -> list[Sequence]:
         """Return the sequences that are less urgent than this level."""
-        return [s for s in self.by_id.values() if s.effective_priority > level] if self.has_any_below(level) else []
+        return (
+            [s for s in self.by_id.values() if s.effective_priority > level]
+            if self.has_any_below(level)
+            else []
+        )
 
     def can_preempt_for(self, claimant: Sequence) -> bool:
-        """Return whether the claimant could be admitted after all less urgent sequences were preempted."""
+        """Return whether the claimant could be admitted after all less urgent sequences were
+        preempted.
+        """
         less_urgent = self.lower_priority_than(claimant.effective_priority)
         num_others = len(self.by_id) - len(less_urgent)
         return (
@@ -68,17 +81,27 @@ class RunningSet:
         )
 
     def preemption_victim(self, claimant: Sequence) -> Sequence | None:
-        """Return the least urgent sequence with nothing in flight; of equals, the one with least to compute again."""
-        idle = [s for s in self.lower_priority_than(claimant.effective_priority) if not s.num_in_flight]
-        return min(idle, key=lambda s: (-s.effective_priority, s.num_dispatched, -s.seq_id), default=None)
+        """Return the least urgent sequence with nothing in flight; of equals, the one with least to
+        compute again.
+        """
+        idle = [
+            s for s in self.lower_priority_than(claimant.effective_priority) if not s.num_in_flight
+        ]
+        return min(
+            idle, key=lambda s: (-s.effective_priority, s.num_dispatched, -s.seq_id), default=None
+        )
 
     def lowest_priority(self) -> Sequence | None:
-        """Return the least urgent sequence, of equals the youngest; None while a stopped one has yet to release its pages."""
+        """Return the least urgent sequence, of equals the youngest; None while a stopped one has
+        yet to release its pages.
+        """
         running = [s for s in self.by_id.values() if s.status is SequenceStatus.RUNNING]
         return max(running, key=priority_key) if len(running) == len(self.by_id) else None
 
     def num_admissible(self, arriving: list[Sequence], level: int) -> int:
-        """Return how many of these, in order, could begin now if all sequences below this level were preempted."""
+        """Return how many of these, in order, could begin now if all sequences below this level
+        were preempted.
+        """
         less_urgent = self.lower_priority_than(level)
         num_slots = self.num_slots - len(self.by_id) + len(less_urgent)
         return self.allocator.num_fitting(arriving[:num_slots], less_urgent)
@@ -98,27 +121,44 @@ class RunningSet:
 class PipelineLoad:
     """The load of one pipeline, by which pipelines are scaled, and requests distributed."""
 
-    share: float  # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait
+    # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences
+    # have to wait
+    share: float
     tokens: int  # prompts and outputs so far of all running and waiting sequences
-    # What is to be computed yet, as far as is known or expected, of sequences that are at least as urgent as each priority.
+    # What is to be computed yet, as far as is known or expected, of sequences that are at least as
+    # urgent as each priority.
     left: tuple[BatchWork, ...] = (BatchWork(),) * NUM_PRIORITIES
 
 
-def measure_load(running: RunningSet, waiting: Iterable[Sequence], estimator: WorkEstimator) -> PipelineLoad:
+def measure_load(
+    running: RunningSet, waiting: Iterable[Sequence], estimator: WorkEstimator
+) -> PipelineLoad:
     """Return the load of the running and the waiting sequences.
 
-    Three sequences that need 4 pages each, of 4 slots and 8 pages: three quarters of the slots, 1.5 times the pages.
+    Three sequences that need 4 pages each, of 4 slots and 8 pages: three quarters of the slots, 1.5
+    times the pages.
     """
     sequences, allocator = [*running.by_id.values(), *waiting], running.allocator
     needs_by_class = zip(*map(allocator.pages_needed, sequences), strict=True)
-    page_shares = [sum(needs) / c.num_pages for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)]
+    page_shares = [
+        sum(needs) / c.num_pages
+        for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)
+    ]
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_PRIORITIES)]
     for s in sequences:
-        spans[s.effective_priority].append((min(s.num_dispatched, s.num_known), s.num_known, expected_decodes(s)))
+        spans[s.effective_priority].append(
+            (min(s.num_dispatched, s.num_known), s.num_known, expected_decodes(s))
+        )
     left = tuple(accumulate(map(estimator.work_left, spans), BatchWork.__add__))
-    return PipelineLoad(max([len(sequences) / running.num_slots, *page_shares]), sum(s.num_known for s in sequences), left)
+    return PipelineLoad(
+        max([len(sequences) / running.num_slots, *page_shares]),
+        sum(s.num_known for s in sequences),
+        left,
+    )
 
 
 def expected_decodes(sequence: Sequence) -> int:
-    """Return how many more tokens to expect: as many as there are, at least ``MIN_DECODES``, at most what is allowed."""
+    """Return how many more tokens to expect: as many as there are, at least ``MIN_DECODES``, at
+    most what is allowed.
+    """
     return min(sequence.max_len - sequence.num_known, max(len(sequence.output_ids), MIN_DECODES))

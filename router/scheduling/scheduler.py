@@ -1,4 +1,6 @@
-"""The scheduler: which tokens travel in the next micro-batch. Pure: no torch, no Ray, no clock, no I/O."""
+"""The scheduler: which tokens travel in the next micro-batch. Pure: no torch, no Ray, no clock, no
+I/O.
+"""
 
 from collections import deque
 from collections.abc import Collection
@@ -7,12 +9,29 @@ from itertools import repeat
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
-from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
-from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
+from tramontane.router.scheduling.admission import (
+    SchedulerLimits,
+    is_full,
+    overload_reason,
+    validate_sequence,
+)
+from tramontane.router.scheduling.batch_queues import (
+    DecodeQueue,
+    DraftLimits,
+    PrefillQueue,
+    urgent_tokens,
+)
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
-from tramontane.router.scheduling.policy import NO_BUDGET, BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
+from tramontane.router.scheduling.policy import (
+    NO_BUDGET,
+    BatchBudget,
+    BatchWork,
+    Policy,
+    SchedulerState,
+    WorkEstimator,
+)
 from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids
@@ -25,23 +44,30 @@ WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
 class Scheduler:
     """Chunked prefill and decode in one micro-batch, with several micro-batches in flight.
 
-    The policy decides how much of either. A decode token waits for its predecessor; the next chunk of a prompt need not.
-    Sequences are admitted by priority and fair queueing (``waiting_queue.py``), and prefilled by priority and fair shares
-    (``PrefillQueue``); both charge the same accounts, one per key, or per request without keys.
-    A preempted sequence waits again; its prompt and its output so far are then computed as one prompt.
+    The policy decides how much of either. A decode token waits for its predecessor; the next chunk
+    of a prompt need not. Sequences are admitted by priority and fair queueing
+    (``waiting_queue.py``), and prefilled by priority and fair shares (``PrefillQueue``); both
+    charge the same accounts, one per key, or per request without keys. A preempted sequence waits
+    again; its prompt and its output so far are then computed as one prompt.
 
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
-    * Where pages run out, which happens only in layers without a window, the least urgent, youngest sequence is preempted.
+    * Where pages run out, which happens only in layers without a window, the least urgent, youngest
+      sequence is preempted.
     * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
-    * With speculation a decode token brings drafts of the next ones where the policy finds them worth their rows. Further drafts
-      follow in micro-batches of their own, ahead of the results, while stages have nothing else to do.
+    * With speculation a decode token brings drafts of the next ones where the policy finds them
+      worth their rows. Further drafts follow in micro-batches of their own, ahead of the results,
+      while stages have nothing else to do.
     """
 
-    def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:
+    def __init__(
+        self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0
+    ) -> None:
         self.limits = limits
         self.policy = GuardedPolicy(policy, limits.max_num_batched_tokens)
         self.epoch = epoch
-        self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
+        self._work_estimator = WorkEstimator(
+            [limits.max_model_len if c.window is None else c.window for c in cache.classes]
+        )
         self._shares = [FairShares() for _ in range(NUM_PRIORITIES)]
         self._waiting = WaitingQueue(self._shares)
         self._running = RunningSet(cache, limits.max_num_seqs, limits.reuses_prefixes)
@@ -50,9 +76,14 @@ class Scheduler:
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
         self._results = ResultApplier(
-            self.allocator, self._decodes, self._poison_detector, self._deschedule, self._release_if_drained
+            self.allocator,
+            self._decodes,
+            self._poison_detector,
+            self._deschedule,
+            self._release_if_drained,
         )
-        self._freed: list[int] = []  # sequences that ended since the last micro-batch; stages forget them with the next
+        # sequences that ended since the last micro-batch; stages forget them with the next
+        self._freed: list[int] = []
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 0  # of those in flight, micro-batches of nothing but drafts
@@ -70,7 +101,9 @@ class Scheduler:
     def schedule(self) -> MicroBatch | None:
         """Return the next micro-batch, or None if nothing can be submitted now."""
         self.allocator.register_written()
-        has_turn = not self._prefills.is_sorted or (self._waiting and len(self._running) < self.limits.max_num_seqs)
+        has_turn = not self._prefills.is_sorted or (
+            self._waiting and len(self._running) < self.limits.max_num_seqs
+        )
         if has_turn and any(shares.is_contended for shares in self._shares):
             self._prefills.charge_decodes(self._running.by_id.values())
         self._admit()
@@ -80,21 +113,42 @@ class Scheduler:
 
     def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
-        limits = self._draft_limits(self.policy.draft_break_even(state)) if self.limits.speculative else None
-        goes_ahead = self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES  # else one must yield
-        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, limits, goes_ahead=goes_ahead)
-        chunks = self._prefills.take_chunks(min(budget.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes.seq_ids)))
+        limits = (
+            self._draft_limits(self.policy.draft_break_even(state))
+            if self.limits.speculative
+            else None
+        )
+        # else one must yield
+        goes_ahead = (
+            self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES
+        )
+        decoding, counts, decodes = self._decodes.take_batch(
+            budget.decodes, self._preempt_last, limits, goes_ahead=goes_ahead
+        )
+        chunks = self._prefills.take_chunks(
+            min(budget.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes.seq_ids))
+        )
         if not decoding and not chunks:
             return None
         if chunks:
-            chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # single tokens last, next to the decodes
-            age_starved([self._running.by_id[c.seq_id] for c in chunks], self._waiting, self._prefills, self._running)
+            # single tokens last, next to the decodes
+            chunks.sort(key=lambda chunk: chunk.num_tokens == 1)
+            age_starved(
+                [self._running.by_id[c.seq_id] for c in chunks],
+                self._waiting,
+                self._prefills,
+                self._running,
+            )
         if goes_ahead:
-            self._decodes.add_placeholders([*decoding, *(self._running.by_id[c.seq_id] for c in chunks if c.needs_sample)])
+            self._decodes.add_placeholders(
+                [*decoding, *(self._running.by_id[c.seq_id] for c in chunks if c.needs_sample)]
+            )
         return self._make_batch(budget, chunks, decodes, decoding, counts)
 
     def _batch_ahead(self, state: SchedulerState) -> MicroBatch | None:
-        """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages would else have to wait."""
+        """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages
+        would else have to wait.
+        """
         if self.limits.speculative is None or self._decodes.ready:
             return None
         if (break_even := self.policy.ahead_break_even(state)) >= 1:
@@ -107,16 +161,25 @@ class Scheduler:
         return self._make_batch(NO_BUDGET, [], decodes, decoding, counts)
 
     def _make_batch(
-        self, budget: BatchBudget, chunks: list[Chunk], decodes: DecodeColumns, decoding: list[Sequence], counts: list[int]
+        self,
+        budget: BatchBudget,
+        chunks: list[Chunk],
+        decodes: DecodeColumns,
+        decoding: list[Sequence],
+        counts: list[int],
     ) -> MicroBatch:
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._freed), decodes)
         self._freed.clear()
         self._next_step += 1
-        self._in_flight.append(InFlight(budget, self.measure_work(batch), decoding, counts, decodes.is_ahead))
+        self._in_flight.append(
+            InFlight(budget, self.measure_work(batch), decoding, counts, decodes.is_ahead)
+        )
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
-        """Apply a result unless its epoch is over; return one event per token of a sequence that has not ended."""
+        """Apply a result unless its epoch is over; return one event per token of a sequence that
+        has not ended.
+        """
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
@@ -124,11 +187,16 @@ class Scheduler:
         self._num_ahead -= in_flight.is_ahead
         self.policy.observe(in_flight.budget, in_flight.work, result.timings)
         has_ahead = in_flight.is_ahead or self._num_ahead > 0
-        accepted = self._results.apply_result(batch, in_flight, result, self._running.by_id, has_ahead=has_ahead)
-        return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
+        accepted = self._results.apply_result(
+            batch, in_flight, result, self._running.by_id, has_ahead=has_ahead
+        )
+        # half of what calling TokenEvent takes
+        return list(map(tuple.__new__, repeat(TokenEvent), accepted))
 
     def abort(self, seq_id: int) -> None:
-        """End a sequence; its slot and pages are free as soon as nothing in flight touches the pages."""
+        """End a sequence; its slot and pages are free as soon as nothing in flight touches the
+        pages.
+        """
         if (running := self._running.by_id.get(seq_id)) is not None:
             self._deschedule(running, FINISHED)
             self._release_if_drained(running)
@@ -138,9 +206,11 @@ class Scheduler:
             sequence.status = FINISHED
 
     def restart(self, epoch: int) -> None:
-        """Requeue all running sequences: the stages have forgotten them, and nothing that is in flight will return.
+        """Requeue all running sequences: the stages have forgotten them, and nothing that is in
+        flight will return.
 
-        They wait where they stood, the most advanced first; prompt and output so far are computed again as one prompt.
+        They wait where they stood, the most advanced first; prompt and output so far are computed
+        again as one prompt.
         """
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
@@ -155,12 +225,19 @@ class Scheduler:
         self.allocator.forget_contents()
 
     def failed_batch(self, batch: MicroBatch) -> FailedBatch:
-        """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has failed."""
+        """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has
+        failed.
+        """
         by_id = self._running.by_id
-        return FailedBatch({by_id[seq_id]: span for seq_id, span in position_spans(batch).items()}, is_alone=len(by_id) == 1)
+        return FailedBatch(
+            {by_id[seq_id]: span for seq_id, span in position_spans(batch).items()},
+            is_alone=len(by_id) == 1,
+        )
 
     def record_failure(self, failed: FailedBatch) -> int | None:
-        """Count a failed micro-batch against its sequences; return the one that has caused it, if that is certain."""
+        """Count a failed micro-batch against its sequences; return the one that has caused it, if
+        that is certain.
+        """
         cause = self._poison_detector.record_failure(failed)
         return None if cause is None else cause.seq_id
 
@@ -173,7 +250,9 @@ class Scheduler:
         return overload_reason(arriving, self._waiting, self._running, self.limits)
 
     def is_full(self, priority: int, owner: int) -> bool:
-        """Return whether even the smallest sequence of this priority and owner must not be added now."""
+        """Return whether even the smallest sequence of this priority and owner must not be added
+        now.
+        """
         return is_full(priority, owner, self._waiting, self.limits)
 
     @property
@@ -225,7 +304,9 @@ class Scheduler:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
     def _admit(self) -> None:
-        """Admit waiting sequences in queue order until no slot or page is left; a suspect only into an empty pipeline."""
+        """Admit waiting sequences in queue order until no slot or page is left; a suspect only into
+        an empty pipeline.
+        """
         self._prefills.priority_limit = NUM_PRIORITIES
         if self._poison_detector:
             suspect = self._poison_detector.first
@@ -242,8 +323,9 @@ class Scheduler:
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give the sequence a slot and pages, if need be those of less urgent ones.
 
-        A sequence is preempted only while nothing of it is in flight, which frees its slot and pages at once. Decodes soon
-        return from the pipeline; so that prompts do too, no less urgent prompt is scheduled until then.
+        A sequence is preempted only while nothing of it is in flight, which frees its slot and
+        pages at once. Decodes soon return from the pipeline; so that prompts do too, no less urgent
+        prompt is scheduled until then.
         """
         while not self._running.admit(sequence):
             if not self._running.can_preempt_for(sequence):
@@ -263,25 +345,36 @@ class Scheduler:
             num_decoding=self._decodes.num_sequences,
             decoding_keys=self._decodes.num_keys,
             num_ready=len(self._decodes.ready),
-            ready_keys=(self._work_estimator.visible_keys(s.num_known) for s in self._decodes.ready),
+            ready_keys=(
+                self._work_estimator.visible_keys(s.num_known) for s in self._decodes.ready
+            ),
             pending_tokens=sum(s.num_pending for s in prefills),
             urgent_tokens=urgent_tokens(prefills) if are_urgent else 0,
-            prefill_start=self._work_estimator.visible_keys(prefills[0].num_dispatched) if prefills else 0,
+            prefill_start=self._work_estimator.visible_keys(prefills[0].num_dispatched)
+            if prefills
+            else 0,
             waiting_tokens=self._waiting.num_tokens,
-            free_share=min(n / c.num_pages for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)),
+            free_share=min(
+                n / c.num_pages
+                for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)
+            ),
         )
 
     def _draft_limits(self, break_even: float) -> DraftLimits:
-        """Return what drafts a micro-batch may have. Stages never see more decodes than ``max_num_seqs``."""
+        """Return what drafts a micro-batch may have. Stages never see more decodes than
+        ``max_num_seqs``.
+        """
         max_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         return DraftLimits(break_even, max_rows, len(self._running))
 
     def _preempt_last(self) -> bool:
         """Preempt the least urgent, youngest sequence; return whether its pages are free now.
 
-        One at a time: the first in rank is never the last one unless it is alone, and alone it has enough pages.
+        One at a time: the first in rank is never the last one unless it is alone, and alone it has
+        enough pages.
         """
-        if (last := self._running.lowest_priority()) is None:  # a stopped sequence is about to release its pages
+        # a stopped sequence is about to release its pages
+        if (last := self._running.lowest_priority()) is None:
             return False
         self._preempt(last)
         return not last.num_in_flight

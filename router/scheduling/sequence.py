@@ -13,7 +13,8 @@ class SequenceStatus(Enum):
 
     WAITING = auto()  # not admitted: holds nothing
     RUNNING = auto()  # admitted: pages for all its known tokens are reserved
-    PREEMPTED = auto()  # releases its pages as soon as nothing in flight can touch them, and then waits again
+    # releases its pages as soon as nothing in flight can touch them, and then waits again
+    PREEMPTED = auto()
     FINISHED = auto()  # ended or aborted; holds pages until nothing in flight can touch them
 
 
@@ -31,33 +32,44 @@ class Sequence:
     cache_salt: str = ""  # only sequences with the same one share cached pages
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
-    num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
+    # tokens whose ids are known: the prompt and what has been sampled
+    num_known: int = field(init=False)
     num_dispatched: int = 0  # tokens submitted to the pipeline so far, or cached there
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
-    num_placeholders: int = 0  # tokens after the known ones, which steps in flight sample and later steps may begin with
+    # tokens after the known ones, which steps in flight sample and later steps may begin with
+    num_placeholders: int = 0
     is_decoding: bool = False  # all that was known at its admission has been computed
-    pages: list[list[int]] = field(default_factory=list)  # per window class, those that it holds, in the order of positions
-    reserved_pages: list[int] = field(default_factory=list)  # pages per window class that no other sequence may take
+    # per window class, those that it holds, in the order of positions
+    pages: list[list[int]] = field(default_factory=list)
+    # pages per window class that no other sequence may take
+    reserved_pages: list[int] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it, once it is added to a scheduler
     num_paged_positions: int = 0  # positions up to the end of the last of its pages
     num_reserved_positions: int = 0  # positions for which ``reserved_pages`` suffice
     hasher: BlockHasher = field(init=False)
-    is_started: bool = False  # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached prefix
+    # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached
+    # prefix
+    is_started: bool = False
     num_registered: int = 0  # blocks that are known to the allocator
     is_cacheable: bool = True  # whether other sequences may begin with its pages
-    effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
+    # how urgent it is now: its priority, or 0 after it was passed over too often
+    effective_priority: int = field(init=False)
     was_scheduled: bool = False  # it had a slot before, or is the next to get one
-    num_failures: int = 0  # failed micro-batches that had the same of its positions, without a token since
+    # failed micro-batches that had the same of its positions, without a token since
+    num_failures: int = 0
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0
     speculation: SpeculationState | None = None  # once it decodes, where there is speculation
     num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
     num_right_drafts: int = 0  # of these, those that became its tokens
-    request_number: int = field(init=False)  # the same for all sequences of a request: the id of its first one
-    num_charged: int = 0  # of ``num_dispatched``: tokens that are charged to its account, or were cached
+    # the same for all sequences of a request: the id of its first one
+    request_number: int = field(init=False)
+    # of ``num_dispatched``: tokens that are charged to its account, or were cached
+    num_charged: int = 0
     num_claimed: int = 0  # known tokens that are yet to be computed, as far as its account knows
     due: int = 0  # in its account's virtual time: what is due first is computed first
-    num_skipped: int = 0  # micro-batches that took more urgent prompts while this was the oldest less urgent one
+    # micro-batches that took more urgent prompts while this was the oldest less urgent one
+    num_skipped: int = 0
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids) + len(self.output_ids)
@@ -73,7 +85,9 @@ class Sequence:
 
     @property
     def account(self) -> int:
-        """The number of the account that is charged its tokens: that of its key, or without keys one of its request."""
+        """The number of the account that is charged its tokens: that of its key, or without keys
+        one of its request.
+        """
         return self.owner or ~self.request_number
 
     @property
@@ -83,7 +97,9 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens not yet submitted, known or placeholders; 0 while a decode token waits for its predecessor."""
+        """Tokens not yet submitted, known or placeholders; 0 while a decode token waits for its
+        predecessor.
+        """
         return self.num_known + self.num_placeholders - self.num_dispatched
 
     @property
@@ -97,13 +113,19 @@ class Sequence:
         return self.max_len - 1
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the tokens at positions start..end-1. Prompt of 3, output of 2: 2..4 are prompt[2:5] and output[0:2]."""
+        """Return the tokens at positions start..end-1. Prompt of 3, output of 2: 2..4 are
+        prompt[2:5] and output[0:2].
+        """
         split = len(self.prompt_ids)
-        return self.prompt_ids[start:end] + tuple(self.output_ids[max(start - split, 0) : max(end - split, 0)])
+        return self.prompt_ids[start:end] + tuple(
+            self.output_ids[max(start - split, 0) : max(end - split, 0)]
+        )
 
 
 def end_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Return the tokens that end a sequence: those of the model unless they are to be ignored, and the client's."""
+    """Return the tokens that end a sequence: those of the model unless they are to be ignored, and
+    the client's.
+    """
     return frozenset((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids))
 
 

@@ -1,4 +1,5 @@
-"""The waiting queue: sequences without a slot, by priority, then by fair queueing between keys, or requests without keys.
+"""The waiting queue: sequences without a slot, by priority, then by fair queueing between keys, or
+requests without keys.
 
 ``WaitingQueue`` holds one ``FairQueue`` per priority. ``age_starved`` prevents starvation.
 """
@@ -13,15 +14,18 @@ from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key
 
-MAX_PASSES = 64  # micro-batches that may pass a sequence over; with the last one it becomes as urgent as any
+# micro-batches that may pass a sequence over; with the last one it becomes as urgent as any
+MAX_PASSES = 64
 
 
 class FairQueue:
-    """Start-time fair queueing between accounts (``fair_shares.py``): each has a queue of its own, in the order of arrival.
+    """Start-time fair queueing between accounts (``fair_shares.py``): each has a queue of its own,
+    in the order of arrival.
 
-    Next is the account that has been charged the fewest tokens, of equals the one whose first sequence arrived first. An account
-    that had nothing to compute begins at the virtual time, so while A has 100 sequences waiting, the first one of B waits for one
-    of them at most. A single key's sequences go in the order of arrival, and without keys those of all requests.
+    Next is the account that has been charged the fewest tokens, of equals the one whose first
+    sequence arrived first. An account that had nothing to compute begins at the virtual time, so
+    while A has 100 sequences waiting, the first one of B waits for one of them at most. A single
+    key's sequences go in the order of arrival, and without keys those of all requests.
 
     Sequences that were scheduled before and have been preempted come before all others.
     """
@@ -30,7 +34,8 @@ class FairQueue:
         self._shares = shares
         self._requeued: list[Sequence] = []
         self._by_account: dict[int, list[Sequence]] = {}  # no list is empty
-        self._turns: list[tuple[int, int, int]] = []  # a heap; a turn in it may have become later since, or be gone
+        # a heap; a turn in it may have become later since, or be gone
+        self._turns: list[tuple[int, int, int]] = []
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self._requeued, *self._by_account.values())
@@ -65,7 +70,9 @@ class FairQueue:
             self._forget_most()
 
     def _forget_most(self) -> None:
-        """Forget entries of accounts that have gone or come again, if they are most: of requests that were cancelled."""
+        """Forget entries of accounts that have gone or come again, if they are most: of requests
+        that were cancelled.
+        """
         if len(self._turns) > 2 * len(self._by_account) + 16:
             self._turns = [turn for account in self._by_account if (turn := self._turn(account))]
             heapify(self._turns)
@@ -73,7 +80,10 @@ class FairQueue:
     @property
     def oldest(self) -> Sequence:
         """The sequence that arrived first."""
-        return min((queue[0] for queue in (self._requeued, *self._by_account.values()) if queue), key=arrival_key)
+        return min(
+            (queue[0] for queue in (self._requeued, *self._by_account.values()) if queue),
+            key=arrival_key,
+        )
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
@@ -105,12 +115,16 @@ class FairQueue:
         assert all(self._by_account.values())
         if self and not self._requeued:
             first = self._turn(self.first.account)
-            assert first == min(turn for account in self._by_account if (turn := self._turn(account)))
+            assert first == min(
+                turn for account in self._by_account if (turn := self._turn(account))
+            )
             assert len(self._turns) <= 2 * len(self._by_account) + 16
 
 
 class WaitingQueue:
-    """Sequences by effective priority, within one by fair queueing; preempted ones come before their equals."""
+    """Sequences by effective priority, within one by fair queueing; preempted ones come before
+    their equals.
+    """
 
     def __init__(self, shares: Iterable[FairShares]) -> None:
         self._levels = list(map(FairQueue, shares))
@@ -152,7 +166,9 @@ class WaitingQueue:
         self.push(sequence)
 
     def of_priority(self, priority: int) -> list[Sequence]:
-        """Return the sequences that arrived with this priority, also those that have been promoted since."""
+        """Return the sequences that arrived with this priority, also those that have been promoted
+        since.
+        """
         return [sequence for sequence in self if sequence.priority == priority]
 
     def has_at_least(self, level: int) -> bool:
@@ -161,7 +177,11 @@ class WaitingQueue:
 
     def oldest_lower_priority(self, level: int) -> Sequence | None:
         """Return the oldest of the sequences that are less urgent than this level."""
-        return min((queue.oldest for queue in self._levels[level + 1 :] if queue), key=arrival_key, default=None)
+        return min(
+            (queue.oldest for queue in self._levels[level + 1 :] if queue),
+            key=arrival_key,
+            default=None,
+        )
 
     def check_integrity(self) -> None:
         """Assert that the counts and every level are right."""
@@ -173,12 +193,16 @@ class WaitingQueue:
             queue.check_integrity()
 
 
-def age_starved(going: Iterable[Sequence], waiting: WaitingQueue, prefills: PrefillQueue, running: RunningSet) -> None:
-    """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent sequence that it passes over.
+def age_starved(
+    going: Iterable[Sequence], waiting: WaitingQueue, prefills: PrefillQueue, running: RunningSet
+) -> None:
+    """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent
+    sequence that it passes over.
 
-    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest one ages: waiting for equals makes no
-    sequence more urgent. After ``MAX_PASSES`` it is promoted and is the first of all; no sequence can take its slot, so it ends.
-    The next oldest then continues the count.
+    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest one ages:
+    waiting for equals makes no sequence more urgent. After ``MAX_PASSES`` it is promoted and is the
+    first of all; no sequence can take its slot, so it ends. The next oldest then continues the
+    count.
     """
     level = min(sequence.effective_priority for sequence in going)
     passed = [s for s in prefills.sequences if s.effective_priority > level and s not in going]

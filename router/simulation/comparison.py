@@ -1,6 +1,8 @@
-"""Comparison of policies: the same requests on the same modelled pipeline, under ours and three published ones.
+"""Comparison of policies: the same requests on the same modelled pipeline, under ours and three
+published ones.
 
-Policies only decide the size of micro-batches; admission, pages and order of arrival are the scheduler's for all of them.
+Policies only decide the size of micro-batches; admission, pages and order of arrival are the
+scheduler's for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,19 +13,27 @@ import numpy as np
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import BatchBudget, FixedInFlightPolicy, Policy, SchedulerState
+from tramontane.router.scheduling.policy import (
+    BatchBudget,
+    FixedInFlightPolicy,
+    Policy,
+    SchedulerState,
+)
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
-WARMUP_SHARE = 0.1  # of the time with a backlog, left out at the start: pipelines fill, and our policy learns
+# of the time with a backlog, left out at the start: pipelines fill, and our policy learns
+WARMUP_SHARE = 0.1
 
 
 class VllmPolicy(FixedInFlightPolicy):
-    """vLLM: every micro-batch may have the whole budget, decodes first. As many in flight as there are stages.
+    """vLLM: every micro-batch may have the whole budget, decodes first. As many in flight as there
+    are stages.
 
-    v1/core/sched/scheduler.py, v1/engine/core.py step_with_batch_queue; max_num_batched_tokens 2048.
+    v1/core/sched/scheduler.py, v1/engine/core.py step_with_batch_queue; max_num_batched_tokens
+    2048.
     """
 
     def __init__(self, num_stages: int, max_tokens: int = 2048) -> None:
@@ -38,7 +48,8 @@ class VllmPolicy(FixedInFlightPolicy):
 
 
 class SarathiPolicy(VllmPolicy):
-    """Sarathi-Serve (arXiv 2403.02310): stall-free batches of one small size; a prompt's chunks one after the other.
+    """Sarathi-Serve (arXiv 2403.02310): stall-free batches of one small size; a prompt's chunks one
+    after the other.
 
     sarathi_scheduler.py; chunk size 512 as in its evaluation.
     """
@@ -50,12 +61,16 @@ class SarathiPolicy(VllmPolicy):
 
 
 class GllmPolicy(FixedInFlightPolicy):
-    """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by waiting tokens and free pages.
+    """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by waiting tokens
+    and free pages.
 
-    Its reserve for running decodes is left out: with the caches of the simulation nothing is ever preempted.
+    Its reserve for running decodes is left out: with the caches of the simulation nothing is ever
+    preempted.
     """
 
-    def __init__(self, num_stages: int, iterations: int = 8, min_prefill: int = 32, max_prefill: int = 8192) -> None:
+    def __init__(
+        self, num_stages: int, iterations: int = 8, min_prefill: int = 32, max_prefill: int = 8192
+    ) -> None:
         super().__init__(num_stages, max_prefill)
         self._iterations, self._min_prefill = iterations, min_prefill
         self._turn = 0
@@ -67,13 +82,18 @@ class GllmPolicy(FixedInFlightPolicy):
         decodes = max((state.num_decoding + self._turn) // self._max_in_flight, 1)
         self._turn = (self._turn + 1) % self._max_in_flight
         waiting = state.pending_tokens + state.waiting_tokens
-        prefill = min(max(waiting // self._iterations, self._min_prefill), round(self._max_tokens * state.free_share))
+        prefill = min(
+            max(waiting // self._iterations, self._min_prefill),
+            round(self._max_tokens * state.free_share),
+        )
         return BatchBudget(min(decodes, state.num_ready), prefill)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """A policy, of which every run makes a new one, and the most tokens that it puts into a micro-batch."""
+    """A policy, of which every run makes a new one, and the most tokens that it puts into a
+    micro-batch.
+    """
 
     name: str
     make: Callable[[int], Policy]  # from the number of stages
@@ -85,7 +105,8 @@ class Summary:
     """The figures of one run; times by percentile (50, 90, 99)."""
 
     name: str
-    bubble: float  # the stages' idle share while requests waited for a slot, or over the whole run if none did
+    # the stages' idle share while requests waited for a slot, or over the whole run if none did
+    bubble: float
     tokens_per_s: float
     ttft_s: tuple[float, ...]
     itl_s: tuple[float, ...]
@@ -95,7 +116,11 @@ class Summary:
 def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:
     """Return our policy with these settings, and the published ones with theirs."""
     return [
-        PolicyEntry("tramontane", lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s), max_tokens),
+        PolicyEntry(
+            "tramontane",
+            lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s),
+            max_tokens,
+        ),
         PolicyEntry("full budget (vLLM)", VllmPolicy, 2048),
         PolicyEntry("uniform budget (Sarathi-Serve)", SarathiPolicy, 512),
         PolicyEntry("token throttling (gLLM)", GllmPolicy, 8192),
@@ -113,18 +138,28 @@ def compare(
     """Simulate all policies, one after the other; ``on_done`` is called after each."""
     outcomes = []
     for entry in entries:
-        trace = simulate(make_scheduler(entry, num_stages, arrivals, max_num_seqs), pipeline, arrivals)
+        trace = simulate(
+            make_scheduler(entry, num_stages, arrivals, max_num_seqs), pipeline, arrivals
+        )
         outcomes.append((summarize(entry.name, trace), trace))
         on_done()
     return outcomes
 
 
-def make_scheduler(entry: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
-    """Make a scheduler whose cache holds ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
+def make_scheduler(
+    entry: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int
+) -> Scheduler:
+    """Make a scheduler whose cache holds ``max_num_seqs`` sequences of the longest kind; windows as
+    in Mistral 7B v0.1.
+    """
     max_len = max(arrival.prompt_tokens + arrival.new_tokens for arrival in arrivals) + 1
     ring = ring_pages(WINDOW, PAGE_SIZE, max_len)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * max_num_seqs),))
-    return Scheduler(cache, SchedulerLimits(max_num_seqs, entry.max_tokens, max_len, 1000), entry.make(num_stages))
+    return Scheduler(
+        cache,
+        SchedulerLimits(max_num_seqs, entry.max_tokens, max_len, 1000),
+        entry.make(num_stages),
+    )
 
 
 def summarize(name: str, trace: SimTrace) -> Summary:
@@ -143,4 +178,6 @@ def summarize(name: str, trace: SimTrace) -> Summary:
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(np.percentile(values, PERCENTILES).tolist()) if values else (0.0,) * len(PERCENTILES)
+    return (
+        tuple(np.percentile(values, PERCENTILES).tolist()) if values else (0.0,) * len(PERCENTILES)
+    )

@@ -1,4 +1,6 @@
-"""The simulator: the real scheduler against a modelled pipeline and synthetic traffic. The only clock is the simulated one."""
+"""The simulator: the real scheduler against a modelled pipeline and synthetic traffic. The only
+clock is the simulated one.
+"""
 
 import math
 import random
@@ -19,7 +21,9 @@ FIRST_NEW_TOKEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request: its time of arrival, the tokens of its prompt and of its output, its priority, and the number of its key."""
+    """A request: its time of arrival, the tokens of its prompt and of its output, its priority, and
+    the number of its key.
+    """
 
     at: float
     prompt_tokens: int
@@ -54,7 +58,9 @@ class TrafficModel:
     burst: int = 1  # requests that arrive at once
 
     def arrivals(self, seed: int = 0) -> tuple[SimRequest, ...]:
-        """Draw Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
+        """Draw Poisson arrivals of bursts: the time between two of them is exponential with mean
+        burst / rate.
+        """
         rng, now, drawn = random.Random(seed), 0.0, []
         for number in range(self.num_requests):
             if self.rate is not None and number % self.burst == 0:
@@ -71,7 +77,9 @@ class PipelineModel:
     hop_s: float  # between neighbors, and from and to the router
     noise: float = 0.0  # standard deviation of a step's time, as a share of it
     shares_one_core: bool = False  # whether only one stage works at a time
-    repetition: float = 1.0  # probability that a token of an output repeats the one before, and can be drafted; others are new
+    # probability that a token of an output repeats the one before, and can be drafted; others are
+    # new
+    repetition: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ class SimTrace:
     token_times: tuple[tuple[float, ...], ...]  # of each request
     timings: tuple[tuple[StageTiming, ...], ...]  # of each micro-batch
     backlog_until: float  # until then there was always a request that waited for a slot
-    in_flight: tuple[tuple[float, float], ...] = ()  # submission and completion of each micro-batch, where they are known
+    # submission and completion of each micro-batch, where they are known
+    in_flight: tuple[tuple[float, float], ...] = ()
 
     @property
     def span_s(self) -> float:
@@ -95,25 +104,39 @@ class SimTrace:
         return sum(a.prompt_tokens + a.new_tokens for a in self.arrivals) / self.span_s
 
     def bubble(self, start: float, end: float) -> float:
-        """Return the share of all stages' time between two moments in which they did not compute."""
-        spans = [(max(t.started_at, start), min(t.ended_at, end)) for timings in self.timings for t in timings]
+        """Return the share of all stages' time between two moments in which they did not
+        compute.
+        """
+        spans = [
+            (max(t.started_at, start), min(t.ended_at, end))
+            for timings in self.timings
+            for t in timings
+        ]
         busy = sum(max(until - since, 0.0) for since, until in spans)
         return 1 - busy / ((end - start) * len(self.timings[0]))
 
     def ttft_s(self) -> list[float]:
         """Return the time to the first token of each request."""
-        return [times[0] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
+        return [
+            times[0] - arrival.at
+            for times, arrival in zip(self.token_times, self.arrivals, strict=True)
+        ]
 
     def e2e_s(self) -> list[float]:
         """Return the time from the arrival to the last token of each request."""
-        return [times[-1] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
+        return [
+            times[-1] - arrival.at
+            for times, arrival in zip(self.token_times, self.arrivals, strict=True)
+        ]
 
     def itl_s(self) -> list[float]:
         """Return all times between two tokens of a request."""
         return [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
 
 
-def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], seed: int = 0) -> SimTrace:
+def simulate(
+    scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], seed: int = 0
+) -> SimTrace:
     """Run all requests to their ends and return the record."""
     run = _Run(scheduler, model, arrivals, random.Random(seed))
     while run.is_unfinished:
@@ -121,13 +144,27 @@ def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimR
         run.submit()
         run.wait()
         run.collect()
-    return SimTrace(run.arrivals, tuple(map(tuple, run.token_times)), tuple(run.timings), run.backlog_until, tuple(run.in_flight))
+    return SimTrace(
+        run.arrivals,
+        tuple(map(tuple, run.token_times)),
+        tuple(run.timings),
+        run.backlog_until,
+        tuple(run.in_flight),
+    )
 
 
 class _Run:
-    """State of one run. Micro-batches keep their order, so all times of one are known when it is submitted."""
+    """State of one run. Micro-batches keep their order, so all times of one are known when it is
+    submitted.
+    """
 
-    def __init__(self, scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], rng: random.Random) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: PipelineModel,
+        arrivals: Sequence[SimRequest],
+        rng: random.Random,
+    ) -> None:
         self._scheduler, self._model, self._rng = scheduler, model, rng
         self.arrivals = tuple(sorted(arrivals, key=lambda arrival: arrival.at))
         self.token_times: list[list[float]] = [[] for _ in arrivals]
@@ -137,7 +174,8 @@ class _Run:
         self._now, self._num_arrived = 0.0, 0
         self._free_at = [0.0] * len(model.seconds(BatchWork()))
         self._in_flight: deque[tuple[float, MicroBatch, tuple[StageTiming, ...]]] = deque()
-        self._latest: dict[int, tuple[int, int]] = {}  # position and id of each sequence's last token
+        # position and id of each sequence's last token
+        self._latest: dict[int, tuple[int, int]] = {}
 
     @property
     def is_unfinished(self) -> bool:
@@ -146,12 +184,19 @@ class _Run:
 
     def admit_arrivals(self) -> None:
         """Add the requests that have arrived by now to the scheduler."""
-        while self._num_arrived < len(self.arrivals) and self.arrivals[self._num_arrived].at <= self._now:
+        while (
+            self._num_arrived < len(self.arrivals)
+            and self.arrivals[self._num_arrived].at <= self._now
+        ):
             arrival = self.arrivals[self._num_arrived]
             sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0)
             prompt = (TOKEN,) * arrival.prompt_tokens
             max_len = arrival.prompt_tokens + arrival.new_tokens
-            self._scheduler.add(LiveSequence(self._num_arrived, prompt, sampling, max_len, arrival.priority, arrival.owner))
+            self._scheduler.add(
+                LiveSequence(
+                    self._num_arrived, prompt, sampling, max_len, arrival.priority, arrival.owner
+                )
+            )
             self._num_arrived += 1
 
     def submit(self) -> None:
@@ -165,7 +210,9 @@ class _Run:
 
     def wait(self) -> None:
         """Advance the time to the next result, or the next arrival."""
-        events = [self.arrivals[self._num_arrived].at] if self._num_arrived < len(self.arrivals) else []
+        events = (
+            [self.arrivals[self._num_arrived].at] if self._num_arrived < len(self.arrivals) else []
+        )
         if self._in_flight:
             events.append(self._in_flight[0][0])
         self._now = min(events)
@@ -175,13 +222,19 @@ class _Run:
         while self._in_flight and self._in_flight[0][0] <= self._now:
             _, batch, timings = self._in_flight.popleft()
             tokens = self._sample(batch)
-            for event in self._scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, timings)):
+            for event in self._scheduler.complete(
+                batch, StepResult(batch.epoch, batch.step_id, tokens, timings)
+            ):
                 self.token_times[event.seq_id].append(self._now)
             self.timings.append(timings)
 
     def _sample(self, batch: MicroBatch) -> tuple[int, ...]:
         """Return the answer for every row that is sampled; after a wrong draft there is none."""
-        tokens = [self._token(chunk.seq_id, chunk.start + chunk.num_tokens) for chunk in batch.chunks if chunk.needs_sample]
+        tokens = [
+            self._token(chunk.seq_id, chunk.start + chunk.num_tokens)
+            for chunk in batch.chunks
+            if chunk.needs_sample
+        ]
         previous = None
         for seq_id, start, token_id in zip(*batch.decodes[:3], strict=True):
             is_known = seq_id != previous and not batch.decodes.is_ahead
@@ -193,12 +246,19 @@ class _Run:
         return tuple(tokens)
 
     def _token(self, seq_id: int, position: int) -> int:
-        """Return the token of a sequence at a position, which does not depend on the micro-batch."""
-        repeats = self._model.repetition == 1 or random.Random(seq_id << 32 | position).random() < self._model.repetition
+        """Return the token of a sequence at a position, which does not depend on the
+        micro-batch.
+        """
+        repeats = (
+            self._model.repetition == 1
+            or random.Random(seq_id << 32 | position).random() < self._model.repetition
+        )
         return TOKEN if repeats else FIRST_NEW_TOKEN + position
 
     def _pass(self, work: BatchWork) -> tuple[StageTiming, ...]:
-        """Return some work's timings. Submitted at 0, hops of 1 s, two stages of 3 s: one works from 1 to 4, one from 5 to 8."""
+        """Return some work's timings. Submitted at 0, hops of 1 s, two stages of 3 s: one works
+        from 1 to 4, one from 5 to 8.
+        """
         timings, arrives = [], self._now + self._model.hop_s
         for stage, expected in enumerate(self._model.seconds(work)):
             busy = expected * max(1 + self._rng.gauss(0, self._model.noise), 0.1)

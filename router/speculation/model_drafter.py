@@ -7,7 +7,8 @@ from tramontane.proto.step import DraftRequest
 
 
 class DraftQueue:
-    """The sequences that wait for drafts, and those of the draft model that have ended since it was called.
+    """The sequences that wait for drafts, and those of the draft model that have ended since it was
+    called.
 
     ``on_request`` is called when the first sequence begins to wait.
     """
@@ -32,7 +33,9 @@ class DraftQueue:
             self._ended.append(seq_id)
 
     def take(self) -> tuple[list["ModelDrafter"], list[int]]:
-        """Remove and return the sequences that wait, and the ids of ended ones, which the model is to forget first."""
+        """Remove and return the sequences that wait, and the ids of ended ones, which the model is
+        to forget first.
+        """
         taken = list(self._waiting.values()), self._ended
         self._known.update(self._waiting)
         self._waiting, self._ended = {}, []
@@ -42,18 +45,31 @@ class DraftQueue:
 class ModelDrafter:
     """The ``Drafter`` of one sequence that a draft model continues.
 
-    The model drafts from the text with the drafts that it has returned, as if these were right; when one was not, it begins after
-    the last token that was. ``tokens`` is only read; it grows outside. ``max_len``: of text and drafts.
+    The model drafts from the text with the drafts that it has returned, as if these were right;
+    when one was not, it begins after the last token that was. ``tokens`` is only read; it grows
+    outside. ``max_len``: of text and drafts.
     """
 
     def __init__(
-        self, tokens: Sequence[int], seq_id: int, sampling: SamplingParams, num_tokens: int, max_len: int, queue: DraftQueue
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        sampling: SamplingParams,
+        num_tokens: int,
+        max_len: int,
+        queue: DraftQueue,
     ) -> None:
         self.seq_id = seq_id
-        self._tokens, self._sampling, self._num_tokens, self._max_len = tokens, sampling, num_tokens, max_len
+        self._tokens, self._sampling, self._num_tokens, self._max_len = (
+            tokens,
+            sampling,
+            num_tokens,
+            max_len,
+        )
         self._queue = queue
         self._text: list[int] = []  # that the model has, with its drafts
-        self._num_common = 0  # tokens at its beginning that are the sequence's, as far as these are known
+        # tokens at its beginning that are the sequence's, as far as these are known
+        self._num_common = 0
         self._is_waiting = False
         self._num_asked = 0  # tokens of the text at the last request
         self._num_in_vain = 0  # the same at the last one for which there were no drafts
@@ -63,10 +79,17 @@ class ModelDrafter:
         return 0
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to ``num_tokens`` drafts of those that have come, and ask for more if they are fewer."""
+        """Return up to ``num_tokens`` drafts of those that have come, and ask for more if they are
+        fewer.
+        """
         drafts = self._drafts()
         is_new = len(self._tokens) > self._num_in_vain
-        if len(drafts) < num_tokens and is_new and not self._is_waiting and self._num_left(drafts) > 0:
+        if (
+            len(drafts) < num_tokens
+            and is_new
+            and not self._is_waiting
+            and self._num_left(drafts) > 0
+        ):
             self._is_waiting = True
             self._queue.add(self)
         return tuple(drafts[:num_tokens])
@@ -74,18 +97,25 @@ class ModelDrafter:
     def request(self) -> DraftRequest:
         """Return what is to be drafted now.
 
-        Known 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new. With 5 6 7 all are kept, and 8 9 2 are
-        expected to be right.
+        Known 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new. With 5 6
+        7 all are kept, and 8 9 2 are expected to be right.
         """
         self._num_asked = len(self._tokens)
         drafts = self._drafts()
         num_kept = len(self._text) if drafts else self._num_common
         new = () if drafts else tuple(self._tokens[num_kept:])
         self._text[num_kept:] = new
-        return DraftRequest(self.seq_id, num_kept, new, min(self._num_tokens, self._num_left(drafts)), self._sampling)
+        return DraftRequest(
+            self.seq_id,
+            num_kept,
+            new,
+            min(self._num_tokens, self._num_left(drafts)),
+            self._sampling,
+        )
 
     def receive(self, drafts: Sequence[int] | None) -> None:
-        """Take the drafts of the last request; None: the model does not have the sequence, and has to get all of it.
+        """Take the drafts of the last request; None: the model does not have the sequence, and has
+        to get all of it.
 
         If there are none, no more are asked for until the text has grown.
         """
@@ -106,7 +136,10 @@ class ModelDrafter:
         """Return the drafts after the known tokens, if these are what the model has."""
         tokens, text = self._tokens, self._text
         self._num_common = min(self._num_common, len(text))
-        while self._num_common < min(len(tokens), len(text)) and tokens[self._num_common] == text[self._num_common]:
+        while (
+            self._num_common < min(len(tokens), len(text))
+            and tokens[self._num_common] == text[self._num_common]
+        ):
             self._num_common += 1
         return text[self._num_common :] if self._num_common == len(tokens) else []
 

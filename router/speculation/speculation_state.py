@@ -20,7 +20,9 @@ class AcceptanceEstimate:
 
     @property
     def probability(self) -> float:
-        """The estimate. Half at first; after four right drafts (0.815 + 3.710) / (0.815 + 0.815 + 3.710) = 0.85."""
+        """The estimate. Half at first; after four right drafts (0.815 + 3.710) / (0.815 + 0.815 +
+        3.710) = 0.85.
+        """
         return min(self._right / (self._right + self._wrong), MAX_ACCEPTANCE)
 
     def observe(self, is_right: bool) -> None:
@@ -29,20 +31,32 @@ class AcceptanceEstimate:
         self._wrong = DECAY * self._wrong + (not is_right)
 
     def num_likely(self, probability: float) -> int:
-        """Return how many drafts in a row are right with at least this probability. Estimate 0.7, 0.3: 3, as 0.34 is enough."""
+        """Return how many drafts in a row are right with at least this probability. Estimate 0.7,
+        0.3: 3, as 0.34 is enough.
+        """
         if probability >= 1:
             return 0
-        return int(math.log(probability) / math.log(self.probability) + 1e-9) if probability > 0 else 2**30
+        return (
+            int(math.log(probability) / math.log(self.probability) + 1e-9)
+            if probability > 0
+            else 2**30
+        )
 
     def num_worthwhile(self, break_even: float, most: int) -> int:
-        """Return how many drafts in a row give most tokens per second, if a row takes this share of the time without any.
+        """Return how many drafts in a row give most tokens per second, if a row takes this share of
+        the time without any.
 
-        With n drafts of probability a, E = 1 + a + ... + a**n tokens come in the time 1 + n b. One more is worth it while
-        a**(n+1) / b is at least E / (1 + n b). Estimate 0.7, b = 0.1: 0.24 / 0.1 against 2.53 / 1.3 after three, so a fourth one,
-        and 0.17 / 0.1 against 2.77 / 1.4 after that, so no fifth.
+        With n drafts of probability a, E = 1 + a + ... + a**n tokens come in the time 1 + n b. One
+        more is worth it while a**(n+1) / b is at least E / (1 + n b). Estimate 0.7, b = 0.1: 0.24 /
+        0.1 against 2.53 / 1.3 after three, so a fourth one, and 0.17 / 0.1 against 2.77 / 1.4 after
+        that, so no fifth.
         """
         count, expected, right = 0, 1.0, self.probability
-        while count < most and right * (1 + count * break_even) >= break_even * expected and break_even < 1:
+        while (
+            count < most
+            and right * (1 + count * break_even) >= break_even * expected
+            and break_even < 1
+        ):
             expected += right
             right *= self.probability
             count += 1
@@ -50,28 +64,38 @@ class AcceptanceEstimate:
 
 
 class Drafter(Protocol):
-    """What drafts the tokens after the text of one sequence, which it was given when it was made, and which grows."""
+    """What drafts the tokens after the text of one sequence, which it was given when it was made,
+    and which grows.
+    """
 
     def index(self, max_tokens: int) -> int:
-        """Take up to so many tokens of the text into an index, if there is one; return how many were."""
+        """Take up to so many tokens of the text into an index, if there is one; return how many
+        were.
+        """
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
-        """Return drafts of up to ``num_tokens`` tokens after the text; the same ones, or more, until the text has grown."""
+        """Return drafts of up to ``num_tokens`` tokens after the text; the same ones, or more,
+        until the text has grown.
+        """
 
     def close(self) -> None:
         """Free what is kept elsewhere for the sequence."""
 
 
 class SpeculationState:
-    """The drafts of one sequence. Those that were not worth their rows are compared with the output all the same.
+    """The drafts of one sequence. Those that were not worth their rows are compared with the output
+    all the same.
 
-    ``num_ahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and the next one 6, so it is 3. If
-    4 5 6 are sampled in the first one, 6 is known and submitted, and ``num_ahead`` is 0. If 4 8 are, the other micro-batch is
-    in vain, and 8 is to be submitted.
+    ``num_ahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and the
+    next one 6, so it is 3. If 4 5 6 are sampled in the first one, 6 is known and submitted, and
+    ``num_ahead`` is 0. If 4 8 are, the other micro-batch is in vain, and 8 is to be submitted.
     """
 
     def __init__(
-        self, config: SpeculativeConfig, prompt_ids: Sequence[int], make_drafter: Callable[[Sequence[int]], "Drafter"]
+        self,
+        config: SpeculativeConfig,
+        prompt_ids: Sequence[int],
+        make_drafter: Callable[[Sequence[int]], "Drafter"],
     ) -> None:
         self._config = config
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
@@ -81,7 +105,9 @@ class SpeculationState:
         self.acceptance = AcceptanceEstimate()
 
     def update(self, output_ids: Sequence[int]) -> bool:
-        """Take the tokens that have come; return whether the last of them has been submitted, as a draft."""
+        """Take the tokens that have come; return whether the last of them has been submitted, as a
+        draft.
+        """
         new = output_ids[len(self._tokens) - self._num_prompt :]
         if not new:
             return False
@@ -100,7 +126,9 @@ class SpeculationState:
         self._drafter.close()
 
     def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
-        """Return drafts of the tokens after the last known one that are worth their rows, see ``AcceptanceEstimate``."""
+        """Return drafts of the tokens after the last known one that are worth their rows, see
+        ``AcceptanceEstimate``.
+        """
         assert not self.num_ahead
         if self._config.method == "draft_model" and (break_even >= 1 or max_tokens <= 0):
             return ()  # the model's work is not for nothing, as n-grams are
@@ -108,7 +136,8 @@ class SpeculationState:
         return drafts[: self.acceptance.num_worthwhile(break_even, min(max_tokens, len(drafts)))]
 
     def draft_ahead(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
-        """Return the next drafts after those in flight, each right with at least this probability as far as is known.
+        """Return the next drafts after those in flight, each right with at least this probability
+        as far as is known.
 
         Estimate 0.9, two in flight, ``break_even`` 0.6: 0.9 ** 3 = 0.73 and 0.66, so two.
         """
@@ -117,7 +146,9 @@ class SpeculationState:
         return self._drafts(self.num_ahead + num_drafts)[self.num_ahead :] if num_drafts > 0 else ()
 
     def _drafts(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to so many drafts after the text. Those in flight stay, so that others can only follow where they agree."""
+        """Return up to so many drafts after the text. Those in flight stay, so that others can only
+        follow where they agree.
+        """
         if num_tokens > len(self._draft):
             fresh = self._drafter.draft(num_tokens)
             if fresh[: self.num_ahead] == self._draft[: self.num_ahead]:
@@ -127,9 +158,12 @@ class SpeculationState:
     def _observe(self, token_ids: Sequence[int]) -> bool:
         """Compare the tokens that have come with the last draft; return whether all are as drafted.
 
-        Draft 5 6 7, of which one token was submitted, and the tokens 5 6: two were right. Tokens 5 8: one was, and one was not.
+        Draft 5 6 7, of which one token was submitted, and the tokens 5 6: two were right. Tokens 5
+        8: one was, and one was not.
         """
-        right = list(takewhile(bool, (a == b for a, b in zip(self._draft, token_ids, strict=False))))
+        right = list(
+            takewhile(bool, (a == b for a, b in zip(self._draft, token_ids, strict=False)))
+        )
         for _ in right:
             self.acceptance.observe(True)
         if len(right) < min(len(self._draft), len(token_ids)):

@@ -1,10 +1,11 @@
-"""OpenAI's fields that constrain answers, and the grammars (llguidance's Lark) of them that the last stage follows.
+"""OpenAI's fields that constrain answers, and the grammars (llguidance's Lark) of them that the
+last stage follows.
 
-    grammar = build_grammar(request.response_format, request.tools, request.tool_choice, chat.tool_format)
-    SamplingParams(..., grammar=grammar)
+    grammar = build_grammar(request.response_format, request.tools, request.tool_choice,
+    chat.tool_format) SamplingParams(..., grammar=grammar)
 
-An answer has its properties in the schema's order. JSON is written on one line, with an optional space after commas and colons:
-with free whitespace a model may emit spaces and line breaks forever.
+An answer has its properties in the schema's order. JSON is written on one line, with an optional
+space after commas and colons: with free whitespace a model may emit spaces and line breaks forever.
 """
 
 import json
@@ -84,23 +85,27 @@ class ToolChoiceFunction(RequestModel):
 TOOL_CHOICES = ("none", "auto", "required", "any")
 
 
-def _check_tool_choice(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    if not (isinstance(value, dict | ToolChoiceFunction) or (isinstance(value, str) and value in TOOL_CHOICES)):
+def _check_tool_choice(value: Any) -> Any:  # any JSON
+    if not (
+        isinstance(value, dict | ToolChoiceFunction)
+        or (isinstance(value, str) and value in TOOL_CHOICES)
+    ):
         raise ValueError(f"it must be one of {', '.join(TOOL_CHOICES)}, or {TOOL_CHOICE_EXAMPLE}")
     return value
 
 
-def _form_of_tool_choice(value: Any) -> str:  # noqa: ANN401
+def _form_of_tool_choice(value: Any) -> str:
     return "word" if isinstance(value, str) else "function"
 
 
-def _mistral_as_openai(choice: Any) -> Any:  # noqa: ANN401
+def _mistral_as_openai(choice: Any) -> Any:
     """Return Mistral's "any" as OpenAI's "required"."""
     return "required" if choice == "any" else choice
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required", "any"], Tag("word")] | Annotated[ToolChoiceFunction, Tag("function")],
+    Annotated[Literal["none", "auto", "required", "any"], Tag("word")]
+    | Annotated[ToolChoiceFunction, Tag("function")],
     Discriminator(_form_of_tool_choice),
     BeforeValidator(_check_tool_choice),
     AfterValidator(_mistral_as_openai),
@@ -120,10 +125,11 @@ def build_grammar(
 ) -> str:
     """Return the grammar of one request's answers, empty if they are unconstrained.
 
-    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. ``drops_space``: a
-    space with which an answer begins does not reach the client. ``thoughts``: of a model that thinks, before all else. Raises
-    ParameterError for schemas that are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes
-    30 ms for new schemas, and a second of a separate process for hostile ones.
+    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one
+    call. ``drops_space``: a space with which an answer begins does not reach the client.
+    ``thoughts``: of a model that thinks, before all else. Raises ParameterError for schemas that
+    are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes 30
+    ms for new schemas, and a second of a separate process for hostile ones.
     """
     callable_tools = _allowed_tools(tools or (), tool_choice)
     must_call = bool(callable_tools) and tool_choice not in (None, "auto")
@@ -136,10 +142,20 @@ def build_grammar(
         if tool_format is None:
             raise ParameterError(NO_TOOLS, "tools")
         schemas += [_arguments(tool.function, index) for index, tool in enumerate(callable_tools)]
-        rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
+        rules[0] = (
+            "start: calls"
+            if must_call
+            else "start: answer | calls"
+            if answer
+            else "start: TEXT? calls?"
+        )
         rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
     if answer:  # a space is nothing in JSON
-        rules.append('answer: " "? body' if drops_space or answer.definition.startswith("%json") else "answer: body")
+        rules.append(
+            'answer: " "? body'
+            if drops_space or answer.definition.startswith("%json")
+            else "answer: body"
+        )
     rules += [f"{schema.rule}: {schema.definition}" for schema in schemas]
     grammar = "\n".join(thoughts.before(rules) if thoughts else rules)
     _check_size(grammar, num_sequences, schemas[0].where)
@@ -161,14 +177,20 @@ def _answer(response_format: ResponseFormat | Constraint | None) -> AnswerRule |
     if response_format.type == "json_object":
         return json_rule("body", {"type": "object"}, "response_format")
     if response_format.json_schema is None:
-        raise ParameterError("response_format.json_schema is missing", "response_format.json_schema")
-    return json_rule("body", response_format.json_schema.schema_, "response_format.json_schema.schema")
+        raise ParameterError(
+            "response_format.json_schema is missing", "response_format.json_schema"
+        )
+    return json_rule(
+        "body", response_format.json_schema.schema_, "response_format.json_schema.schema"
+    )
 
 
 def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
     """Return the tools that may be called."""
     if len(tools) > MAX_TOOLS:
-        raise ParameterError(f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools")
+        raise ParameterError(
+            f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools"
+        )
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise ParameterError("two tools have the same name", "tools")
@@ -176,21 +198,30 @@ def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[To
         raise ParameterError("tool_choice is only allowed with tools", "tool_choice")
     if isinstance(choice, ToolChoiceFunction):
         if choice.function.name not in names:
-            raise ParameterError(f"tool_choice: there is no tool {choice.function.name!r:.80}", "tool_choice")
+            raise ParameterError(
+                f"tool_choice: there is no tool {choice.function.name!r:.80}", "tool_choice"
+            )
         return (tools[names.index(choice.function.name)],)
     return visible_tools(tools, choice)
 
 
 def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) -> list[str]:
-    """Return the rules for calls: a list after one control token, or control tokens before each call and its arguments."""
+    """Return the rules for calls: a list after one control token, or control tokens before each
+    call and its arguments.
+    """
     names = enumerate(tool.function.name for tool in tools)
     if tool_format.args is None:
         more = ' (", " call)*' if parallel else ""
         rules = [f'calls: <[{tool_format.calls}]> " "? "[" call{more} "]"']
-        each = [json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"' for i, name in names]
+        each = [
+            json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"' for i, name in names
+        ]
     else:
         rules = ["calls: call+" if parallel else "calls: call"]
-        each = [f'<[{tool_format.calls}]> " "? "{name}" <[{tool_format.args}]> " "? args{i}' for i, name in names]
+        each = [
+            f'<[{tool_format.calls}]> " "? "{name}" <[{tool_format.args}]> " "? args{i}'
+            for i, name in names
+        ]
     return [*rules, "call: " + " | ".join(each)]
 
 
@@ -207,7 +238,8 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
         raise too_large(len(grammar), where)
     if len(grammar) * num_sequences > MAX_SENT_CHARS:
         raise ParameterError(
-            f"{num_sequences} sequences with schemas of {len(grammar)} characters are too much for one request; ask for fewer",
+            f"{num_sequences} sequences with schemas of {len(grammar)} characters are too much for"
+            " one request; ask for fewer",
             where,
         )
 
@@ -220,4 +252,6 @@ def _check(grammar: str, schemas: Sequence[AnswerRule]) -> None:
     if found.part or len(schemas) == 1:
         schema = schemas[max(found.part - 1, 0)]
         raise ParameterError(f"{schema.where} cannot be followed: {found.reason}", schema.where)
-    raise ParameterError(f"the schemas cannot be followed together: {found.reason}", schemas[0].where)
+    raise ParameterError(
+        f"the schemas cannot be followed together: {found.reason}", schemas[0].where
+    )

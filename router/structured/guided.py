@@ -1,4 +1,6 @@
-"""vLLM's fields that constrain an answer, by their new name (``structured_outputs``) and their old ones (``guided_*``)."""
+"""vLLM's fields that constrain an answer, by their new name (``structured_outputs``) and their old
+ones (``guided_*``).
+"""
 
 from typing import Annotated, Any
 
@@ -13,7 +15,7 @@ from tramontane.router.structured.request_model import RequestModel, check_depth
 MAX_CHOICES = 1024
 
 
-def _check_schema(value: Any) -> Any:  # noqa: ANN401 - any JSON
+def _check_schema(value: Any) -> Any:  # any JSON
     if value is not None and not isinstance(value, dict | str):
         raise ValueError("it must be a JSON schema, as an object or as the text of one")
     if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
@@ -22,12 +24,18 @@ def _check_schema(value: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 SchemaInput = dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None
-SchemaOrText = Annotated[dict[str, Any] | str | None, BeforeValidator(_check_schema, json_schema_input_type=SchemaInput)]
+SchemaOrText = Annotated[
+    dict[str, Any] | str | None, BeforeValidator(_check_schema, json_schema_input_type=SchemaInput)
+]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_CHOICES, strict=False, fail_fast=True)
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1, max_length=MAX_CHOICES, strict=False, fail_fast=True),
 ]
-GRAMMAR_REASON = "grammars are not supported, since their cost per token has no bound; use a JSON schema, regex or choice"
+GRAMMAR_REASON = (
+    "grammars are not supported, since their cost per token has no bound; use a JSON schema, regex"
+    " or choice"
+)
 Grammar = Annotated[Any, unsupported_except(reason=GRAMMAR_REASON)]
 Whitespace = Annotated[Any, unsupported_except(reason="JSON is written on one line; leave it out")]
 
@@ -62,23 +70,40 @@ class GuidedFields(RequestModel):
 
 
 def answer_constraint(request: GuidedFields) -> ResponseFormat | Constraint | None:
-    """Return what the answer must be; None for text. Raises ParameterError if several fields say so, or JSON is none."""
+    """Return what the answer must be; None for text. Raises ParameterError if several fields say
+    so, or JSON is none.
+    """
     given: list[ResponseFormat | Constraint] = [
-        *_constraints("guided_", request.guided_json, request.guided_regex, request.guided_choice, request.guided_json_object)
+        *_constraints(
+            "guided_",
+            request.guided_json,
+            request.guided_regex,
+            request.guided_choice,
+            request.guided_json_object,
+        )
     ]
     if (outputs := request.structured_outputs) is not None:
-        given += _constraints("structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.json_object)
+        given += _constraints(
+            "structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.json_object
+        )
     names = [each.where for each in given if isinstance(each, Constraint)]
     if request.response_format is not None and request.response_format.type != "text":
         given.append(request.response_format)
         names.append("response_format")
     if len(given) > 1:
-        raise ParameterError(f"{names[0]} and {names[1]} both say what the answer must be; give one of them", names[0])
+        raise ParameterError(
+            f"{names[0]} and {names[1]} both say what the answer must be; give one of them",
+            names[0],
+        )
     return given[0] if given else None
 
 
 def _constraints(
-    prefix: str, schema: dict[str, Any] | str | None, regex: str | None, choice: tuple[str, ...] | None, is_object: bool | None
+    prefix: str,
+    schema: dict[str, Any] | str | None,
+    regex: str | None,
+    choice: tuple[str, ...] | None,
+    is_object: bool | None,
 ) -> list[Constraint]:
     found: list[Constraint] = []
     if schema is not None:
@@ -101,5 +126,7 @@ def _schema(schema: dict[str, Any] | str, where: str) -> dict[str, Any]:
         if isinstance(parsed, dict):
             return check_numbers(parsed)
     except ValueError as error:
-        raise ParameterError(f"{where} is not the JSON of a schema: {error!s:.200}", where) from None
+        raise ParameterError(
+            f"{where} is not the JSON of a schema: {error!s:.200}", where
+        ) from None
     raise ParameterError(f"{where} must be a JSON schema, which is an object", where)

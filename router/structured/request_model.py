@@ -1,4 +1,6 @@
-"""The base of what clients send, and validators of fields that a client may send and that have no effect."""
+"""The base of what clients send, and validators of fields that a client may send and that have no
+effect.
+"""
 
 from typing import Annotated, Any, Literal, Union
 
@@ -14,27 +16,37 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # noqa: ANN401 - any JSON
-    """Return the value. Raises ValueError if its lists and objects are nested more than ``max_depth`` deep."""
+def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # any JSON
+    """Return the value. Raises ValueError if its lists and objects are nested more than
+    ``max_depth`` deep.
+    """
     level = [value]
     for _ in range(max_depth):
         parts = [each for each in level if isinstance(each, dict | list)]
-        level = [child for part in parts for child in (part.values() if isinstance(part, dict) else part)]
+        level = [
+            child for part in parts for child in (part.values() if isinstance(part, dict) else part)
+        ]
     if any(isinstance(each, dict | list) for each in level):
         raise ValueError(f"it is nested more than {max_depth} deep")
     return value
 
 
-def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
+def default_if_null(default: Any) -> BeforeValidator:
     """Replace null with ``default``: OpenAI's clients may send null for an absent field."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValidator:  # noqa: ANN401
-    """Refuse a parameter with ``reason`` unless its value has no effect: null, false, or one of ``allowed``."""
+def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValidator:
+    """Refuse a parameter with ``reason`` unless its value has no effect: null, false, or one of
+    ``allowed``.
+    """
 
-    def check(value: Any) -> Any:  # noqa: ANN401
-        is_neutral = value is None or value is False or (value is not True and any(value == each for each in allowed))
+    def check(value: Any) -> Any:
+        is_neutral = (
+            value is None
+            or value is False
+            or (value is not True and any(value == each for each in allowed))
+        )
         if not is_neutral:
             raise ValueError(reason)
         return value
@@ -46,7 +58,7 @@ def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValida
 def only_true(reason: str) -> BeforeValidator:
     """Refuse false with ``reason``; use it for ``Literal[True] | None``."""
 
-    def check(value: Any) -> Any:  # noqa: ANN401
+    def check(value: Any) -> Any:
         if value is False:
             raise ValueError(reason)
         return value
@@ -54,7 +66,7 @@ def only_true(reason: str) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=Literal[True] | None)
 
 
-def _literal_type(value: Any) -> Any:  # noqa: ANN401
+def _literal_type(value: Any) -> Any:
     """Return the type that has only this value, for the OpenAPI schema."""
     if isinstance(value, list | dict):
         items = list[str] if isinstance(value, list) else dict[str, str]

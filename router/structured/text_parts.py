@@ -1,4 +1,6 @@
-"""Contents that are a text or a list of parts, in every API: parts that are texts become one text, and others are refused."""
+"""Contents that are a text or a list of parts, in every API: parts that are texts become one text,
+and others are refused.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +10,9 @@ from typing import Any
 MAX_PARTS = 128
 MEDIA: Mapping[str, str] = MappingProxyType(  # by the type of a part or block
     {
-        **dict.fromkeys(("image_url", "input_image", "image", "image_pil", "image_embeds"), "images"),
+        **dict.fromkeys(
+            ("image_url", "input_image", "image", "image_pil", "image_embeds"), "images"
+        ),
         **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings of sound"),
         **dict.fromkeys(("video_url", "video"), "videos"),
         **dict.fromkeys(("file", "input_file", "document_url", "container_upload"), "files"),
@@ -26,20 +30,24 @@ def refuse_media(kind: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """The parts of one API that are texts, by their ``types``. ``ignored``: more fields that they may have, without effect."""
+    """The parts of one API that are texts, by their ``types``. ``ignored``: more fields that they
+    may have, without effect.
+    """
 
     types: tuple[str, ...] = ("text",)
     ignored: frozenset[str] = frozenset()
 
-    def join(self, value: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Return a list of parts as lines of one text, and another value as it is. Raises ValueError."""
+    def join(self, value: Any) -> Any:  # any JSON
+        """Return a list of parts as lines of one text, and another value as it is. Raises
+        ValueError.
+        """
         if not isinstance(value, list):
             return value
         if not value or len(value) > MAX_PARTS:
             raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
         return "\n".join(map(self.text_of, value))
 
-    def text_of(self, part: Any) -> str:  # noqa: ANN401
+    def text_of(self, part: Any) -> str:
         """Return the text of a part. Raises ValueError for another one."""
         kind = part.get("type") if isinstance(part, dict) else None
         refuse_media(kind)

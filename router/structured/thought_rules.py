@@ -1,4 +1,6 @@
-"""Rules of a grammar for what a model thinks before it says what the grammar requires; thoughts themselves are free."""
+"""Rules of a grammar for what a model thinks before it says what the grammar requires; thoughts
+themselves are free.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ START, SAID = "start:", "said:"
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRules:
-    """How thoughts are marked, and whether the prompt has begun one already, so that the grammar begins inside of it.
+    """How thoughts are marked, and whether the prompt has begun one already, so that the grammar
+    begins inside of it.
 
     Else a thought is optional, as the model decides.
     """
@@ -28,9 +31,15 @@ class ThoughtRules:
         start = f"{START} {'thought' if self.is_open else 'thought?'} said"
         made = [start, first.replace(START, SAID, 1), *others]
         if self.form.end_id is None:  # the text up to the first marker
-            made += [f"thought: {begin}to_end{after}", f"to_end[lazy]: /(.|\\n)*{self._pattern(self.form.end)}/"]
+            made += [
+                f"thought: {begin}to_end{after}",
+                f"to_end[lazy]: /(.|\\n)*{self._pattern(self.form.end)}/",
+            ]
         else:
-            made += [f"thought: {begin}THOUGHT? <[{self.form.end_id}]>{after}", r"THOUGHT: /(.|\n)+/"]
+            made += [
+                f"thought: {begin}THOUGHT? <[{self.form.end_id}]>{after}",
+                r"THOUGHT: /(.|\n)+/",
+            ]
         return made + [r"BREAKS: /\n{1,2}/"] * self.form.trims
 
     @staticmethod

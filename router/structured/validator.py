@@ -1,7 +1,8 @@
 """Validation of grammars in a separate process.
 
-No bound on a schema's contents bounds the cost of compiling it: an ``allOf`` of 28 patterns (2 KB) takes minutes and all memory.
-So a process with limits on CPU time and memory compiles it (``validator_process``). That costs 30 ms; results are cached.
+No bound on a schema's contents bounds the cost of compiling it: an ``allOf`` of 28 patterns (2 KB)
+takes minutes and all memory. So a process with limits on CPU time and memory compiles it
+(``validator_process``). That costs 30 ms; results are cached.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CACHE_SIZE = 256  # grammars of up to 64 KiB
-# Bounds the number of processes. Further requests wait, without delaying requests that need no grammar.
+# Bounds the number of processes. Further requests wait, without delaying requests that need no
+# grammar.
 GRAMMAR_POOL = ThreadPoolExecutor(4, thread_name_prefix="grammars")
 
 
@@ -43,7 +45,8 @@ async def run_in_grammar_pool(call: Callable[[], T]) -> T:
 def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
     """Return what is wrong with a grammar, None if nothing is. Takes at most a second.
 
-    Stages would find the same, except for problems of their vocabulary. ``parts`` locate the error of the whole.
+    Stages would find the same, except for problems of their vocabulary. ``parts`` locate the error
+    of the whole.
     """
     command = [sys.executable, "-I", "-S", validator_process.__file__, _lib.__file__]
     grammars = json.dumps([whole, *parts]).encode()
@@ -51,7 +54,10 @@ def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
     lines = child.stdout.splitlines()
     if not lines:
         if child.returncode > 0:  # not ended by a signal, that is, by a limit
-            logger.warning("The process that validates grammars failed: %s", child.stderr.decode(errors="replace")[-500:])
+            logger.warning(
+                "The process that validates grammars failed: %s",
+                child.stderr.decode(errors="replace")[-500:],
+            )
         return GrammarError(0, "it is too complicated")
     part, reason = json.loads(lines[-1])
     return GrammarError(part, _shorten(reason)) if reason else None

@@ -1,9 +1,10 @@
 """Program that compiles grammars for ``validator``, within limits on its CPU time and memory.
 
-    python -I -S validator_process.py LIBRARY  < ["start: whole", "start: part", ...]  > [0, "error"]
+    python -I -S validator_process.py LIBRARY  < ["start: whole", "start: part", ...]  > [0,
+    "error"]
 
-The whole grammar comes first; the parts are compiled only to locate its error. The last line of output counts; without any the
-grammar exceeded a limit.
+The whole grammar comes first; the parts are compiled only to locate its error. The last line of
+output counts; without any the grammar exceeded a limit.
 """
 
 import json
@@ -31,7 +32,7 @@ def main(library: str) -> None:
         any(_report(llguidance, index, part) for index, part in enumerate(parts, start=1))
 
 
-def _report(llguidance: Any, index: int, grammar: str) -> bool:  # noqa: ANN401
+def _report(llguidance: Any, index: int, grammar: str) -> bool:
     limits = llguidance.LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if is_error or not index:
@@ -45,7 +46,7 @@ def _limit(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, limit))
 
 
-def _load_llguidance(library: str) -> Any:  # noqa: ANN401
+def _load_llguidance(library: str) -> Any:
     """Load the library without its package, which takes 60 ms to import."""
     loader = ExtensionFileLoader("_lib", library)
     spec = spec_from_loader("_lib", loader)

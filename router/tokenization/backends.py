@@ -1,4 +1,6 @@
-"""Tokenizers by file format: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's tokenizer.json."""
+"""Tokenizers by file format: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's
+tokenizer.json.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SPACE = "\u2581"  # stands for a space in SentencePiece
-SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # decoder steps of Hugging Face that decode as SentencePiece, by settings
+# decoder steps of Hugging Face that decode as SentencePiece, by settings
+SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {
     "Replace": {"pattern": {"String": SPACE}, "content": " "},
     "ByteFallback": {},
     "Fuse": {},
@@ -61,11 +64,15 @@ class SentencePieceTokenizer(Tokenizer):
             return b""
         if self.model.is_unknown(token_id):
             return " \u2047 ".encode()  # what SentencePiece decodes it to
-        return _bytes_of_piece(self.model.id_to_piece(token_id), is_byte=self.model.is_byte(token_id))
+        return _bytes_of_piece(
+            self.model.id_to_piece(token_id), is_byte=self.model.is_byte(token_id)
+        )
 
 
 class TekkenTokenizer(Tokenizer):
-    """Tokenizer of a ``tekken.json``, by mistral-common. The first ids are control tokens, byte sequences follow."""
+    """Tokenizer of a ``tekken.json``, by mistral-common. The first ids are control tokens, byte
+    sequences follow.
+    """
 
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -74,8 +81,18 @@ class TekkenTokenizer(Tokenizer):
             self.tekkenizer: Tekkenizer = Tekkenizer.from_file(path)
             if self.tekkenizer.n_words < self.tekkenizer.num_special_tokens + NUM_BYTES:
                 raise ValueError("it does not have a piece for every byte")
-        except (OSError, ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not a tekken tokenizer: {_first_line(error)}") from error
+        except (
+            OSError,
+            ValueError,
+            AssertionError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise CheckpointError(
+                f"{path} is not a tekken tokenizer: {_first_line(error)}"
+            ) from error
         pieces = tuple(map(self.tekkenizer.id_to_byte_piece, range(self.tekkenizer.n_words)))
         super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
 
@@ -88,7 +105,9 @@ class TekkenTokenizer(Tokenizer):
 
 
 class HfTokenizer(Tokenizer):
-    """Tokenizer of a ``tokenizer.json``, by Hugging Face's tokenizers. Its decoder must map every id to bytes."""
+    """Tokenizer of a ``tokenizer.json``, by Hugging Face's tokenizers. Its decoder must map every
+    id to bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -98,7 +117,8 @@ class HfTokenizer(Tokenizer):
             data = json.loads(self.text)
             if (kind := data["model"].get("type", BPE)) != BPE:
                 raise CheckpointError(
-                    f"{path} is a {kind!s:.40} tokenizer; Mistral's family has {BPE}, and nothing else is supported"
+                    f"{path} is a {kind!s:.40} tokenizer; Mistral's family has {BPE}, and nothing"
+                    " else is supported"
                 )
             backend = Backend.from_str(self.text)
             steps = _decoder_steps(data.get("decoder"))
@@ -111,7 +131,9 @@ class HfTokenizer(Tokenizer):
         except CheckpointError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
+            raise CheckpointError(
+                f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}"
+            ) from error
         self._backend = backend
         super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
 
@@ -127,7 +149,9 @@ class HfTokenizer(Tokenizer):
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
     def vocabulary(self) -> tuple[bytes, ...]:
-        """Return the pieces, without the text of markers of thoughts: a grammar names these by their ids."""
+        """Return the pieces, without the text of markers of thoughts: a grammar names these by
+        their ids.
+        """
         pieces = list(self._piece_bytes)
         for name in (each for markers in THINK_MARKERS for each in markers):
             if (token_id := self.added_id(name)) is not None:
@@ -138,10 +162,14 @@ class HfTokenizer(Tokenizer):
         return tuple(encode_by_backend(self._backend, text))
 
 
-def encode_by_backend(backend: "Backend", text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the ids of a text by Hugging Face's library, which lets other threads run only while it encodes a batch.
+def encode_by_backend(
+    backend: "Backend", text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Return the ids of a text by Hugging Face's library, which lets other threads run only while
+    it encodes a batch.
 
-    A text of 8 MiB would stop the event loop for seconds. A short one takes less time than the change of threads.
+    A text of 8 MiB would stop the event loop for seconds. A short one takes less time than the
+    change of threads.
     """
     if len(text) <= SHORT_CHARS:
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -185,7 +213,9 @@ def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]
 
 
 def _strips_space(step: dict[str, Any]) -> bool:
-    return step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+    return step["type"] == "Strip" or (
+        step["type"] == "Metaspace" and step.get("prepend_scheme") != "never"
+    )
 
 
 def _is_sentencepiece_step(step: dict[str, Any]) -> bool:
@@ -203,10 +233,14 @@ def _is_byte(piece: str) -> bool:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """Return GPT-2's alphabet for bytes: printable bytes are themselves, the others start at U+0100, so U+0120 is a space."""
+    """Return GPT-2's alphabet for bytes: printable bytes are themselves, the others start at
+    U+0100, so U+0120 is a space.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -8,14 +8,18 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of which a model may know some
+# of which a model may know some
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 VARIABLES = "chat_template_kwargs"  # the parameter of requests with variables of a template
-ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
+# a function that the model may call, as OpenAI writes one of ``tools``
+ToolSpec = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. ``id``: nine letters and digits, as Mistral's format requires. ``arguments``: JSON."""
+    """A call of a tool. ``id``: nine letters and digits, as Mistral's format requires.
+    ``arguments``: JSON.
+    """
 
     id: str
     name: str
@@ -24,7 +28,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A thought of the model, in an answer or in the example that a system message gives. ``closed``: it has ended."""
+    """A thought of the model, in an answer or in the example that a system message gives.
+    ``closed``: it has ended.
+    """
 
     text: str
     closed: bool = True
@@ -32,10 +38,12 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A message. An assistant may call tools; the result is a message with the role tool and the call's id.
+    """A message. An assistant may call tools; the result is a message with the role tool and the
+    call's id.
 
-    ``parts``: the content and the thoughts between its texts, if there are any. ``content`` has only the texts, as lines.
-    ``name``: of the speaker, for templates that use it. ``is_prefix``: the answer continues this last message of the assistant.
+    ``parts``: the content and the thoughts between its texts, if there are any. ``content`` has
+    only the texts, as lines. ``name``: of the speaker, for templates that use it. ``is_prefix``:
+    the answer continues this last message of the assistant.
     """
 
     role: Role
@@ -53,19 +61,35 @@ class ChatMessage:
 
 
 def with_thoughts(
-    role: Role, parts: Sequence[str | Thought], tool_calls: tuple[ToolCall, ...] = (), tool_call_id: str = ""
+    role: Role,
+    parts: Sequence[str | Thought],
+    tool_calls: tuple[ToolCall, ...] = (),
+    tool_call_id: str = "",
 ) -> ChatMessage:
     """Return a message with texts and thoughts."""
     content = "\n".join(part for part in parts if isinstance(part, str))
     has_thoughts = any(isinstance(part, Thought) for part in parts)
-    return ChatMessage(role, content, tool_calls, tool_call_id, tuple(parts) if has_thoughts else ())
+    return ChatMessage(
+        role, content, tool_calls, tool_call_id, tuple(parts) if has_thoughts else ()
+    )
 
 
 def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """Return every text that a user, a model or a tool wrote."""
-    calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-    thoughts = [part.text for message in messages for part in message.parts if isinstance(part, Thought)]
-    texts = [text for message in messages for text in (message.content, message.tool_call_id, message.name)]
+    calls = [
+        text
+        for message in messages
+        for call in message.tool_calls
+        for text in (call.id, call.name, call.arguments)
+    ]
+    thoughts = [
+        part.text for message in messages for part in message.parts if isinstance(part, Thought)
+    ]
+    texts = [
+        text
+        for message in messages
+        for text in (message.content, message.tool_call_id, message.name)
+    ]
     return texts + calls + thoughts
 
 
@@ -73,7 +97,8 @@ def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
 class ToolFormat:
     """How a model calls tools: the ids of the control tokens [TOOL_CALLS] and [ARGS].
 
-    Without ``args``: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]. With it, for each call: [TOOL_CALLS]f[ARGS]{...}.
+    Without ``args``: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]. With it, for each call:
+    [TOOL_CALLS]f[ARGS]{...}.
     """
 
     calls: int
@@ -81,7 +106,9 @@ class ToolFormat:
 
 
 class ChatTemplate(Protocol):
-    """Turns conversations into prompts. What users and models wrote stays text, even if it looks like a control token."""
+    """Turns conversations into prompts. What users and models wrote stays text, even if it looks
+    like a control token.
+    """
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -101,19 +128,27 @@ class ChatTemplate(Protocol):
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
+        """Return token ids up to where the assistant answers. Raises RequestError if the format
+        lacks such conversations.
 
-        ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much the model is to think, None
-        for its default. Raises ParameterError for variables that the format has not, and for an effort that it lacks.
+        ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much
+        the model is to think, None for its default. Raises ParameterError for variables that the
+        format has not, and for an effort that it lacks.
         """
         ...
 
 
 def check_effort(effort: str | None, known: Sequence[str]) -> None:
-    """Raise ParameterError if a model that knows these efforts, or none, is to think with another one."""
+    """Raise ParameterError if a model that knows these efforts, or none, is to think with another
+    one.
+    """
     if effort is None or effort in known:
         return
-    reason = f"this model knows {', '.join(known)}" if known else "this model's format has no such setting; leave it out"
+    reason = (
+        f"this model knows {', '.join(known)}"
+        if known
+        else "this model's format has no such setting; leave it out"
+    )
     raise ParameterError(f"reasoning_effort is {effort!r}; {reason}", "reasoning_effort")
 
 
@@ -129,7 +164,9 @@ class Conversation:
     num_dropped: int = 0  # messages
 
     def with_question(self, question: str) -> tuple["Conversation", tuple[int, ...]]:
-        """Return the conversation with a question, and its prompt. Raises RequestError if the question alone is too long."""
+        """Return the conversation with a question, and its prompt. Raises RequestError if the
+        question alone is too long.
+        """
         turns = (*self.turns, ChatMessage("user", question))
         max_prompt = self.context - min(self.max_tokens, self.context // 2)
         ids = self.prompt.encode((*self.system, *turns))
@@ -138,12 +175,17 @@ class Conversation:
             ids = self.prompt.encode((*self.system, *turns))
         if len(ids) >= self.context:
             raise RequestError(
-                f"that takes {len(ids)} tokens; with a context of {self.context} positions it may take {self.context - 1}"
+                f"that takes {len(ids)} tokens; with a context of {self.context} positions it may"
+                f" take {self.context - 1}"
             )
         dropped = len(self.turns) + 1 - len(turns)
         return replace(self, turns=turns, num_dropped=self.num_dropped + dropped), ids
 
     def with_answer(self, answer: str) -> "Conversation":
-        """Return the conversation with the last question's answer; a question with an empty answer is dropped."""
-        turns = (*self.turns, ChatMessage("assistant", answer)) if answer.strip() else self.turns[:-1]
+        """Return the conversation with the last question's answer; a question with an empty answer
+        is dropped.
+        """
+        turns = (
+            (*self.turns, ChatMessage("assistant", answer)) if answer.strip() else self.turns[:-1]
+        )
         return replace(self, turns=turns)

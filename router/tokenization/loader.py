@@ -5,23 +5,30 @@ from pathlib import Path
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import refuse_lfs_pointer
-from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.backends import (
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TekkenTokenizer,
+)
 from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
 from tramontane.router.tokenization.reasoning_parser import find_reasoning_format
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
-VERSIONED_NAMES = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]  # as Mistral names its own
+# as Mistral names its own
+VERSIONED_NAMES = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
-MISTRAL_PROBE = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # without spaces and without what may precede it
+# without spaces and without what may precede it
+MISTRAL_PROBE = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"
 
 
 def find_tokenizer_file(folder: Path) -> Path | None:
     """Return the tokenizer file to read, None if there is none.
 
-    Several files agree, except for tokens that a fine-tune with its own chat template added: only ``tokenizer.json`` has those.
+    Several files agree, except for tokens that a fine-tune with its own chat template added: only
+    ``tokenizer.json`` has those.
     """
     if (folder / HUGGING_FACE).is_file() and _has_own_format(folder):
         return folder / HUGGING_FACE
@@ -30,7 +37,9 @@ def find_tokenizer_file(folder: Path) -> Path | None:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """Load a folder's tokenizer, None if there is none. Raises CheckpointError if it is damaged or exceeds ``vocab_size``."""
+    """Load a folder's tokenizer, None if there is none. Raises CheckpointError if it is damaged or
+    exceeds ``vocab_size``.
+    """
     path = find_tokenizer_file(folder)
     if path is None:
         return None
@@ -38,7 +47,10 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: HfTokenizer}
     tokenizer = kinds.get(path.name, SentencePieceTokenizer)(path)
     if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(f"{path} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of {vocab_size}")
+        raise CheckpointError(
+            f"{path} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of"
+            f" {vocab_size}"
+        )
     return tokenizer
 
 
@@ -47,33 +59,43 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     tokenizer = load_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise CheckpointError(
-            f"{folder} has no tokenizer: there is none of {TEKKEN}, {HUGGING_FACE}, {SENTENCEPIECE} and "
-            f"{VERSIONED_NAMES[-1]} to .v7m1, so text cannot be turned into tokens; copy one of them from where the checkpoint "
-            "was published, or give token ids to the API of tramontane serve or to LLM.generate"
+            f"{folder} has no tokenizer: there is none of {TEKKEN}, {HUGGING_FACE}, {SENTENCEPIECE}"
+            f" and {VERSIONED_NAMES[-1]} to .v7m1, so text cannot be turned into tokens; copy one"
+            " of them from where the checkpoint was published, or give token ids to the API of"
+            " tramontane serve or to LLM.generate"
         )
     return tokenizer
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load a folder's chat template: mistral-common's for Mistral's tokenizers, otherwise the checkpoint's own."""
-    from tramontane.router.tokenization.mistral_chat import MistralChatTemplate  # imports what completions do not need
+    """Load a folder's chat template: mistral-common's for Mistral's tokenizers, otherwise the
+    checkpoint's own.
+    """
+    # imports what completions do not need
+    from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
     template = _template(folder)
     if isinstance(tokenizer, HfTokenizer):
         if template is None:
             raise CheckpointError(
-                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is not a chat model"
+                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is"
+                " not a chat model"
             )
         return _load_jinja(folder, template, tokenizer)
     if _has_own_format(folder):
-        raise CheckpointError(f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE}; convert it")
+        raise CheckpointError(
+            f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE};"
+            " convert it"
+        )
     try:
         if isinstance(tokenizer, TekkenTokenizer):
             return MistralChatTemplate(tokenizer.tekkenizer)
         assert isinstance(tokenizer, SentencePieceTokenizer)
         return MistralChatTemplate.from_sentencepiece(tokenizer.path)
     except ValueError as error:
-        raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
+        raise CheckpointError(
+            f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}"
+        ) from error
 
 
 def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemplate:
@@ -88,25 +110,35 @@ def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemp
             find_reasoning_format(tokenizer, template),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
+        raise CheckpointError(
+            f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}"
+        ) from error
 
 
 def _tool_format(template: str, tokenizer: Tokenizer) -> ToolFormat | None:
     """Return Mistral's format for tools if the template uses it."""
-    calls, args = (tokenizer.control_id(name) if name in template else None for name in ("[TOOL_CALLS]", "[ARGS]"))
+    calls, args = (
+        tokenizer.control_id(name) if name in template else None
+        for name in ("[TOOL_CALLS]", "[ARGS]")
+    )
     return None if calls is None or "tools" not in template else ToolFormat(calls, args)
 
 
 def _has_own_format(folder: Path) -> bool:
-    """Return True if the folder has a chat template that does not write Mistral's instruct format."""
+    """Return True if the folder has a chat template that does not write Mistral's instruct
+    format.
+    """
     template = _template(folder)
     if template is None:
         return False
-    from tramontane.router.tokenization.template_chat import compile_template, render  # imported only if there is a template
+    # imported only if there is a template
+    from tramontane.router.tokenization.template_chat import compile_template, render
 
     try:
         messages = [{"role": role, "content": content} for role, content in PROBE]
-        prompt = render(compile_template(template), messages, _token_names(folder) | {"eos_token": "</s>"})
+        prompt = render(
+            compile_template(template), messages, _token_names(folder) | {"eos_token": "</s>"}
+        )
     except (RequestError, CheckpointError):
         return True
     return not "".join(prompt.split()).endswith(MISTRAL_PROBE)
@@ -126,7 +158,9 @@ def _template(folder: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):  # several, by name
-        defaults = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        defaults = [
+            each for each in template if isinstance(each, dict) and each.get("name") == "default"
+        ]
         template = defaults[0].get("template") if defaults else None
     return template if isinstance(template, str) else None
 
@@ -143,5 +177,7 @@ def _settings(folder: Path) -> dict[str, object]:
 
 
 def _token_text(token: object) -> str:
-    """Return the text of a token, which is written as a text or as an object with text and flags."""
+    """Return the text of a token, which is written as a text or as an object with text and
+    flags.
+    """
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

@@ -1,4 +1,6 @@
-"""Mistral's own instruct formats, by mistral-common: control tokens are inserted as ids, never as text."""
+"""Mistral's own instruct formats, by mistral-common: control tokens are inserted as ids, never as
+text.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,12 +41,19 @@ FORMATS = {
     TokenizerVersion.v13: instruct.InstructTokenizerV13,
     TokenizerVersion.v15: instruct.InstructTokenizerV15,
 }
-# A control token that each version of the SentencePiece models introduced, newest first; version 1 has none.
-INTRODUCED_TOKENS = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
+# A control token that each version of the SentencePiece models introduced, newest first; version 1
+# has none.
+INTRODUCED_TOKENS = {
+    TokenizerVersion.v7: "[SYSTEM_PROMPT]",
+    TokenizerVersion.v3: "[PREFIX]",
+    TokenizerVersion.v2: "[INST]",
+}
 
 
 class MistralChatTemplate:
-    """Chat template in the format of the tokenizer's version. In version 1 a user who types "[INST]" begins an instruction."""
+    """Chat template in the format of the tokenizer's version. In version 1 a user who types
+    "[INST]" begins an instruction.
+    """
 
     def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
         version = tokenizer.version
@@ -62,30 +71,46 @@ class MistralChatTemplate:
         """
         tokenizer = SentencePieceTokenizer(path)
         if path.suffix == ".model":
-            versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
+            versions = (
+                version
+                for version, token in INTRODUCED_TOKENS.items()
+                if tokenizer.is_special(token)
+            )
             tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
         return cls(tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """None in version 1, which has no tools. From version 11 on each call has its own control tokens."""
+        """None in version 1, which has no tools. From version 11 on each call has its own control
+        tokens.
+        """
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         if tokenizer.version < TokenizerVersion.v2:
             return None
-        args = tokenizer.get_special_token("[ARGS]") if tokenizer.version >= TokenizerVersion.v11 else None
+        args = (
+            tokenizer.get_special_token("[ARGS]")
+            if tokenizer.version >= TokenizerVersion.v11
+            else None
+        )
         return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """None unless the tokenizer has Mistral's markers of thoughts; those of version 13 and later may have them."""
+        """None unless the tokenizer has Mistral's markers of thoughts; those of version 13 and
+        later may have them.
+        """
         tokenizer, (begin, end) = self._mistral.instruct_tokenizer.tokenizer, THINK_MARKERS[0]
         if not (tokenizer.is_special(begin) and tokenizer.is_special(end)):
             return None
-        return ReasoningFormat(begin, end, tokenizer.get_special_token(begin), tokenizer.get_special_token(end))
+        return ReasoningFormat(
+            begin, end, tokenizer.get_special_token(begin), tokenizer.get_special_token(end)
+        )
 
     @property
     def _efforts(self) -> list[str]:
-        """The values of ``reasoning_effort`` that the model knows; from version 15 on the tokenizer's file may name some."""
+        """The values of ``reasoning_effort`` that the model knows; from version 15 on the
+        tokenizer's file may name some.
+        """
         builder = self._mistral.instruct_tokenizer.tokenizer.model_settings_builder
         efforts = builder and builder.reasoning_effort
         return [str(each) for each in efforts.values] if efforts else []
@@ -98,59 +123,91 @@ class MistralChatTemplate:
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
+        """Return token ids up to where the assistant answers. Raises RequestError if the format
+        lacks such conversations.
 
         Raises ParameterError for any ``variables``: the format has none.
         """
         if variables:
             raise ParameterError(
-                f"chat_template_kwargs has {next(iter(variables))}, and this model's chat format is Mistral's own, which has no "
-                "variables; leave it out",
+                f"chat_template_kwargs has {next(iter(variables))}, and this model's chat format is"
+                " Mistral's own, which has no variables; leave it out",
                 VARIABLES,
             )
         check_effort(reasoning_effort, self._efforts)
         self._check_thoughts(messages)
-        written: list[Any] = [_to_mistral_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        written: list[Any] = [
+            _to_mistral_message(message, f"messages[{index}]")
+            for index, message in enumerate(messages)
+        ]
         try:
             # The model's name is required and has no effect.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
                 model="model",
                 messages=written,
                 tools=list(map(_known_fields, tools)) or None,
-                reasoning_effort=None if reasoning_effort is None else ReasoningEffort(reasoning_effort),
+                reasoning_effort=(
+                    None if reasoning_effort is None else ReasoningEffort(reasoning_effort)
+                ),
             )
-            with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
+            with validate_text(
+                *message_texts(messages), json.dumps(list(tools), ensure_ascii=False)
+            ):
                 return tuple(self._mistral.encode_chat_completion(request).tokens)
         except ValidationError as error:
-            field, index = error.errors(include_url=False, include_input=False)[0]["loc"][:2]  # ("messages", 0, "user", ...)
-            raise RequestError(f"the model's format has no such conversation; look at {field}[{index}]") from error
+            # ("messages", 0, "user", ...)
+            field, index = error.errors(include_url=False, include_input=False)[0]["loc"][:2]
+            raise RequestError(
+                f"the model's format has no such conversation; look at {field}[{index}]"
+            ) from error
         except MistralCommonException as error:
-            raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
+            raise RequestError(
+                f"the model's format has no such conversation: {' '.join(str(error).split()):.300}"
+            ) from error
 
     def _check_thoughts(self, messages: Sequence[ChatMessage]) -> None:
-        """Raise RequestError for a thought in a format that cannot write it: before version 13, or without the markers."""
+        """Raise RequestError for a thought in a format that cannot write it: before version 13, or
+        without the markers.
+        """
         version = self._mistral.instruct_tokenizer.tokenizer.version
         if version >= TokenizerVersion.v13 and self.reasoning_format is not None:
             return
         thoughtful = next((index for index, message in enumerate(messages) if message.parts), None)
         if thoughtful is not None:
-            raise RequestError(f"messages[{thoughtful}] has a thought, and this model's format has none; leave the thought out")
+            raise RequestError(
+                f"messages[{thoughtful}] has a thought, and this model's format has none; leave the"
+                " thought out"
+            )
 
 
-def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common makes a Tool of
+def _known_fields(tool: ToolSpec) -> Any:  # what mistral-common makes a Tool of
     function = {name: value for name, value in tool["function"].items() if value is not None}
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
+    return {
+        "type": "function",
+        "function": {"parameters": {"type": "object", "properties": {}}} | function,
+    }
 
 
 def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
     """Return a message in OpenAI's shape. Raises RequestError if there is no such role."""
     if message.role not in get_args(Role):
-        raise RequestError(f"{name}.role is {message.role!r:.60}; it must be one of {', '.join(map(repr, get_args(Role)))}")
-    written: dict[str, Any] = {"role": message.role, "content": [_chunk(part) for part in message.parts] or message.content}
+        raise RequestError(
+            f"{name}.role is {message.role!r:.60}; it must be one of"
+            f" {', '.join(map(repr, get_args(Role)))}"
+        )
+    written: dict[str, Any] = {
+        "role": message.role,
+        "content": [_chunk(part) for part in message.parts] or message.content,
+    }
     if message.tool_calls:
         written["content"] = written["content"] or None
-        calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
-        written["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+        calls = [
+            (call.id, {"name": call.name, "arguments": call.arguments})
+            for call in message.tool_calls
+        ]
+        written["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": function} for call_id, function in calls
+        ]
     if message.role == "tool":
         written["tool_call_id"] = message.tool_call_id
     if message.is_prefix:

@@ -6,9 +6,10 @@
         content, thought, places = parser.push(token_id)
     content, thought, places = parser.finish()
 
-A format's markers are tokens, which no text resembles ([THINK], and <think> in most vocabularies), or text. Either way the two
-texts depend on the tokens alone, never on how they arrive. Markers are in neither text. They do not nest: the first one that ends
-a thought ends it, and one without a partner has no effect. Several thoughts are joined as lines, as mistral-common joins them.
+A format's markers are tokens, which no text resembles ([THINK], and <think> in most vocabularies),
+or text. Either way the two texts depend on the tokens alone, never on how they arrive. Markers are
+in neither text. They do not nest: the first one that ends a thought ends it, and one without a
+partner has no effect. Several thoughts are joined as lines, as mistral-common joins them.
 """
 
 from collections import deque
@@ -16,7 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tramontane.router.tokenization.tokenizer import THINK_MARKERS, THINK_TEXTS, IncrementalDecoder, Tokenizer
+from tramontane.router.tokenization.tokenizer import (
+    THINK_MARKERS,
+    THINK_TEXTS,
+    IncrementalDecoder,
+    Tokenizer,
+)
 
 NUM_TAIL_IDS = 64  # of a prompt, whose text shows whether it ends with a marker
 
@@ -25,7 +31,8 @@ NUM_TAIL_IDS = 64  # of a prompt, whose text shows whether it ends with a marker
 class ReasoningFormat:
     """The markers before and after a thought: texts and, unless they are plain text, token ids.
 
-    ``trims``: line breaks next to a marker belong to it, as templates with <think> write them. Mistral's formats write none.
+    ``trims``: line breaks next to a marker belong to it, as templates with <think> write them.
+    Mistral's formats write none.
     """
 
     begin: str
@@ -41,7 +48,9 @@ class ReasoningFormat:
 
 
 def find_reasoning_format(tokenizer: Tokenizer, template: str = "") -> ReasoningFormat | None:
-    """Return the markers that a tokenizer has as tokens, else those that a Jinja template writes as text; None: no thoughts."""
+    """Return the markers that a tokenizer has as tokens, else those that a Jinja template writes as
+    text; None: no thoughts.
+    """
     for begin, end in THINK_MARKERS:
         begin_id, end_id = tokenizer.added_id(begin), tokenizer.added_id(end)
         if begin_id is not None and end_id is not None:
@@ -53,7 +62,8 @@ def find_reasoning_format(tokenizer: Tokenizer, template: str = "") -> Reasoning
 def is_open_after(form: ReasoningFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Return whether a prompt ends inside a thought, so that the answer continues it.
 
-    That is so if the last marker begins one, and no control token, with which another message begins, is after it.
+    That is so if the last marker begins one, and no control token, with which another message
+    begins, is after it.
     """
     if not form.has_ids:
         return tokenizer.decode(tuple(prompt_ids[-NUM_TAIL_IDS:])).rstrip().endswith(form.begin)
@@ -73,7 +83,9 @@ class Place(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What a token adds to both texts, and the places of tokens that are known now: in order, each token once."""
+    """What a token adds to both texts, and the places of tokens that are known now: in order, each
+    token once.
+    """
 
     content: str
     thought: str
@@ -83,9 +95,10 @@ class Split(NamedTuple):
 class ReasoningParser:
     """Parser for one sequence. ``is_open``: it begins inside a thought.
 
-    ``only_first``: the sequence follows a grammar, by which only its beginning may be a thought; later markers that are text are
-    text of the answer, such as a value in its JSON. Markers that are tokens cannot be there. ``is_text_start``: the sequence is
-    the beginning of a text, and does not continue a message.
+    ``only_first``: the sequence follows a grammar, by which only its beginning may be a thought;
+    later markers that are text are text of the answer, such as a value in its JSON. Markers that
+    are tokens cannot be there. ``is_text_start``: the sequence is the beginning of a text, and does
+    not continue a message.
     """
 
     def __init__(
@@ -108,8 +121,12 @@ class ReasoningParser:
         return self._texts.in_thought
 
     def is_of_thought(self, token_id: int) -> bool:
-        """Return whether this token, if it came next, would belong to a thought for sure: inside of one, or a marker."""
-        return self._texts.in_thought or (self._form.has_ids and token_id in (self._form.begin_id, self._form.end_id))
+        """Return whether this token, if it came next, would belong to a thought for sure: inside of
+        one, or a marker.
+        """
+        return self._texts.in_thought or (
+            self._form.has_ids and token_id in (self._form.begin_id, self._form.end_id)
+        )
 
     def push(self, token_id: int) -> Split:
         """Take the next token."""
@@ -145,7 +162,8 @@ class _TwoTexts:
         self._num_content = 0  # characters of all content
         self._is_after_marker = False  # and the content since has been line breaks, if anything
         self._is_thought_empty, self._has_thought = True, False  # this one; any
-        self._num_breaks = 0  # at the end of this thought so far: they are dropped if a marker follows
+        # at the end of this thought so far: they are dropped if a marker follows
+        self._num_breaks = 0
 
     @property
     def has_begun(self) -> bool:
@@ -161,7 +179,8 @@ class _TwoTexts:
         self.in_thought = begins
 
     def add(self, text: str, offset: int = 0) -> Place:
-        """Add text; return the place of a token that begins ``offset`` characters after the beginning of this text.
+        """Add text; return the place of a token that begins ``offset`` characters after the
+        beginning of this text.
 
         Line breaks after a marker are a part of it, and so is a token that is nothing else.
         """
@@ -194,7 +213,11 @@ class _TwoTexts:
             text = text.lstrip("\n") if self._is_thought_empty else text
             body = text.rstrip("\n")
             num_breaks = len(text) - len(body)
-            text, self._num_breaks = ("\n" * self._num_breaks + body, num_breaks) if body else ("", self._num_breaks + num_breaks)
+            text, self._num_breaks = (
+                ("\n" * self._num_breaks + body, num_breaks)
+                if body
+                else ("", self._num_breaks + num_breaks)
+            )
         if not text:
             return
         if self._is_thought_empty and self._has_thought:
@@ -204,14 +227,18 @@ class _TwoTexts:
 
 
 class _MarkerScanner:
-    """Finds markers that are text, and holds back what may become one. A token waits until its first character is decided."""
+    """Finds markers that are text, and holds back what may become one. A token waits until its
+    first character is decided.
+    """
 
     def __init__(self, form: ReasoningFormat, texts: _TwoTexts, only_first: bool) -> None:
-        self._markers: tuple[tuple[str, bool], ...] = ((form.begin, True), (form.end, False))  # and whether they begin thoughts
+        # and whether they begin thoughts
+        self._markers: tuple[tuple[str, bool], ...] = ((form.begin, True), (form.end, False))
         self._form, self._texts, self._only_first = form, texts, only_first
         self._held = ""  # characters that are not decided
         self._num_decided = self._num_pushed = 0  # characters
-        self._waiting: deque[int] = deque()  # where tokens begin, counted from the beginning of the sequence
+        # where tokens begin, counted from the beginning of the sequence
+        self._waiting: deque[int] = deque()
 
     def push(self, text: str, offset: int) -> list[Place]:
         """Take the text of a token that begins ``offset`` characters after the text's beginning."""
@@ -225,7 +252,9 @@ class _MarkerScanner:
         return places + [self._texts.add("") for _ in range(len(self._waiting))]
 
     def _scan(self, text: str) -> list[Place]:
-        """Decide as much as possible. Of markers that overlap the one that is complete first counts, or else the longest."""
+        """Decide as much as possible. Of markers that overlap the one that is complete first
+        counts, or else the longest.
+        """
         self._num_pushed += len(text)
         self._held += text
         places: list[Place] = []
@@ -238,7 +267,9 @@ class _MarkerScanner:
             self._held = self._held[end:]
             if self._only_first and not begins:
                 self._markers = ()
-        num_decided = len(self._held) - max((_overlap(self._held, each) for each, _ in self._markers), default=0)
+        num_decided = len(self._held) - max(
+            (_overlap(self._held, each) for each, _ in self._markers), default=0
+        )
         places += self._decide(self._held[:num_decided])
         self._held = self._held[num_decided:]
         return places
@@ -246,9 +277,17 @@ class _MarkerScanner:
     def _find(self) -> tuple[int, int, bool] | None:
         """Return the end and the start of the next marker, and whether it begins a thought."""
         begin = self._form.begin
-        if self._only_first and not self._texts.in_thought and not begin.startswith(self._held[: len(begin)]):
+        if (
+            self._only_first
+            and not self._texts.in_thought
+            and not begin.startswith(self._held[: len(begin)])
+        ):
             self._markers = ()  # the answer has begun
-        found = [(at + len(each), at, begins) for each, begins in self._markers if (at := self._held.find(each)) >= 0]
+        found = [
+            (at + len(each), at, begins)
+            for each, begins in self._markers
+            if (at := self._held.find(each)) >= 0
+        ]
         return min(found, default=None)
 
     def _decide(self, text: str) -> list[Place]:
@@ -274,6 +313,8 @@ class _MarkerScanner:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of a text with which a marker begins: 3 for "a <t" and "<think>" is 2."""
+    """Return the length of the longest end of a text with which a marker begins: 3 for "a <t" and
+    "<think>" is 2.
+    """
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)

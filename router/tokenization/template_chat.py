@@ -1,4 +1,6 @@
-"""A checkpoint's own chat template: Jinja, whose control tokens come from the template and never from a user's text."""
+"""A checkpoint's own chat template: Jinja, whose control tokens come from the template and never
+from a user's text.
+"""
 
 import json
 import re
@@ -29,14 +31,16 @@ from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
 
 EFFORT = "reasoning_effort"
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # variables that every template gets
+# variables that every template gets
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class TemplateTokens:
-    """Encodes rendered templates as Hugging Face's tokenizers do, except for control tokens that users spelled out.
+    """Encodes rendered templates as Hugging Face's tokenizers do, except for control tokens that
+    users spelled out.
 
-    In a copy of the tokenizer all added tokens have secret names. The template's own tokens are renamed; in users' texts an alias
-    protects them from the renaming:
+    In a copy of the tokenizer all added tokens have secret names. The template's own tokens are
+    renamed; in users' texts an alias protects them from the renaming:
 
         a user writes    "use </s>"
         protected        "use ALIAS2"
@@ -51,19 +55,25 @@ class TemplateTokens:
         self._names = {token["content"]: f"<{self._secret}-{token['id']}>" for token in added}
         self._aliases = {token["content"]: f"{self._secret}={token['id']}=" for token in added}
         # Answers may hold added tokens that are not special, which templates look for (</think>).
-        self._aliases_in_answers = {token["content"]: self._aliases[token["content"]] for token in added if token["special"]}
+        self._aliases_in_answers = {
+            token["content"]: self._aliases[token["content"]] for token in added if token["special"]
+        }
         self._contents = {alias: content for content, alias in self._aliases.items()}
         for token in added:
             token["special"], token["content"] = True, self._names[token["content"]]
-        model["vocab"] = {self._names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+        model["vocab"] = {
+            self._names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()
+        }
         unknown = model.get("unk_token")
         model |= {"unk_token": self._names.get(unknown, unknown), "dropout": None}
         self._tokenizer = Tokenizer.from_str(json.dumps(data))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def protect(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
-        """Return the value with aliases for everything in its texts that looks like a control token."""
+    def protect(self, written: Any, *, in_answer: bool = False) -> Any:  # any JSON
+        """Return the value with aliases for everything in its texts that looks like a control
+        token.
+        """
         if isinstance(written, str):
             return _replace_all(written, self._aliases_in_answers if in_answer else self._aliases)
         if isinstance(written, Mapping):
@@ -71,18 +81,23 @@ class TemplateTokens:
         return list(map(self.protect, written)) if isinstance(written, list | tuple) else written
 
     def encode(self, rendered: str) -> tuple[int, ...]:
-        """Return the token ids of a rendered template. Raises RequestError if the template cut or changed an alias."""
+        """Return the token ids of a rendered template. Raises RequestError if the template cut or
+        changed an alias.
+        """
         text = _replace_all(_replace_all(rendered, self._names), self._contents)
         if self._secret in _replace_all(text, dict.fromkeys(self._names.values(), "")).lower():
-            raise RequestError("a message spells out control tokens, and the model's chat template alters them; leave them out")
+            raise RequestError(
+                "a message spells out control tokens, and the model's chat template alters them;"
+                " leave them out"
+            )
         return tuple(encode_by_backend(self._tokenizer, text, add_special_tokens=False))
 
 
 class JinjaChatTemplate:
     """Chat template in Jinja. ``names``: variables of the template, such as ``bos_token``.
 
-    Thoughts of an answer are its ``reasoning_content``, and ``reasoning``; a template that knows neither may know parts of the
-    type "thinking" in the content, as Mistral's own do.
+    Thoughts of an answer are its ``reasoning_content``, and ``reasoning``; a template that knows
+    neither may know parts of the type "thinking" in the content, as Mistral's own do.
     """
 
     def __init__(
@@ -94,10 +109,14 @@ class JinjaChatTemplate:
         reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self._template, self._names, self._tokens = compile_template(template), names, tokens
-        self._end_mark = secrets.token_hex(16)  # stands where a message ends that is to be continued
+        # stands where a message ends that is to be continued
+        self._end_mark = secrets.token_hex(16)
         self.tool_format, self.reasoning_format = tool_format, reasoning_format
         self._efforts = get_args(ReasoningEffort) if EFFORT in template else ()
-        self._knows_parts = "reasoning_content" not in template and re.search(r"""['"]thinking['"]""", template) is not None
+        self._knows_parts = (
+            "reasoning_content" not in template
+            and re.search(r"""['"]thinking['"]""", template) is not None
+        )
 
     def encode(
         self,
@@ -107,7 +126,8 @@ class JinjaChatTemplate:
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation.
+        """Return token ids up to where the assistant answers. Raises RequestError if the template
+        refuses the conversation.
 
         Raises ParameterError for ``variables`` that the server sets itself.
         """
@@ -115,44 +135,75 @@ class JinjaChatTemplate:
         own = self._names if reasoning_effort is None else {**self._names, EFFORT: reasoning_effort}
         given = variables or {}
         if taken := [name for name in given if name in RESERVED or name in own]:
-            raise ParameterError(f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out", VARIABLES)
-        with validate_text(*message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)):
-            protected = [self._protect(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            raise ParameterError(
+                f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out",
+                VARIABLES,
+            )
+        with validate_text(
+            *message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)
+        ):
+            protected = [
+                self._protect(message, f"messages[{index}]")
+                for index, message in enumerate(messages)
+            ]
             is_prefix = bool(messages) and messages[-1].is_prefix
             if is_prefix:
                 self._mark_end(protected[-1])
-            names, written = {**self._tokens.protect(given), **own}, self._tokens.protect(list(tools)) or None
+            names, written = (
+                {**self._tokens.protect(given), **own},
+                self._tokens.protect(list(tools)) or None,
+            )
             rendered = render(self._template, protected, names, written, opens_answer=not is_prefix)
             return self._tokens.encode(self._up_to_mark(rendered) if is_prefix else rendered)
 
     def _mark_end(self, written: dict[str, Any]) -> None:
-        """Add the mark to the end of a message, whose content is a text, or parts if the template knows those."""
+        """Add the mark to the end of a message, whose content is a text, or parts if the template
+        knows those.
+        """
         if isinstance(written["content"], list):
             written["content"] = [*written["content"], {"type": "text", "text": self._end_mark}]
         else:
             written["content"] += self._end_mark
 
     def _up_to_mark(self, rendered: str) -> str:
-        """Return the text up to the end of the last message. Raises RequestError if the template does not write it once."""
+        """Return the text up to the end of the last message. Raises RequestError if the template
+        does not write it once.
+        """
         before, *after = rendered.split(self._end_mark)
         if len(after) != 1:
-            raise RequestError("the model's chat template has no way to continue a message of the assistant")
+            raise RequestError(
+                "the model's chat template has no way to continue a message of the assistant"
+            )
         return before
 
     def _protect(self, message: ChatMessage, name: str) -> dict[str, Any]:
-        """Return a message as templates expect it, with protected texts and parsed arguments. ``name`` is for errors."""
+        """Return a message as templates expect it, with protected texts and parsed arguments.
+        ``name`` is for errors.
+        """
         content = self._tokens.protect(message.content, in_answer=message.role == "assistant")
         written: dict[str, Any] = {"role": message.role, "content": content}
         if message.parts and self._knows_parts:
             written["content"] = list(map(self._part, message.parts))
         elif message.parts and message.role == "assistant":
-            written |= dict.fromkeys(("reasoning_content", "reasoning"), self._tokens.protect(message.thoughts))
+            written |= dict.fromkeys(
+                ("reasoning_content", "reasoning"), self._tokens.protect(message.thoughts)
+            )
         elif message.parts:
-            raise RequestError(f"{name} has a thought, which the model's chat template knows only in answers; leave it out")
+            raise RequestError(
+                f"{name} has a thought, which the model's chat template knows only in answers;"
+                " leave it out"
+            )
         if message.tool_calls:
-            calls = [(call.id, {"name": call.name, "arguments": _parse_arguments(call.arguments)}) for call in message.tool_calls]
+            calls = [
+                (call.id, {"name": call.name, "arguments": _parse_arguments(call.arguments)})
+                for call in message.tool_calls
+            ]
             written["tool_calls"] = [
-                {"id": self._tokens.protect(call_id), "type": "function", "function": self._tokens.protect(function)}
+                {
+                    "id": self._tokens.protect(call_id),
+                    "type": "function",
+                    "function": self._tokens.protect(function),
+                }
                 for call_id, function in calls
             ]
         if message.role == "tool":
@@ -164,10 +215,14 @@ class JinjaChatTemplate:
     def _part(self, part: str | Thought) -> dict[str, Any]:
         if isinstance(part, str):
             return {"type": "text", "text": self._tokens.protect(part)}
-        return {"type": "thinking", "thinking": self._tokens.protect(part.text), "closed": part.closed}
+        return {
+            "type": "thinking",
+            "thinking": self._tokens.protect(part.text),
+            "closed": part.closed,
+        }
 
 
-def _parse_arguments(arguments: str) -> Any:  # noqa: ANN401
+def _parse_arguments(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -195,11 +250,29 @@ def render(
     *,
     opens_answer: bool = True,
 ) -> str:
-    """Render a conversation, with ``opens_answer`` up to where the assistant answers. Raises RequestError."""
+    """Render a conversation, with ``opens_answer`` up to where the assistant answers. Raises
+    RequestError.
+    """
     try:
-        return template.render(messages=messages, add_generation_prompt=opens_answer, tools=tools, documents=None, **names)
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
-        raise RequestError(f"the model's chat template does not take this conversation: {error}") from error
+        return template.render(
+            messages=messages,
+            add_generation_prompt=opens_answer,
+            tools=tools,
+            documents=None,
+            **names,
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise RequestError(
+            f"the model's chat template does not take this conversation: {error}"
+        ) from error
 
 
 class Generation(Extension):
@@ -216,8 +289,8 @@ class Generation(Extension):
 def _replace_all(text: str, replacements: Mapping[str, str]) -> str:
     """Replace the longest match at every position, from left to right, in one pass.
 
-    It looks up slices by first character and length: one regular expression would try a thousand tokens that begin alike one
-    after the other at every position.
+    It looks up slices by first character and length: one regular expression would try a thousand
+    tokens that begin alike one after the other at every position.
     """
     if not replacements:
         return text
@@ -226,7 +299,10 @@ def _replace_all(text: str, replacements: Mapping[str, str]) -> str:
     done, at, parts = 0, 0, []
     while found := first.search(text, at):
         start = found.start()
-        key = next((text[start : start + n] for n in lengths if text[start : start + n] in replacements), None)
+        key = next(
+            (text[start : start + n] for n in lengths if text[start : start + n] in replacements),
+            None,
+        )
         at = start + (len(key) if key else 1)
         if key:
             parts += [text[done:start], replacements[key]]
@@ -242,6 +318,8 @@ def _now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:  # noqa: ANN401
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any
+) -> str:
     """Return JSON as transformers' filter does: readable, not escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)

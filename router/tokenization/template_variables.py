@@ -13,14 +13,20 @@ MAX_DEPTH = 4
 
 
 def _check(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables without those that say what is done anyway. Raises ValueError for what may be large."""
+    """Return the variables without those that say what is done anyway. Raises ValueError for what
+    may be large.
+    """
     if len(variables) > MAX_VARIABLES:
         raise ValueError(f"it has {len(variables)} variables; it may have at most {MAX_VARIABLES}")
-    if wrong := [name for name in variables if len(name) > MAX_NAME_CHARS or not name.isidentifier()]:
+    if wrong := [
+        name for name in variables if len(name) > MAX_NAME_CHARS or not name.isidentifier()
+    ]:
         raise ValueError(f"{wrong[0]!r:.80} is not the name of a variable")
     _check_values(list(variables.values()), MAX_DEPTH)
     if (num_chars := len(json.dumps(variables))) > MAX_JSON_CHARS:
-        raise ValueError(f"its JSON has {num_chars} characters; it may have at most {MAX_JSON_CHARS}")
+        raise ValueError(
+            f"its JSON has {num_chars} characters; it may have at most {MAX_JSON_CHARS}"
+        )
     if variables.get("add_generation_prompt") is True:
         return {name: value for name, value in variables.items() if name != "add_generation_prompt"}
     return variables
@@ -36,4 +42,6 @@ def _check_values(values: list[Any], depth: int) -> None:
             _check_values(list(value.values()) if isinstance(value, dict) else value, depth - 1)
 
 
-TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_check)]
+TemplateVariables = Annotated[
+    dict[str, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_check)
+]

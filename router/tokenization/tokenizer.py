@@ -11,7 +11,9 @@ from tramontane.proto.request import validate_prompt
 
 @contextmanager
 def validate_text(*texts: str) -> Iterator[None]:
-    """Raise RequestError for lone surrogates, and for texts on which the tokenizer's library fails inside the context."""
+    """Raise RequestError for lone surrogates, and for texts on which the tokenizer's library fails
+    inside the context.
+    """
     try:
         for text in texts:
             text.encode()
@@ -22,14 +24,18 @@ def validate_text(*texts: str) -> Iterator[None]:
         raise RequestError(f"the text cannot be tokenized: {str(error)[:200]}") from error
 
 
-UNCHECKED_CHARS = PIECE_CHARS = 2**18  # of a text; its ids, four for each character at most, are a list within 30 ms
+# of a text; its ids, four for each character at most, are a list within 30 ms
+UNCHECKED_CHARS = PIECE_CHARS = 2**18
 REPLACE, REPLACE_EACH = "replace", "tramontane-replace-each"
 THINK_TEXTS = ("<think>", "</think>")
-THINK_MARKERS = (("[THINK]", "[/THINK]"), THINK_TEXTS)  # before and after a thought: Mistral's, and those of most others
+# before and after a thought: Mistral's, and those of most others
+THINK_MARKERS = (("[THINK]", "[/THINK]"), THINK_TEXTS)
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    """Replace each byte by U+FFFD: E1 80, which begins a character of three bytes, by two. Python's "replace" gives one."""
+    """Replace each byte by U+FFFD: E1 80, which begins a character of three bytes, by two. Python's
+    "replace" gives one.
+    """
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -40,8 +46,9 @@ codecs.register_error(REPLACE_EACH, _replace_each)
 class IncrementalDecoder:
     """Turns the tokens of one sequence into text; never emits half a character.
 
-    Bytes that can no longer become a character decode to U+FFFD, according to ``errors``. With ``drops_space`` a leading space of
-    the text is removed, unless its id is one of the ``bytes_of_text`` (ids of single bytes).
+    Bytes that can no longer become a character decode to U+FFFD, according to ``errors``. With
+    ``drops_space`` a leading space of the text is removed, unless its id is one of the
+    ``bytes_of_text`` (ids of single bytes).
     """
 
     def __init__(
@@ -60,7 +67,8 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete.
 
-        Control tokens and ids without a piece have no text; a character that was begun before them stays unfinished.
+        Control tokens and ids without a piece have no text; a character that was begun before them
+        stays unfinished.
         """
         piece = self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
         if not piece:
@@ -70,9 +78,11 @@ class IncrementalDecoder:
         return self._utf8.decode(piece)
 
     def push_with_offset(self, token_id: int) -> tuple[str, int]:
-        """Push, and also return the index in the text at which the token itself begins, after unfinished bytes before it.
+        """Push, and also return the index in the text at which the token itself begins, after
+        unfinished bytes before it.
 
-        After E2 82, which may become a character, the token "a" gives ("\ufffda", 1) and the token AC ("\u20ac", 0).
+        After E2 82, which may become a character, the token "a" gives ("\ufffda", 1) and the token
+        AC ("\u20ac", 0).
         """
         piece = self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
         if not piece:
@@ -98,8 +108,8 @@ class IncrementalDecoder:
 class Tokenizer(ABC):
     """Base of tokenizers: every id stands for some bytes of UTF-8.
 
-    ``bos_ids`` begin a sequence; without any, every sequence begins a text. ``strips_space``: as in SentencePiece, a text is
-    encoded with a space before it, which decoding removes.
+    ``bos_ids`` begin a sequence; without any, every sequence begins a text. ``strips_space``: as in
+    SentencePiece, a text is encoded with a space before it, which decoding removes.
     """
 
     def __init__(
@@ -112,11 +122,13 @@ class Tokenizer(ABC):
     ) -> None:
         self._errors, self._bytes_of_text = errors, bytes_of_text
         self._piece_bytes, self._bos_ids, self.strips_space = piece_bytes, bos_ids, strips_space
-        self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)  # ids above have no text
+        # ids above have no text
+        self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)
         self.max_piece_bytes = max(map(len, piece_bytes))  # a bound of its characters, too
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return token ids, with the beginning of the model's training texts. Raises RequestError for invalid text.
+        """Return token ids, with the beginning of the model's training texts. Raises RequestError
+        for invalid text.
 
         Nothing in the text becomes a control token: "</s>" and "[INST]" are encoded as characters.
         """
@@ -129,10 +141,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def control_id(self, name: str) -> int | None:
-        """Return the id of a control token such as "[TOOL_CALLS]"; None if there is no such token or its name is text."""
+        """Return the id of a control token such as "[TOOL_CALLS]"; None if there is no such token
+        or its name is text.
+        """
 
     def added_id(self, name: str) -> int | None:
-        """Return the id of a token that the tokenizer was given by this name, a control token or not; None if there is none."""
+        """Return the id of a token that the tokenizer was given by this name, a control token or
+        not; None if there is none.
+        """
         return self.control_id(name)
 
     @abstractmethod
@@ -140,15 +156,22 @@ class Tokenizer(ABC):
         """Return the ids of a text that is valid Unicode."""
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError if a text certainly has more than ``max_tokens`` tokens, without tokenizing it."""
+        """Raise RequestError if a text certainly has more than ``max_tokens`` tokens, without
+        tokenizing it.
+        """
         if len(text) > max_tokens * self.max_piece_bytes:
-            raise RequestError(f"a text of {len(text)} characters is too long; there is room for {max_tokens} tokens")
+            raise RequestError(
+                f"a text of {len(text)} characters is too long; there is room for {max_tokens}"
+                " tokens"
+            )
 
     def check_num_tokens(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError if a long text has more than twice ``max_tokens`` tokens; call it in a thread.
+        """Raise RequestError if a long text has more than twice ``max_tokens`` tokens; call it in a
+        thread.
 
-        The libraries hold Python's interpreter lock while they make a list of all ids: 75 ms for 2.8 million. So a long text is
-        tokenized in pieces before. The cuts change a few tokens, hence twice. A text of 600,000 characters has three pieces.
+        The libraries hold Python's interpreter lock while they make a list of all ids: 75 ms for
+        2.8 million. So a long text is tokenized in pieces before. The cuts change a few tokens,
+        hence twice. A text of 600,000 characters has three pieces.
         """
         if len(text) <= UNCHECKED_CHARS:
             return
@@ -156,27 +179,41 @@ class Tokenizer(ABC):
         for start in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self.encode(text[start : start + PIECE_CHARS]))
             if num_tokens > 2 * max_tokens:
-                raise RequestError(f"the text has more than {num_tokens // 2} tokens; there is room for {max_tokens}")
+                raise RequestError(
+                    f"the text has more than {num_tokens // 2} tokens; there is room for"
+                    f" {max_tokens}"
+                )
 
     def decoder(self, *, is_text_start: bool = False) -> IncrementalDecoder:
-        """Return a decoder. ``is_text_start``: its tokens are a text of their own (a chat's answer), not a continuation."""
+        """Return a decoder. ``is_text_start``: its tokens are a text of their own (a chat's
+        answer), not a continuation.
+        """
         drops_space = self.strips_space and is_text_start
         return IncrementalDecoder(
-            self._piece_bytes, drops_space=drops_space, errors=self._errors, bytes_of_text=self._bytes_of_text
+            self._piece_bytes,
+            drops_space=drops_space,
+            errors=self._errors,
+            bytes_of_text=self._bytes_of_text,
         )
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
-        """Decode all tokens at once, as a decoder does piece by piece. Ids from ``encode`` give the text that was encoded."""
+        """Decode all tokens at once, as a decoder does piece by piece. Ids from ``encode`` give the
+        text that was encoded.
+        """
         return "".join(self.pieces(token_ids))
 
     def pieces(self, token_ids: tuple[int, ...]) -> list[str]:
-        """Decode token by token. A character that several tokens make comes with the last of them."""
+        """Decode token by token. A character that several tokens make comes with the last of
+        them.
+        """
         decoder = self._decoder_of(token_ids)
         pieces = [decoder.push(token_id) for token_id in token_ids]
         return [*pieces[:-1], *(piece + decoder.finish() for piece in pieces[-1:])]
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return at which index of the decoded text each token begins; if it continues a character, that character's index."""
+        """Return at which index of the decoded text each token begins; if it continues a character,
+        that character's index.
+        """
         decoder = self._decoder_of(token_ids)
         offsets, num_chars = [], 0
         for token_id in token_ids:
@@ -186,19 +223,29 @@ class Tokenizer(ABC):
         return offsets
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token in the middle of a text, none for control tokens and ids without a piece."""
+        """Return the bytes of one token in the middle of a text, none for control tokens and ids
+        without a piece.
+        """
         return self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
 
     def _decoder_of(self, token_ids: Sequence[int]) -> IncrementalDecoder:
-        return self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))
+        return self.decoder(
+            is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1])
+        )
 
 
 def encode_prompt(
-    tokenizer: Tokenizer | None, prompt: str | Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt"
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[int],
+    max_model_len: int,
+    vocab_size: int,
+    name: str = "the prompt",
 ) -> tuple[int, ...]:
-    """Return the ids of a prompt, a text or ids, from which something can be generated; ``name`` is how errors name it.
+    """Return the ids of a prompt, a text or ids, from which something can be generated; ``name`` is
+    how errors name it.
 
-    An empty text is a prompt where the tokenizer begins every text with a token. Raises RequestError.
+    An empty text is a prompt where the tokenizer begins every text with a token. Raises
+    RequestError.
     """
     if isinstance(prompt, str):
         if tokenizer is None:

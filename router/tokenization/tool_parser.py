@@ -6,8 +6,9 @@
         if not parser.is_calling:
             text = choice_text.push(event)  # as without tools
 
-The deltas of a call are OpenAI's: the first has its id and name, all have pieces of its arguments; ``merge_deltas`` joins them.
-A choice that has made a call finishes with the reason ``tool_calls`` instead of ``stop``.
+The deltas of a call are OpenAI's: the first has its id and name, all have pieces of its arguments;
+``merge_deltas`` joins them. A choice that has made a call finishes with the reason ``tool_calls``
+instead of ``stop``.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ from typing import Any
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
 from tramontane.router.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
-HEAD = re.compile(r'[\[\s,}]*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*')  # precedes a call's arguments in a list
+# precedes a call's arguments in a list
+HEAD = re.compile(r'[\[\s,}]*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*')
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
@@ -32,7 +34,9 @@ def new_call_id() -> str:
 
 
 def call_ids(answer_id: str) -> Callable[[], str]:
-    """Return a function like ``new_call_id`` whose ids follow from the answer's, so that another ingress makes the same."""
+    """Return a function like ``new_call_id`` whose ids follow from the answer's, so that another
+    ingress makes the same.
+    """
     numbers = itertools.count()
 
     def next_id() -> str:
@@ -66,14 +70,20 @@ def merge_deltas(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
         if delta.name is not None and delta.id is not None:
             calls.append(ToolCall(delta.id, delta.name, delta.arguments))
         else:
-            calls[-1] = ToolCall(calls[-1].id, calls[-1].name, calls[-1].arguments + delta.arguments)
+            calls[-1] = ToolCall(
+                calls[-1].id, calls[-1].name, calls[-1].arguments + delta.arguments
+            )
     return tuple(calls)
 
 
 class ToolCallParser:
-    """Parser for one sequence. It follows a grammar (see ``structured.grammar``), so its calls are well-formed but may be cut."""
+    """Parser for one sequence. It follows a grammar (see ``structured.grammar``), so its calls are
+    well-formed but may be cut.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, tool_format: ToolFormat, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tool_format: ToolFormat, new_id: Callable[[], str] = new_call_id
+    ) -> None:
         self._tokenizer, self._format, self._new_id = tokenizer, tool_format, new_id
         self._decoder: IncrementalDecoder | None = None
         self._rest = ""  # decoded and not yet returned
@@ -134,7 +144,9 @@ class _JsonObjectScanner:
         return self._depth > 0
 
     def find(self, piece: str) -> int:
-        """Return how many characters of the piece belong to the object: of '1}}' in {"a": 1}} two."""
+        """Return how many characters of the piece belong to the object: of '1}}' in {"a": 1}}
+        two.
+        """
         for at, character in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,11 +1,14 @@
 """Benchmark of one stage's computation, without Ray, router and channels.
 
-    python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds 5] [--prompts N] [--profile]
+    python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds
+    5] [--prompts N] [--profile]
 
-A complete model with random weights runs in one ``StageWorker`` in this process. The phases alternate in rounds: a prefill of
-512 tokens (four prompts of 128), and decode steps of 1, 16, 32 and 64 sequences with a context of about 160 tokens. Figures are
-medians. With ``--prompts N`` N prompts of 128 tokens with 64 new ones each also run through scheduler and router, once.
-``--profile`` shows instead how a phase's time is spent, by torch's operators and by Python's functions.
+A complete model with random weights runs in one ``StageWorker`` in this process. The phases
+alternate in rounds: a prefill of 512 tokens (four prompts of 128), and decode steps of 1, 16, 32
+and 64 sequences with a context of about 160 tokens. Figures are medians. With ``--prompts N`` N
+prompts of 128 tokens with 64 new ones each also run through scheduler and router, once.
+``--profile`` shows instead how a phase's time is spent, by torch's operators and by Python's
+functions.
 """
 
 import argparse
@@ -51,10 +54,20 @@ MISTRAL_300M = ModelArgs(
     windows=(512,) * 16,
 )
 MIXTRAL_200M = replace(
-    MISTRAL_300M, dim=512, n_layers=8, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(512,) * 8, moe=MoeArgs(8, 2)
+    MISTRAL_300M,
+    dim=512,
+    n_layers=8,
+    hidden_dim=1792,
+    n_heads=8,
+    n_kv_heads=2,
+    windows=(512,) * 8,
+    moe=MoeArgs(8, 2),
 )
-# Mistral Small 4 with an eighth of its width, heads and layers. A token is in the cache as there, and has as many experts.
-_SMALL_4_LATENT = LatentArgs(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128)
+# Mistral Small 4 with an eighth of its width, heads and layers. A token is in the cache as there,
+# and has as many experts.
+_SMALL_4_LATENT = LatentArgs(
+    q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128
+)
 SMALL_4_200M = replace(
     MISTRAL_300M,
     dim=512,
@@ -86,17 +99,24 @@ class Phase:
         return self.num_seqs * self.num_tokens
 
 
-PHASES = (Phase("prefill 4 x 128", 4, PROMPT, 0, 1), *(Phase(f"decode {n}", n, 1, CONTEXT, STEPS) for n in (1, 16, 32, 64)))
+PHASES = (
+    Phase("prefill 4 x 128", 4, PROMPT, 0, 1),
+    *(Phase(f"decode {n}", n, 1, CONTEXT, STEPS) for n in (1, 16, 32, 64)),
+)
 
 
 class Bench:
-    """One model in one stage, with sequences whose cached keys are all zero; their values do not affect the time.
+    """One model in one stage, with sequences whose cached keys are all zero; their values do not
+    affect the time.
 
-    The caches are written once: memory that never was is one page of zeros, which a processor keeps in its own caches.
+    The caches are written once: memory that never was is one page of zeros, which a processor keeps
+    in its own caches.
     """
 
     def __init__(self, args: ModelArgs, dtype: str, *, experts_inside: bool = True) -> None:
-        request = PlanRequest((StageBudget(64 * GIB),), dtype, args.max_seq_len, 64, 16, experts_inside=experts_inside)
+        request = PlanRequest(
+            (StageBudget(64 * GIB),), dtype, args.max_seq_len, 64, 16, experts_inside=experts_inside
+        )
         self.plan = make_plan(args, request)
         self.worker = StageWorker.load(self.plan.stages[0], RandomWeights())
         for cached in self.worker.cache.layers.values():
@@ -109,19 +129,25 @@ class Bench:
         return statistics.median([self._seconds(batch) for batch in batches])
 
     def batches(self, phase: Phase) -> list[MicroBatch]:
-        """Return the phase's steps, after the sequences' contexts have been entered into the stage's page table."""
+        """Return the phase's steps, after the sequences' contexts have been entered into the
+        stage's page table.
+        """
         epoch, ring = self.worker.epoch + 1, self.plan.cache.classes[0].ring_pages
         self.worker.fence(epoch)
         pages = [(tuple(range(ring * s, ring * (s + 1))),) for s in range(phase.num_seqs)]
         if phase.context_len:
-            contexts = (Chunk(s, 0, (0,) * phase.context_len, pages[s], GREEDY, False) for s in range(phase.num_seqs))
+            contexts = (
+                Chunk(s, 0, (0,) * phase.context_len, pages[s], GREEDY, False)
+                for s in range(phase.num_seqs)
+            )
             self.worker.table.update(MicroBatch(epoch, 0, tuple(contexts)))
         batches = []
         for step in range(phase.num_steps):
             start = phase.context_len + step * phase.num_tokens
             new = [(((),), None) if start else (pages[s], GREEDY) for s in range(phase.num_seqs)]
             chunks = (
-                Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], needs_sample=True) for s in range(phase.num_seqs)
+                Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], needs_sample=True)
+                for s in range(phase.num_seqs)
             )
             batches.append(MicroBatch(epoch, step, tuple(chunks)))
         return batches
@@ -159,14 +185,22 @@ def show_profile(bench: Bench, phases: Sequence[Phase]) -> None:
             for batch in batches:
                 bench.worker.step(batch, None)
         print(phase.name)
-        print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+        print(
+            operators.key_averages().table(
+                sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50
+            )
+        )
         pstats.Stats(functions, stream=sys.stdout).sort_stats("tottime").print_stats(25)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--phases", nargs="*", choices=[p.name for p in PHASES], default=[p.name for p in PHASES])
+    parser.add_argument(
+        "--phases", nargs="*", choices=[p.name for p in PHASES], default=[p.name for p in PHASES]
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
@@ -183,10 +217,24 @@ def main() -> None:
                 show_profile(bench, phases)
                 continue
             for phase, step_s in measure(bench, phases, options.rounds).items():
-                table.add_row(model, str(threads), phase.name, f"{step_s * 1e3:.1f}", f"{phase.tokens_per_step / step_s:.0f}")
+                table.add_row(
+                    model,
+                    str(threads),
+                    phase.name,
+                    f"{step_s * 1e3:.1f}",
+                    f"{phase.tokens_per_step / step_s:.0f}",
+                )
             if options.prompts:
-                speed = options.prompts * (PROMPT + NEW_TOKENS) / whole_run_s(bench, options.prompts)
-                table.add_row(model, str(threads), f"{options.prompts} x ({PROMPT} in, {NEW_TOKENS} out)", "", f"{speed:.0f}")
+                speed = (
+                    options.prompts * (PROMPT + NEW_TOKENS) / whole_run_s(bench, options.prompts)
+                )
+                table.add_row(
+                    model,
+                    str(threads),
+                    f"{options.prompts} x ({PROMPT} in, {NEW_TOKENS} out)",
+                    "",
+                    f"{speed:.0f}",
+                )
     conclude([], *([] if options.profile else [table]))
 
 

@@ -1,12 +1,16 @@
-"""Benchmark of autoscaling: how soon pipelines are added and removed, and which requests fail or change.
+"""Benchmark of autoscaling: how soon pipelines are added and removed, and which requests fail or
+change.
 
-    python tests/bench/autoscale.py [--rounds 1] [--heavy 10] [--light 2] [--by-tokens] [--scarce] [--port 8785] [--json]
+    python tests/bench/autoscale.py [--rounds 1] [--heavy 10] [--light 2] [--by-tokens] [--scarce]
+    [--port 8785] [--json]
 
-The demo model in float32, one stage per pipeline, in a local cluster, scaled by Ray Serve from one pipeline to three. A few
-clients request long streams all the time. Many more clients start until there are three pipelines, and stop until there is one
-again. Every request is first run once at constant load, and must return the same tokens during scaling. A pipeline that is
-removed has one second to finish its requests; long streams continue on another one. With ``--by-tokens`` there are slots for
-all requests, and the tokens in flight cause the scaling; with ``--scarce`` the cluster has no capacity for a third pipeline.
+The demo model in float32, one stage per pipeline, in a local cluster, scaled by Ray Serve from one
+pipeline to three. A few clients request long streams all the time. Many more clients start until
+there are three pipelines, and stop until there is one again. Every request is first run once at
+constant load, and must return the same tokens during scaling. A pipeline that is removed has one
+second to finish its requests; long streams continue on another one. With ``--by-tokens`` there are
+slots for all requests, and the tokens in flight cause the scaling; with ``--scarce`` the cluster
+has no capacity for a third pipeline.
 """
 
 import argparse
@@ -39,7 +43,12 @@ REQUESTS, LONG_STREAMS = 16, 6
 POLL_S = 0.2
 TIMEOUT_S = 300.0  # for the expected number of pipelines; then the run has failed
 UNMET_DEMAND_S = 20.0  # how long a pipeline without capacity is requested
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "threads_per_stage": 1, "max_replicas": MAX_PIPELINES}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "stages": 1,
+    "threads_per_stage": 1,
+    "max_replicas": MAX_PIPELINES,
+}
 SETTINGS |= {"drain_timeout": 1}
 SETTINGS |= {"upscale_delay": 2, "downscale_delay": 5, "placement_timeout": 5}
 BY_SLOTS, BY_TOKENS = {"max_num_seqs": 4}, {"max_num_seqs": 64, "target_tokens": 1500}
@@ -48,7 +57,9 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass
 class History:
-    """Running pipelines over time, and for each removed one how many requests it had when last sampled."""
+    """Running pipelines over time, and for each removed one how many requests it had when last
+    sampled.
+    """
 
     began_at: float = field(default_factory=time.monotonic)
     pipelines: list[tuple[float, int]] = field(default_factory=list)
@@ -69,17 +80,24 @@ class History:
 
 def long_streams(rng: random.Random) -> list[dict[str, Any]]:
     """Return requests like the others, but all streams of one choice, and three times as long."""
-    return [body | {"max_tokens": rng.randint(300, 500), "stream": True, "n": 1} for body in bodies(LONG_STREAMS, rng)]
+    return [
+        body | {"max_tokens": rng.randint(300, 500), "stream": True, "n": 1}
+        for body in bodies(LONG_STREAMS, rng)
+    ]
 
 
 def replicas(state: str) -> int:
     """Return how many replicas of the Router deployment are in this state."""
-    number: int = serve.status().applications[APPLICATION].deployments["Router"].replica_states.get(state, 0)
+    number: int = (
+        serve.status().applications[APPLICATION].deployments["Router"].replica_states.get(state, 0)
+    )
     return number
 
 
 async def wait_until(condition: Callable[[], bool], what: str, load: "ScalingLoad") -> float:
-    """Wait until the condition holds, with a status line; returns the seconds that it took. Raises TimeoutError."""
+    """Wait until the condition holds, with a status line; returns the seconds that it took. Raises
+    TimeoutError.
+    """
     began = time.monotonic()
     with console.status(what) as status:
         while not await asyncio.to_thread(condition):
@@ -95,7 +113,9 @@ async def wait_until(condition: Callable[[], bool], what: str, load: "ScalingLoa
 
 @dataclass
 class ScalingLoad:
-    """``light`` runs all the time, ``heavy`` once per round. ``max_pipelines`` is what the cluster has capacity for."""
+    """``light`` runs all the time, ``heavy`` once per round. ``max_pipelines`` is what the cluster
+    has capacity for.
+    """
 
     light: Load
     heavy: Load
@@ -105,7 +125,10 @@ class ScalingLoad:
 
     def describe(self) -> str:
         loads = self.light, self.heavy
-        done, bad = sum(load.num_done for load in loads), sum(len(load.failed) + len(load.different) for load in loads)
+        done, bad = (
+            sum(load.num_done for load in loads),
+            sum(len(load.failed) + len(load.different) for load in loads),
+        )
         return f"{done} requests done, {bad} failed or different"
 
     async def one_round(self) -> dict[str, Any]:
@@ -116,10 +139,16 @@ class ScalingLoad:
         up_s = await wait_until(lambda: replicas("RUNNING") == self.max_pipelines, what, self)
         if self.max_pipelines < MAX_PIPELINES:
             end_at = time.monotonic() + UNMET_DEMAND_S
-            await wait_until(lambda: time.monotonic() > end_at, "one more pipeline requested, without capacity for it", self)
+            await wait_until(
+                lambda: time.monotonic() > end_at,
+                "one more pipeline requested, without capacity for it",
+                self,
+            )
         self.heavy.is_over = True
         self.light.watch()
-        over_s = await wait_until(running.done, "these clients stop; their last requests have ended", self)
+        over_s = await wait_until(
+            running.done, "these clients stop; their last requests have ended", self
+        )
         down_s = await wait_until(_has_one_pipeline, "one pipeline", self)
         pause_s = round(max(self.light.pauses.values(), default=0.0), 2)
         return {"up_s": up_s, "over_s": over_s, "down_s": down_s, "worst_pause_s": pause_s}
@@ -155,15 +184,27 @@ async def scaling(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    columns = ("round", "to the maximum", "until all had ended", "then to one", "worst pause of a long stream")
+    columns = (
+        "round",
+        "to the maximum",
+        "until all had ended",
+        "then to one",
+        "worst pause of a long stream",
+    )
     table = Table(*columns, title="scaling, in seconds")
     for number, row in enumerate(report["rounds"], 1):
         table.add_row(str(number), *map(str, row.values()))
     console.print(table)
-    console.print("pipelines: " + ", ".join(f"{number} after {at} s" for at, number in report["pipelines"]))
+    console.print(
+        "pipelines: " + ", ".join(f"{number} after {at} s" for at, number in report["pipelines"])
+    )
     console.print(f"requests of pipelines at their removal: {report['left_with']}")
     for title in ("failed", "different"):
-        console.print(f"{title}: {len(report[title])} of {report['requests']} requests", *report[title][:5], sep="\n  ")
+        console.print(
+            f"{title}: {len(report[title])} of {report['requests']} requests",
+            *report[title][:5],
+            sep="\n  ",
+        )
     console.print(f"left behind: {report['left_behind'] or 'nothing'}")
 
 
@@ -173,7 +214,9 @@ def targets(report: dict[str, Any]) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heavy", type=int, default=10)

@@ -1,12 +1,14 @@
-"""Benchmark of batch jobs: a million lines with an engine that echoes, or a real server that is killed repeatedly.
+"""Benchmark of batch jobs: a million lines with an engine that echoes, or a real server that is
+killed repeatedly.
 
     python tests/bench/batch.py [--lines 1000000] [--database URL]
     python tests/bench/batch.py --kills 20 [--requests 5000] [--seed 0]
 
-The first form reports how many lines per second are accepted and finished, and the memory over time, which must not grow with
-the number of lines; then it pages through the list of jobs. The second form runs ``tramontane serve`` with the demo model and
-kills the server, a stage or the Batch replica with SIGKILL at random moments while lines are unfinished. It then requires every
-line exactly once, with the text of the same job without kills. Both print JSON.
+The first form reports how many lines per second are accepted and finished, and the memory over
+time, which must not grow with the number of lines; then it pages through the list of jobs. The
+second form runs ``tramontane serve`` with the demo model and kills the server, a stage or the Batch
+replica with SIGKILL at random moments while lines are unfinished. It then requires every line
+exactly once, with the text of the same job without kills. Both print JSON.
 """
 
 import argparse
@@ -43,13 +45,18 @@ NUM_SAMPLES = 10  # of the memory, in each phase
 MAX_GROWTH_MIB = 64.0  # after the first tenth of a phase, however many lines come
 SMALL_JOBS, LIST_PAGE = 250, 100
 VICTIMS = ("the Batch replica", "a stage", "the server")
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
+WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
 console = Console(stderr=True, highlight=False)
 
 
 def _request(number: int, prompt: str) -> bytes:
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}).encode() + b"\n"
+    return (
+        json.dumps(
+            {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        ).encode()
+        + b"\n"
+    )
 
 
 async def _echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
@@ -81,7 +88,12 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     job = await service.submit(pieces(), JobOptions())
     accepted = time.perf_counter()
-    runner = BatchRunner(JobClaimStore(Database(database), settings.queue), JobStorage(settings.storage), _echo, CONCURRENCY)
+    runner = BatchRunner(
+        JobClaimStore(Database(database), settings.queue),
+        JobStorage(settings.storage),
+        _echo,
+        CONCURRENCY,
+    )
     running = asyncio.create_task(runner.run())
     async for now in service.watch(job.job_id):
         if now.num_done >= len(finishing.samples) * num_lines / NUM_SAMPLES:
@@ -93,13 +105,18 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     assert (last.state, last.num_done) == (JobState.COMPLETED, num_lines), last
     num_results, num_wrong = 0, 0
     async for line in service.results(job.job_id):
-        num_wrong += line.line != num_results + 1 or json.loads(line.body)["choices"][0]["text"] != f"line {num_results}"
+        num_wrong += (
+            line.line != num_results + 1
+            or json.loads(line.body)["choices"][0]["text"] != f"line {num_results}"
+        )
         num_results += 1
         if num_results % (num_lines // NUM_SAMPLES) == 0:
             reading.sample()
     read = time.perf_counter()
     assert (num_results, num_wrong) == (num_lines, 0)
-    small = [(await service.submit(_one(number), JobOptions())).job_id for number in range(SMALL_JOBS)]
+    small = [
+        (await service.submit(_one(number), JobOptions())).job_id for number in range(SMALL_JOBS)
+    ]
     assert await _listed(service) == [*reversed(small), job.job_id]
     return {
         "lines": num_lines,
@@ -130,9 +147,15 @@ def _texts(url: str, job_id: str) -> dict[str, str]:
     parsed = [json.loads(answer) for answer in answers]
     counts = Counter(answer["custom_id"] for answer in parsed)
     assert all(count == 1 for count in counts.values()), counts.most_common(3)
-    failed = [answer for answer in parsed if answer["response"] is None or answer["response"]["status_code"] != 200]
+    failed = [
+        answer
+        for answer in parsed
+        if answer["response"] is None or answer["response"]["status_code"] != 200
+    ]
     assert not failed, failed[:3]
-    return {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in parsed}
+    return {
+        answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in parsed
+    }
 
 
 def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path) -> dict[str, Any]:
@@ -148,12 +171,19 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
         job = server.submit(lines)
         for number in range(num_kills):
             done = server.num_done(job)
-            # between now and an even share of the remaining lines, so that lines are unfinished at every kill
-            server.wait_for(job, done + max(1, int((num_requests - done) / (num_kills - number + 1) * rng.random())))
+            # between now and an even share of the remaining lines, so that lines are unfinished at
+            # every kill
+            server.wait_for(
+                job,
+                done + max(1, int((num_requests - done) / (num_kills - number + 1) * rng.random())),
+            )
             victim = rng.choice(VICTIMS)
             done = server.num_done(job)
             assert done < num_requests, "all lines were finished before the last kill"
-            console.print(f"kill {number + 1} of {num_kills}, with {done} of {num_requests} lines done: {victim}")
+            console.print(
+                f"kill {number + 1} of {num_kills}, with {done} of {num_requests} lines done:"
+                f" {victim}"
+            )
             server.kill(victim)
             kills[victim] += 1
         server.wait_for(job, num_requests)
@@ -172,16 +202,27 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
 
 def memory_targets(figures: dict[str, Any]) -> list[Target]:
     """Require that memory does not grow with the number of lines."""
-    phases = {phase: figures[f"mib_while_{phase}"] for phase in ("accepting", "finishing", "reading")}
+    phases = {
+        phase: figures[f"mib_while_{phase}"] for phase in ("accepting", "finishing", "reading")
+    }
     growth = {phase: max(samples[1:]) - samples[1] for phase, samples in phases.items()}
-    return [at_most(f"growth of memory while {phase}", mib, MAX_GROWTH_MIB, "MiB") for phase, mib in growth.items()]
+    return [
+        at_most(f"growth of memory while {phase}", mib, MAX_GROWTH_MIB, "MiB")
+        for phase, mib in growth.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--database", help="URL of the job store (default: a temporary SQLite file)")
-    parser.add_argument("--kills", type=int, help="number of kills of a real server; without it the engine echoes")
+    parser.add_argument(
+        "--database", help="URL of the job store (default: a temporary SQLite file)"
+    )
+    parser.add_argument(
+        "--kills", type=int, help="number of kills of a real server; without it the engine echoes"
+    )
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -12,7 +12,9 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 def write_model(folder: Path, num_layers: int, layout: Layout) -> None:
     """Write random weights of Mistral 7B's width: 2.1 GiB with four layers."""
     whole = preset("mistral-7b-v0.1")
-    write_random_checkpoint(folder, replace(whole, n_layers=num_layers, windows=whole.windows[:num_layers]), layout)
+    write_random_checkpoint(
+        folder, replace(whole, n_layers=num_layers, windows=whole.windows[:num_layers]), layout
+    )
 
 
 def read_from_disk() -> int:

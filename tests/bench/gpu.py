@@ -1,16 +1,19 @@
-"""Checks and figures of one GPU, and whole servers on it, in parts: each is a process with a time limit of its own.
+"""Checks and figures of one GPU, and whole servers on it, in parts: each is a process with a time
+limit of its own.
 
-    python tests/bench/gpu.py [--out FOLDER] [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
+    python tests/bench/gpu.py [--out FOLDER] [--budget 560] [--parts smoke,tests,...] [--device
+    cuda] [--small]
 
-A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are in the order of their worth.
-``report.json`` in FOLDER (.bench/gpu) is written again after each: its state, seconds, rows, the end of its output, and the
-commit, which ``--commit`` names where git does not know it. ``log.txt`` has all output. ``gpu_report.py`` prints tables of such
-reports. No checkpoint is needed: weights are random, generated in place at the real geometry. The parts ``serve-...`` need Ray,
-and run only where they are named. ``--small --device cpu`` tries every part on a CPU. What has not been started is printed last,
-as the ``--parts`` of the next call.
+A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are
+in the order of their worth. ``report.json`` in FOLDER (.bench/gpu) is written again after each: its
+state, seconds, rows, the end of its output, and the commit, which ``--commit`` names where git does
+not know it. ``log.txt`` has all output. ``gpu_report.py`` prints tables of such reports. No
+checkpoint is needed: weights are random, generated in place at the real geometry. The parts
+``serve-...`` need Ray, and run only where they are named. ``--small --device cpu`` tries every part
+on a CPU. What has not been started is printed last, as the ``--parts`` of the next call.
 
-A part of which a figure misses its target, and which is right in all else, has the state "missed" and not "failed". The exit
-status is 1 unless every part is "ok".
+A part of which a figure misses its target, and which is right in all else, has the state "missed"
+and not "failed". The exit status is 1 unless every part is "ok".
 """
 
 import argparse
@@ -47,9 +50,22 @@ GPU_TESTS = (
     "stage/test_row_wise_backend.py",
     "weights/test_tensor_reader.py",
 )
-# Those that need no GPU have passed before, and Triton's interpreter does not run with every version of NumPy.
+# Those that need no GPU have passed before, and Triton's interpreter does not run with every
+# version of NumPy.
 TESTS = "gpu and not without_a_gpu and not are_not_here"
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-k", TESTS)
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=",
+    "-o",
+    "filterwarnings=default",
+    "-k",
+    TESTS,
+)
 MACHINE = f"""
 nvidia-smi; lscpu | head -20; free -g | head -2; {sys.executable} --version
 {sys.executable} -m pip list 2>/dev/null | grep -iE 'torch|triton|numpy|nvidia'; git log -1 --oneline || true
@@ -60,8 +76,8 @@ nvidia-smi; lscpu | head -20; free -g | head -2; {sys.executable} --version
 class Part:
     """A program and its arguments, with the most seconds that it may take.
 
-    ``writes_rows``: it takes ``--json FILE``, ``--device`` and ``--small``. ``needs_smoke``: it is not worth its time on a GPU on
-    which that part failed.
+    ``writes_rows``: it takes ``--json FILE``, ``--device`` and ``--small``. ``needs_smoke``: it is
+    not worth its time on a GPU on which that part failed.
     """
 
     limit_s: int
@@ -86,7 +102,9 @@ PARTS = {
     "machine": Part(15, ("bash", "-c", MACHINE), writes_rows=False, needs_smoke=False),
     "smoke": Part(90, _program("gpu_smoke.py"), needs_smoke=False),
     "tests": Part(
-        120, (sys.executable, *PYTEST, *(str(HERE.parent / "workers" / name) for name in GPU_TESTS)), writes_rows=False
+        120,
+        (sys.executable, *PYTEST, *(str(HERE.parent / "workers" / name) for name in GPU_TESTS)),
+        writes_rows=False,
     ),
     "masks": Part(90, _rows("masks")),
     "replay": Part(60, _rows("replay,pieces")),
@@ -131,7 +149,9 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a part: ``state`` is ok, missed, failed, exit N, timed out, skipped, or no time."""
+    """What became of a part: ``state`` is ok, missed, failed, exit N, timed out, skipped, or no
+    time.
+    """
 
     state: str
     seconds: float = 0.0
@@ -142,22 +162,40 @@ class Report:
 def main() -> int:
     options = _options()
     flags = ["--device", options.device, *(["--small"] if options.small else [])]
-    reports = run_parts(options.parts, flags, options.budget, options.out, options.commit or commit_of(ROOT))
-    return exit_status([none_of("parts that are not ok", [name for name, each in reports.items() if each.state != "ok"])])
+    reports = run_parts(
+        options.parts, flags, options.budget, options.out, options.commit or commit_of(ROOT)
+    )
+    return exit_status(
+        [
+            none_of(
+                "parts that are not ok",
+                [name for name, each in reports.items() if each.state != "ok"],
+            )
+        ]
+    )
 
 
 def commit_of(root: Path) -> str | None:
-    """Return the commit of a checkout, with "-dirty" if tracked files were changed; None for copies without a history."""
+    """Return the commit of a checkout, with "-dirty" if tracked files were changed; None for copies
+    without a history.
+    """
     command = ("git", "describe", "--always", "--dirty", "--exclude=*")
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # not of a repository around the copy
+    # not of a repository around the copy
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
     with suppress(FileNotFoundError):  # git is not installed
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() or None
     return None
 
 
 def run_parts(
-    names: Sequence[str], flags: Sequence[str], budget_s: float, out: Path, commit: str | None = None
+    names: Sequence[str],
+    flags: Sequence[str],
+    budget_s: float,
+    out: Path,
+    commit: str | None = None,
 ) -> dict[str, Report]:
     """Run parts in their order; ``out`` has what is known after each, and of which commit."""
     out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +210,9 @@ def run_parts(
                 reports[name] = run_part(part, flags, ends_at - time.monotonic(), out, log)
             known = {n: asdict(each) | {"commit": commit} for n, each in reports.items()}
             (out / "report.json").write_text(json.dumps(known, indent=1))
-            print(f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True)
+            print(
+                f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True
+            )
     if left := [name for name, each in reports.items() if each.state == "no time"]:
         print(f"not started: --parts {','.join(left)}", flush=True)
     return reports
@@ -181,19 +221,27 @@ def run_parts(
 def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: TextIO) -> Report:
     """Run a part for at most its limit and ``left_s``.
 
-    Then its process group is killed in any case, and what it has started, so that nothing of it stays on the GPU: Ray's daemons
-    have groups of their own and outlive a server that is killed.
+    Then its process group is killed in any case, and what it has started, so that nothing of it
+    stays on the GPU: Ray's daemons have groups of their own and outlive a server that is killed.
     """
     if left_s < min(part.limit_s, MIN_SECONDS):
         return Report("no time")
     rows_file = out / "rows.json"
     rows_file.unlink(missing_ok=True)
-    command = [*part.command, *flags, "--json", str(rows_file)] if part.writes_rows else list(part.command)
+    command = (
+        [*part.command, *flags, "--json", str(rows_file)]
+        if part.writes_rows
+        else list(part.command)
+    )
     log.write(f"\n===== {' '.join(command)}\n")
     log.flush()
     begins_at, began = os.fstat(log.fileno()).st_size, time.monotonic()
     process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     code: int | None = None  # if it is killed
     with suppress(subprocess.TimeoutExpired):
@@ -217,7 +265,9 @@ def end_children(pid: int) -> None:
 
 
 def _read(rows_file: Path) -> list[dict[str, Any]] | None:
-    """Return the rows so far, or None if there are none, also where a part was killed while it wrote them."""
+    """Return the rows so far, or None if there are none, also where a part was killed while it
+    wrote them.
+    """
     with suppress(FileNotFoundError, ValueError):
         rows: list[dict[str, Any]] = json.loads(rows_file.read_text())
         return rows
@@ -238,7 +288,9 @@ def state_of(code: int | None, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
     parser.add_argument("--budget", type=float, default=560, metavar="SECONDS")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
@@ -247,7 +299,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--commit", help="of the code, where git does not know it")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS | SERVERS):
-        parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS | SERVERS)}")
+        parser.error(
+            f"--parts {', '.join(sorted(unknown))} is unknown; the parts are"
+            f" {', '.join(PARTS | SERVERS)}"
+        )
     return options
 
 

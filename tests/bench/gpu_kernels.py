@@ -1,9 +1,12 @@
-"""Times of single kernels on a GPU, and profiles of steps: what one needs to know to make steps faster elsewhere.
+"""Times of single kernels on a GPU, and profiles of steps: what one needs to know to make steps
+faster elsewhere.
 
-    python tests/bench/gpu_kernels.py linear|prefill|experts|sampling|profile|host [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu_kernels.py linear|prefill|experts|sampling|profile|host [--device cuda]
+    [--small] [--json FILE]
 
-Times of kernels are of CUDA graphs over buffers that no cache holds together; microseconds are medians. ``tb_per_s`` counts the
-bytes that have to be read once. ``profile`` adds up the kernels of steps, ``host`` the Python functions of decode steps.
+Times of kernels are of CUDA graphs over buffers that no cache holds together; microseconds are
+medians. ``tb_per_s`` counts the bytes that have to be read once. ``profile`` adds up the kernels of
+steps, ``host`` the Python functions of decode steps.
 """
 
 import argparse
@@ -34,7 +37,8 @@ from tramontane.workers.sampling.integer_sampler import choose_plainly, row_para
 
 Compute = Callable[[], object]
 DTYPE = torch.bfloat16
-OUT_OF_CACHE = 2**28  # bytes of all buffers that alternate; the GPUs meant have 50 to 60 MB of cache
+# bytes of all buffers that alternate; the GPUs meant have 50 to 60 MB of cache
+OUT_OF_CACHE = 2**28
 ROUNDS = 12
 NUM_FUNCTIONS = 25  # of the host, those with the largest own time
 
@@ -92,33 +96,60 @@ def _host_us(calls: Sequence[Compute]) -> float:
 
 
 def linear(rows: Rows) -> None:
-    """Time the products of a Mistral 7B layer and head by torch, and by the kernel for experts with few rows."""
+    """Time the products of a Mistral 7B layer and head by torch, and by the kernel for experts with
+    few rows.
+    """
     from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv
 
     x, weight = rows.random(1, 4096), rows.random(4096)
-    rows.add(what="a small kernel in a graph", us=rows.us([lambda: F.rms_norm(x, (4096,), weight)] * 200))
+    rows.add(
+        what="a small kernel in a graph", us=rows.us([lambda: F.rms_norm(x, (4096,), weight)] * 200)
+    )
     rows.add(what="a chain of small kernels", us=rows.us([lambda: x.add_(1)] * 200))
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (32000, 4096)]
     for n, k in ((rows.size(n), rows.size(k)) for n, k in shapes):
-        weights = [rows.random(n, k) * k**-0.5 for _ in range(max(OUT_OF_CACHE // (2 * n * k), 3) if not rows.small else 3)]
+        weights = [
+            rows.random(n, k) * k**-0.5
+            for _ in range(max(OUT_OF_CACHE // (2 * n * k), 3) if not rows.small else 3)
+        ]
         for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x_mk = rows.random(m, k)
             _add_product(rows, "F.linear", (m, n, k), [partial(F.linear, x_mk, w) for w in weights])
             if m <= 4 and rows.device != "cpu":
-                ids, ones = torch.zeros(m, 1, dtype=torch.int64, device=rows.device), torch.ones(m, 1, device=rows.device)
-                _add_product(rows, "down_gemv", (m, n, k), [partial(down_gemv, x_mk, w[None], ids, ones) for w in weights])
+                ids, ones = (
+                    torch.zeros(m, 1, dtype=torch.int64, device=rows.device),
+                    torch.ones(m, 1, device=rows.device),
+                )
+                _add_product(
+                    rows,
+                    "down_gemv",
+                    (m, n, k),
+                    [partial(down_gemv, x_mk, w[None], ids, ones) for w in weights],
+                )
                 if n == 28672:
                     gated = [partial(gate_up_gemv, x_mk, w[None], ids) for w in weights]
                     _add_product(rows, "gate_up_gemv (with silu)", (m, n, k), gated)
 
 
-def _add_product(rows: Rows, what: str, shape: tuple[int, int, int], calls: Sequence[Compute]) -> None:
+def _add_product(
+    rows: Rows, what: str, shape: tuple[int, int, int], calls: Sequence[Compute]
+) -> None:
     m, n, k = shape
     took = rows.us(calls)
-    rows.add(what=what, m=m, n=n, k=k, us=took, tb_per_s=2 * n * k / took / 1e6, tflops=2 * m * n * k / took / 1e6)
+    rows.add(
+        what=what,
+        m=m,
+        n=n,
+        k=k,
+        us=took,
+        tb_per_s=2 * n * k / took / 1e6,
+        tflops=2 * m * n * k / took / 1e6,
+    )
 
 
-def _add_or_error(rows: Rows, case: dict[str, object], call: Compute, rate: str, amount: float) -> None:
+def _add_or_error(
+    rows: Rows, case: dict[str, object], call: Compute, rate: str, amount: float
+) -> None:
     """Add a row with ``amount`` per microsecond, in units of 10**12 per second, as ``rate``."""
     try:
         took = rows.us([call] * 4)
@@ -137,7 +168,9 @@ def prefill(rows: Rows) -> None:
         seen = min(window or tokens, tokens)
         flops = 4 * 32 * 128 * (seen * (seen + 1) // 2 + (tokens - seen) * seen)
         for name, call in _prefill_calls(qkv, tokens, window).items():
-            _add_or_error(rows, {"what": name, "tokens": tokens, "window": window}, call, "tflops", flops)
+            _add_or_error(
+                rows, {"what": name, "tokens": tokens, "window": window}, call, "tflops", flops
+            )
 
 
 def _prefill_calls(qkv: Sequence[Tensor], tokens: int, window: int | None) -> dict[str, Compute]:
@@ -163,13 +196,21 @@ def _prefill_calls(qkv: Sequence[Tensor], tokens: int, window: int | None) -> di
         "varlen_attn": partial(attend_varlen, *qkv),
         "varlen_attn, keys repeated": partial(attend_repeated, *qkv),
     }
-    return calls | {name: partial(kernel.attend, *qkv, kernel.build_mask(index)) for name, kernel in prefill_kernels().items()}
+    return calls | {
+        name: partial(kernel.attend, *qkv, kernel.build_mask(index))
+        for name, kernel in prefill_kernels().items()
+    }
 
 
 def experts(rows: Rows) -> None:
-    """Time the experts of a Mixtral 8x7B layer: as a grouped product by torch and in tiles, and without sorting the choices."""
+    """Time the experts of a Mixtral 8x7B layer: as a grouped product by torch and in tiles, and
+    without sorting the choices.
+    """
     dim, hidden = rows.size(4096), rows.size(14336)
-    stacks = [StackedExperts(rows.random(8, 2 * hidden, dim), rows.random(8, dim, hidden)) for _ in range(2)]
+    stacks = [
+        StackedExperts(rows.random(8, 2 * hidden, dim), rows.random(8, dim, hidden))
+        for _ in range(2)
+    ]
     for num_rows in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         generator = torch.Generator().manual_seed(num_rows)
         ids_Tk = torch.rand(num_rows // 2, 8, generator=generator).argsort(-1)[:, :2]
@@ -189,13 +230,19 @@ def experts(rows: Rows) -> None:
             rows.add(**case, us=took, tb_per_s=num_bytes / took / 1e6)
 
 
-def _grouped_calls(rows: Rows, stacks: Sequence[StackedExperts], ends_E: Tensor, num_rows: int) -> dict[str, list[Compute]]:
-    """Return both products by torch; and, of more than 8 rows, each product by torch and in each kind of tile."""
+def _grouped_calls(
+    rows: Rows, stacks: Sequence[StackedExperts], ends_E: Tensor, num_rows: int
+) -> dict[str, list[Compute]]:
+    """Return both products by torch; and, of more than 8 rows, each product by torch and in each
+    kind of tile.
+    """
     from tramontane.workers.model.expert_kernels import candidates
 
     w13, w2 = ([getattr(stack, name) for stack in stacks] for name in ("w13_E2FD", "w2_EDF"))
     x_CD, h_CF = rows.random(num_rows, w13[0].shape[2]), rows.random(num_rows, w2[0].shape[2])
-    calls: dict[str, list[Compute]] = {"grouped": [partial(stack.run, x_CD, ends_E) for stack in stacks]}
+    calls: dict[str, list[Compute]] = {
+        "grouped": [partial(stack.run, x_CD, ends_E) for stack in stacks]
+    }
     if rows.device != "cpu" and num_rows > 8:
         for name, product in candidates().items():
             both = [stack._replace(w13_product=product, w2_product=product) for stack in stacks]
@@ -205,14 +252,22 @@ def _grouped_calls(rows: Rows, stacks: Sequence[StackedExperts], ends_E: Tensor,
     return calls
 
 
-def _few_calls(rows: Rows, stacks: Sequence[StackedExperts], ids_Tk: Tensor) -> dict[str, list[Compute]]:
+def _few_calls(
+    rows: Rows, stacks: Sequence[StackedExperts], ids_Tk: Tensor
+) -> dict[str, list[Compute]]:
     """Return the three kernels for few choices, apart and together, and what they replace."""
     from tramontane.workers.kernels.triton_moe import choose_experts, down_gemv, gate_up_gemv
     from tramontane.workers.model.moe import ExpertPermutation
 
     num_tokens, num_experts = len(ids_Tk), len(stacks[0].w2_EDF)
-    x_TD, logits_TE = rows.random(num_tokens, stacks[0].w13_E2FD.shape[2]), rows.random(num_tokens, num_experts)
-    h_CF, weights_Tk = rows.random(ids_Tk.numel(), stacks[0].w2_EDF.shape[2]), rows.random(*ids_Tk.shape)
+    x_TD, logits_TE = (
+        rows.random(num_tokens, stacks[0].w13_E2FD.shape[2]),
+        rows.random(num_tokens, num_experts),
+    )
+    h_CF, weights_Tk = (
+        rows.random(ids_Tk.numel(), stacks[0].w2_EDF.shape[2]),
+        rows.random(*ids_Tk.shape),
+    )
     is_padding_T = torch.zeros(num_tokens, dtype=torch.bool, device=rows.device)
     total_ends_E = torch.zeros(num_experts, dtype=torch.int64, device=rows.device)
 
@@ -222,30 +277,50 @@ def _few_calls(rows: Rows, stacks: Sequence[StackedExperts], ids_Tk: Tensor) -> 
     def sorted_experts(stack: StackedExperts) -> Tensor:
         logits_Tk, chosen_Tk = torch.topk(logits_TE, 2, dim=-1)
         softmax_Tk = torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(DTYPE)
-        groups = ExpertPermutation.of(chosen_Tk.masked_fill(is_padding_T[:, None], num_experts), num_experts)
+        groups = ExpertPermutation.of(
+            chosen_Tk.masked_fill(is_padding_T[:, None], num_experts), num_experts
+        )
         total_ends_E.add_(groups.offsets_E)
         done_CD = stack.run(groups.permute(x_TD), groups.offsets_E)
         return groups.combine(done_CD, softmax_Tk).masked_fill(is_padding_T[:, None], 0)
 
     return {
         "few: route": [route] * len(stacks),
-        "few: gate and up": [partial(gate_up_gemv, x_TD, stack.w13_E2FD, ids_Tk) for stack in stacks],
-        "few: down": [partial(down_gemv, h_CF, stack.w2_EDF, ids_Tk, weights_Tk) for stack in stacks],
+        "few: gate and up": [
+            partial(gate_up_gemv, x_TD, stack.w13_E2FD, ids_Tk) for stack in stacks
+        ],
+        "few: down": [
+            partial(down_gemv, h_CF, stack.w2_EDF, ids_Tk, weights_Tk) for stack in stacks
+        ],
         "few: both": [partial(stack.mix_few, x_TD, ids_Tk, weights_Tk) for stack in stacks],
-        "few: all, random choices": [lambda stack=stack: stack.mix_few(x_TD, *route()) for stack in stacks],  # type: ignore[misc]
+        "few: all, random choices": [
+            lambda stack=stack: stack.mix_few(x_TD, *route()) for stack in stacks
+        ],  # type: ignore[misc]
         "sorted: all, random choices": [partial(sorted_experts, stack) for stack in stacks],
     }
 
 
 def sampling(rows: Rows) -> None:
-    """Time the choice of tokens from random logits by the kernel, and by PyTorch, which sorts them."""
+    """Time the choice of tokens from random logits by the kernel, and by PyTorch, which sorts
+    them.
+    """
     from tramontane.workers.sampling.triton_sampler import choose_tokens
 
     plain = SamplingParams(temperature=0.8)
-    kinds = {"greedy": replace(plain, temperature=0.0), "all tokens": plain, "top-p": replace(plain, top_p=0.95)}
+    kinds = {
+        "greedy": replace(plain, temperature=0.0),
+        "all tokens": plain,
+        "top-p": replace(plain, top_p=0.95),
+    }
     kinds |= {"top-k": replace(plain, top_k=50), "both": replace(plain, top_k=50, top_p=0.95)}
-    ways = {"PyTorch": choose_plainly} if rows.device == "cpu" else {"kernel": choose_tokens, "PyTorch": choose_plainly}
-    for vocab, num_rows in ((vocab, num_rows) for vocab in (32_000, 131_072) for num_rows in (1, 64, 256)):
+    ways = (
+        {"PyTorch": choose_plainly}
+        if rows.device == "cpu"
+        else {"kernel": choose_tokens, "PyTorch": choose_plainly}
+    )
+    for vocab, num_rows in (
+        (vocab, num_rows) for vocab in (32_000, 131_072) for num_rows in (1, 64, 256)
+    ):
         logits_SV = rows.random(num_rows, rows.size(vocab)).float() * 4
         for kind, params in kinds.items():
             params_S5 = row_params([params] * num_rows, [0.4] * num_rows, logits_SV.device)
@@ -255,11 +330,17 @@ def sampling(rows: Rows) -> None:
 
 
 def profile(rows: Rows) -> None:
-    """Add up the time of each kernel in recorded decode steps, and in a prefill, of eight layers."""
+    """Add up the time of each kernel in recorded decode steps, and in a prefill, of eight
+    layers.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
 
-    kinds = [ProfilerActivity.CPU] if rows.device == "cpu" else [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    kinds = (
+        [ProfilerActivity.CPU]
+        if rows.device == "cpu"
+        else [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    )
     for name, whole in (("Mistral 7B", MISTRAL_7B), ("Mixtral 8x7B", MIXTRAL_8X7B)):
         args = _first_layers(rows, whole, 8)
         with running(args, rows.device, max_num_seqs=64, max_len=rows.size(2304)) as runner:
@@ -268,26 +349,46 @@ def profile(rows: Rows) -> None:
                 runner.decode(6)
                 with profiling(activities=kinds) as seen:
                     times = runner.decode(4)
-                rows.add(what="decode", model=name, batch=batch, step_ms=_medians_ms(times), kernels=_kernels(seen))
+                rows.add(
+                    what="decode",
+                    model=name,
+                    batch=batch,
+                    step_ms=_medians_ms(times),
+                    kernels=_kernels(seen),
+                )
             with profiling(activities=kinds) as seen:
                 seconds = runner.prefill(2, rows.size(2048), 4096)
-            rows.add(what="prefill of 2 x 2048", model=name, seconds=seconds, kernels=_kernels(seen))
+            rows.add(
+                what="prefill of 2 x 2048", model=name, seconds=seconds, kernels=_kernels(seen)
+            )
 
 
 def _kernels(profiled: torch.profiler.profile) -> list[tuple[str, int, float]]:
     """Return the kernels that took longest: name, launches and microseconds."""
-    found = [(each.key[:110], each.count, each.self_device_time_total) for each in profiled.key_averages()]
+    found = [
+        (each.key[:110], each.count, each.self_device_time_total)
+        for each in profiled.key_averages()
+    ]
     return sorted((each for each in found if each[2]), key=lambda each: -each[2])[:40]
 
 
 def host(rows: Rows) -> None:
-    """Add up the time of the host's functions in recorded decode steps of four layers; the steps are timed without profiling."""
+    """Add up the time of the host's functions in recorded decode steps of four layers; the steps
+    are timed without profiling.
+    """
     num_steps = 4 if rows.small else 60
-    with running(_first_layers(rows, MISTRAL_7B, 4), rows.device, max_num_seqs=64, max_len=rows.size(2304)) as runner:
+    with running(
+        _first_layers(rows, MISTRAL_7B, 4), rows.device, max_num_seqs=64, max_len=rows.size(2304)
+    ) as runner:
         for batch in (1, 64):
             runner.prefill(batch, rows.size(1024), 4096)
             runner.decode(4 if rows.small else 10)
-            rows.add(what="decode", model="Mistral 7B, 4 layers", batch=batch, step_ms=_medians_ms(runner.decode(num_steps)))
+            rows.add(
+                what="decode",
+                model="Mistral 7B, 4 layers",
+                batch=batch,
+                step_ms=_medians_ms(runner.decode(num_steps)),
+            )
             profiler = cProfile.Profile()
             profiler.runcall(runner.decode, num_steps)
             for function in _functions(profiler, num_steps):
@@ -318,11 +419,20 @@ def _medians_ms(times: StepTimes) -> dict[str, float]:
     return {kind: statistics.median(getattr(times, kind)) * 1e3 for kind in ("whole", "device")}
 
 
-JOBS = {"linear": linear, "prefill": prefill, "experts": experts, "sampling": sampling, "profile": profile, "host": host}
+JOBS = {
+    "linear": linear,
+    "prefill": prefill,
+    "experts": experts,
+    "sampling": sampling,
+    "profile": profile,
+    "host": host,
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")

@@ -14,7 +14,9 @@ TARGETS = {1: 1.5, 32: 3.0}
 
 
 def against_transformers(size: Size, _wall: Walls) -> Iterator[Figure]:
-    """Compare with transformers' ``generate``, greedy, one batch of equal lengths: from the prompts to the last token."""
+    """Compare with transformers' ``generate``, greedy, one batch of equal lengths: from the prompts
+    to the last token.
+    """
     if find_spec("transformers") is None:
         raise UnavailableError("transformers is not installed")
     yield from _against("transformers", size, _transformers_seconds(size))
@@ -29,15 +31,22 @@ def against_mistral_inference(size: Size, _wall: Walls) -> Iterator[Figure]:
 
 def _against(name: str, size: Size, theirs: dict[int, float]) -> Iterator[Figure]:
     input_len, output_len = _lengths(size)
-    with running(size.model(MISTRAL_7B), size.device, max_num_seqs=32, max_len=size.tokens(1024)) as runner:
+    with running(
+        size.model(MISTRAL_7B), size.device, max_num_seqs=32, max_len=size.tokens(1024)
+    ) as runner:
         for batch, target in TARGETS.items():
             seconds = []
             for _ in range(4):
                 first_tokens_s = runner.prefill(batch, input_len, PREFILL_BUDGET)
                 seconds.append(first_tokens_s + sum(runner.decode(output_len - 1).whole))
             ours = statistics.median(seconds[1:])
-            detail = f"{ours:.2f} s against {theirs[batch]:.2f} s, {input_len} tokens in, {output_len} out"
-            yield Figure(f"times as fast as {name}, batch {batch}", theirs[batch] / ours, "1", target, detail)
+            detail = (
+                f"{ours:.2f} s against {theirs[batch]:.2f} s, {input_len} tokens in,"
+                f" {output_len} out"
+            )
+            yield Figure(
+                f"times as fast as {name}, batch {batch}", theirs[batch] / ours, "1", target, detail
+            )
 
 
 def _lengths(size: Size) -> tuple[int, int]:
@@ -61,7 +70,9 @@ def _transformers_seconds(size: Size) -> dict[int, float]:
         max_position_embeddings=args.max_seq_len,
     )
     with torch.device(size.device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        ).eval()
     ends = {"max_new_tokens": output_len, "eos_token_id": None, "pad_token_id": 0}
 
     def generate(batch: int) -> None:
@@ -78,10 +89,21 @@ def _mistral_inference_seconds(size: Size) -> dict[int, float]:
     from mistral_inference.transformer import Transformer
 
     args, (input_len, output_len) = size.model(MISTRAL_7B), _lengths(size)
-    names = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size")
+    names = (
+        "dim",
+        "n_layers",
+        "head_dim",
+        "hidden_dim",
+        "n_heads",
+        "n_kv_heads",
+        "norm_eps",
+        "vocab_size",
+    )
     shape = {name: getattr(args, name) for name in names}
     with torch.device(size.device):
-        made: Any = Transformer(TransformerArgs(**shape, max_batch_size=max(TARGETS), sliding_window=args.windows[0]))
+        made: Any = Transformer(
+            TransformerArgs(**shape, max_batch_size=max(TARGETS), sliding_window=args.windows[0])
+        )
     model = made.to(torch.bfloat16).eval()
 
     def generate(batch: int) -> None:
@@ -92,7 +114,9 @@ def _mistral_inference_seconds(size: Size) -> dict[int, float]:
 
 
 def _seconds_of(generate: Callable[[int], None], device: str) -> dict[int, float]:
-    """Return the median of three times after one that warms up, as for Tramontane, by batch size."""
+    """Return the median of three times after one that warms up, as for Tramontane, by batch
+    size.
+    """
     medians = {}
     for batch in TARGETS:
         seconds = []

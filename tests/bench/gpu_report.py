@@ -1,9 +1,11 @@
-"""Print reports of gpu.py as Markdown tables: the checks and figures of docs/benchmarks.md, servers, the best of each kernel.
+"""Print reports of gpu.py as Markdown tables: the checks and figures of docs/benchmarks.md,
+servers, the best of each kernel.
 
-    python tests/bench/gpu_report.py docs/reports/h200-2026-11-26-1.json [...] [--before REPORT [...]]
+    python tests/bench/gpu_report.py docs/reports/h200-2026-11-26-1.json [...] [--before REPORT
+    [...]]
 
-Rows of later reports replace those of earlier ones that have the same name, and kernels those of the same part. Figures of
-servers stand next to those of the reports of ``--before``.
+Rows of later reports replace those of earlier ones that have the same name, and kernels those of
+the same part. Figures of servers stand next to those of the reports of ``--before``.
 """
 
 import argparse
@@ -27,11 +29,16 @@ DETAIL = 80  # characters at most, unless its first part is longer
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
     parser.add_argument("--before", nargs="+", type=Path, default=[], metavar="REPORT")
     options = parser.parse_args()
-    reports, earlier = ([json.loads(path.read_text()) for path in paths] for paths in (options.reports, options.before))
+    reports, earlier = (
+        [json.loads(path.read_text()) for path in paths]
+        for paths in (options.reports, options.before)
+    )
     tables = [*figures(reports)], [*server_table(reports, earlier)], [*kernels(reports)]
     print("\n\n".join("\n".join(table) for table in tables if len(table) > TABLE_HEAD))
     return exit_status([])
@@ -41,9 +48,21 @@ def figures(reports: Sequence[Report]) -> Iterator[str]:
     """Yield the table of figures and checks."""
     yield "| row | measured | target | met | detail |"
     yield "|---|---|---|---|---|"
-    rows = [row for report in reports for part in report.values() for row in _rows_of(part) if "figure" in row]
+    rows = [
+        row
+        for report in reports
+        for part in report.values()
+        for row in _rows_of(part)
+        if "figure" in row
+    ]
     for row in {row["name"]: row for row in rows}.values():
-        yield _line(row["name"], row["figure"], row["wanted"], VERDICTS[row["holds"]], _first_parts(row["detail"]))
+        yield _line(
+            row["name"],
+            row["figure"],
+            row["wanted"],
+            VERDICTS[row["holds"]],
+            _first_parts(row["detail"]),
+        )
 
 
 def kernels(reports: Sequence[Report]) -> Iterator[str]:
@@ -61,9 +80,15 @@ def kernels(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _rows_of(part: dict[str, Any]) -> list[Row]:
-    """Return the rows of a part, [] if it has none; those of a whole report within a report are that report's."""
+    """Return the rows of a part, [] if it has none; those of a whole report within a report are
+    that report's.
+    """
     rows = part["rows"] or []
-    return [row for each in rows.values() for row in _rows_of(each)] if isinstance(rows, dict) else rows
+    return (
+        [row for each in rows.values() for row in _rows_of(each)]
+        if isinstance(rows, dict)
+        else rows
+    )
 
 
 def _first_parts(detail: str) -> str:
@@ -79,7 +104,11 @@ def _rate(row: Row) -> str:
 
 
 def _product(row: Row) -> tuple[Any, ...]:
-    return (row["m"], row["n"], row["k"], "{m} x {n} x {k}".format(**row)) if row.get("m") in TOKENS else ()
+    return (
+        (row["m"], row["n"], row["k"], "{m} x {n} x {k}".format(**row))
+        if row.get("m") in TOKENS
+        else ()
+    )
 
 
 def _decode(row: Row) -> tuple[Any, ...]:
@@ -87,7 +116,11 @@ def _decode(row: Row) -> tuple[Any, ...]:
 
 
 def _split_k(row: Row) -> str:
-    return "pages of {page}, blocks of {block}, {parts} parts, {warps} warps, {stages} stages".format(**row)
+    return (
+        "pages of {page}, blocks of {block}, {parts} parts, {warps} warps, {stages} stages".format(
+            **row
+        )
+    )
 
 
 def _prompt(row: Row) -> tuple[Any, ...]:
@@ -95,7 +128,9 @@ def _prompt(row: Row) -> tuple[Any, ...]:
 
 
 def _experts(row: Row) -> tuple[Any, ...]:
-    """Return the case of a row of both products of experts; other rows are of one product, or of the choice of experts too."""
+    """Return the case of a row of both products of experts; other rows are of one product, or of
+    the choice of experts too.
+    """
     if row["what"] not in BOTH_PRODUCTS and not row["what"].startswith("both, "):
         return ()
     return row["rows"], "{rows} rows of {experts} experts".format(**row)
@@ -112,7 +147,8 @@ def _what(row: Row) -> str:
     return str(row["what"])
 
 
-# For each part: the case of a row, of which the last item is shown and the others are its order, and the way of the best row.
+# For each part: the case of a row, of which the last item is shown and the others are its order,
+# and the way of the best row.
 CASES: dict[str, tuple[Callable[[Row], tuple[Any, ...]], Callable[[Row], str]]] = {
     "linear": (_product, _what),
     "split-k": (_decode, _split_k),

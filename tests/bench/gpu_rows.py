@@ -1,11 +1,14 @@
-"""Checks of a GPU's results against the CPU, then its speed as shares of the memory wall, in one table and one process.
+"""Checks of a GPU's results against the CPU, then its speed as shares of the memory wall, in one
+table and one process.
 
-    python tests/bench/gpu_rows.py [--only checks,mistral,...] [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu_rows.py [--only checks,mistral,...] [--device cuda] [--small] [--json
+    FILE]
 
-Weights are random, generated in place at the real geometry, without a disk. One process without Ray, except for the rows of
-stages that share the GPU. A row that is not available on this machine gives the reason. ``--small --device cpu`` tries the
-program itself. ``gpu.py`` runs the groups in processes of their own. The exit status is 1 if a check fails, if a figure misses
-its target, or if an error ends a group.
+Weights are random, generated in place at the real geometry, without a disk. One process without
+Ray, except for the rows of stages that share the GPU. A row that is not available on this machine
+gives the reason. ``--small --device cpu`` tries the program itself. ``gpu.py`` runs the groups in
+processes of their own. The exit status is 1 if a check fails, if a figure misses its target, or if
+an error ends a group.
 """
 
 import argparse
@@ -26,7 +29,17 @@ from gpu_checks import Check, logits_check, mask_checks, pieces_check, replay_ch
 from gpu_invariance import invariance_checks, invariance_cost
 from gpu_peers import against_mistral_inference, against_transformers
 from gpu_pipeline import stages_on_one_gpu
-from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_sizes, quantized, rolling, walls
+from gpu_speed import (
+    Figure,
+    Size,
+    Walls,
+    mistral_decode,
+    mixtral_decode,
+    page_sizes,
+    quantized,
+    rolling,
+    walls,
+)
 from gpu_stage import UnavailableError
 from rich.console import Console
 from rich.table import Table
@@ -71,14 +84,19 @@ class Row:
         return self.target.is_met if self.target else None
 
     def as_data(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "figure", "wanted", "holds", "detail")}
+        return {
+            name: getattr(self, name) for name in ("name", "figure", "wanted", "holds", "detail")
+        }
 
 
 def main() -> int:
     options = _options()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")  # which kernels were chosen
+    # which kernels were chosen
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU is available; --small --device cpu tries the program on a CPU", file=sys.stderr)
+        print(
+            "no GPU is available; --small --device cpu tries the program on a CPU", file=sys.stderr
+        )
         return 2
     size, console = Size(options.device, options.small), Console(stderr=True)
     rows: list[Row] = []
@@ -93,15 +111,24 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = ["checks", *CHECKS, *FIGURES]  # "checks" stands for all checks
-    parser.add_argument("--only", type=lambda text: text.split(","), default=known, help=f"groups out of {', '.join(known)}")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=known,
+        help=f"groups out of {', '.join(known)}",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.only) - set(known):
-        parser.error(f"--only {', '.join(sorted(unknown))} is unknown; the groups are {', '.join(known)}")
+        parser.error(
+            f"--only {', '.join(sorted(unknown))} is unknown; the groups are {', '.join(known)}"
+        )
     return options
 
 
@@ -113,10 +140,16 @@ def _rows(size: Size, only: list[str]) -> Iterator[Row]:
         return
     wall = walls(size)
     yield Row("copy", f"{wall.bytes_per_s / 1e12:.2f} TB/s", "bytes read and written")
-    yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "of bfloat16, 8192 x 8192 x 8192, random numbers")
+    yield Row(
+        "products",
+        f"{wall.flops / 1e12:.0f} TFLOP/s",
+        "of bfloat16, 8192 x 8192 x 8192, random numbers",
+    )
     for name, figures in FIGURES.items():
         if name in only:
-            yield from _run_group(name, lambda figures=figures: map(_figure_row, figures(size, wall)))  # type: ignore[misc]
+            yield from _run_group(
+                name, lambda figures=figures: map(_figure_row, figures(size, wall))
+            )  # type: ignore[misc]
 
 
 def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
@@ -135,14 +168,21 @@ def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def _check_row(check: Check) -> Row:
-    return Row(check.name, f"{check.figure:.2g}", check.detail, Target(check.name, check.figure, "<", check.limit))
+    return Row(
+        check.name,
+        f"{check.figure:.2g}",
+        check.detail,
+        Target(check.name, check.figure, "<", check.limit),
+    )
 
 
 def _figure_row(figure: Figure) -> Row:
     is_ratio = figure.of == "1"
     shown = f"{figure.share:.2f}" if is_ratio else f"{figure.share:.0%} of the {figure.of}"
     unit = "" if is_ratio else "%"
-    target = None if figure.target is None else at_least(figure.name, figure.share, figure.target, unit)
+    target = (
+        None if figure.target is None else at_least(figure.name, figure.share, figure.target, unit)
+    )
     return Row(figure.name, shown, figure.detail, target)
 
 

@@ -1,12 +1,15 @@
-"""Whole servers on one GPU, over Ray and HTTP: when they are ready, their tokens, their speed under load, and faults.
+"""Whole servers on one GPU, over Ray and HTTP: when they are ready, their tokens, their speed under
+load, and faults.
 
     python tests/bench/gpu_server.py PART [--device cuda] [--small] [--json FILE]
 
-Parts of ``gpu.py``, which gives each a process and a limit: ``serve-`` and the name. Models have random weights, equal
-in every process (seeded by the names of tensors), so tokens can be compared between servers and after restarts; those of the
-first server lie in a file below the folder of temporary files, which a small run has next to FILE. Parts with a server end with
-status 1 if a request failed, or if tokens differ that have to be equal. ``--small --device cpu`` tries a part on a CPU, as
-``--small`` alone does where there is no GPU; a real model is not served there, and the status is 2.
+Parts of ``gpu.py``, which gives each a process and a limit: ``serve-`` and the name. Models have
+random weights, equal in every process (seeded by the names of tensors), so tokens can be compared
+between servers and after restarts; those of the first server lie in a file below the folder of
+temporary files, which a small run has next to FILE. Parts with a server end with status 1 if a
+request failed, or if tokens differ that have to be equal. ``--small --device cpu`` tries a part on
+a CPU, as ``--small`` alone does where there is no GPU; a real model is not served there, and the
+status is 2.
 """
 
 import argparse
@@ -32,7 +35,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import psutil
 from free_ports import free_port
 from gpu import end_children
-from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, compared, load_row, random_prompts, run_streams
+from gpu_server_load import (
+    GREEDY,
+    SAMPLED,
+    Load,
+    Prompt,
+    Sampling,
+    Trace,
+    compared,
+    load_row,
+    random_prompts,
+    run_streams,
+)
 from targets import Target, at_most, exit_status
 
 from tramontane.workers.device.probe import num_visible_gpus
@@ -57,7 +71,8 @@ class Report:
         self.url = ""  # of the server
         self.rows: list[dict[str, Any]] = []
         self.targets: list[Target] = []
-        self.folder = file.parent if small and file is not None else TEMPORARY  # of checkpoints, and of tokens to compare with
+        # of checkpoints, and of tokens to compare with
+        self.folder = file.parent if small and file is not None else TEMPORARY
         self.tokens = self.folder / "gpu_server_tokens.json"
 
     def add(self, what: str, **row: object) -> None:
@@ -84,30 +99,50 @@ class Report:
 def model_flags(report: Report, name: str = "mistral-7b-v0.1", seqs: int = 128) -> tuple[str, ...]:
     """Return the flags of a model with random weights."""
     if report.small:
-        return ("--model", str(checkpoint(report, name)), "--max-num-seqs", "16", "--threads-per-stage", "1")
+        return (
+            "--model",
+            str(checkpoint(report, name)),
+            "--max-num-seqs",
+            "16",
+            "--threads-per-stage",
+            "1",
+        )
     dummy = ("--model", name, "--load-format", "dummy", "--max-num-seqs", str(seqs))
     return (*dummy, "--max-num-batched-tokens", "4096", "--max-model-len", "8192")
 
 
 def checkpoint(report: Report, name: str, is_small: bool = False) -> Path:
-    """Return the folder of a random checkpoint, small in a small run too, which is written where it is missing."""
+    """Return the folder of a random checkpoint, small in a small run too, which is written where it
+    is missing.
+    """
     scale = "small" if is_small or report.small else "full"
     folder = report.folder / f"gpu_server_{name}_{scale}"
     if not folder.exists():
-        subprocess.run([*TRAMONTANE, "make-random", "--like", name, "--scale", scale, "--out", str(folder)], check=True)
+        subprocess.run(
+            [*TRAMONTANE, "make-random", "--like", name, "--scale", scale, "--out", str(folder)],
+            check=True,
+        )
     return folder
 
 
 @contextmanager
 def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
-    """Run a server. Its row has the seconds until it was ready, the times of its progress lines, and the GPU's memory."""
+    """Run a server. Its row has the seconds until it was ready, the times of its progress lines,
+    and the GPU's memory.
+    """
     ports = ("--port", str(free_port()), "--grpc-port", str(free_port()))
     command = [*TRAMONTANE, "serve", "--json", *ports, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         lines = _lines_until_ready(process)
         report.url = json.loads(lines[-1][1])["url"]
-        report.add("ready", seconds=lines[-1][0], flags=" ".join(flags), progress=lines[:-1], gpu=gpu_memory())
+        report.add(
+            "ready",
+            seconds=lines[-1][0],
+            flags=" ".join(flags),
+            progress=lines[:-1],
+            gpu=gpu_memory(),
+        )
         yield psutil.Process(process.pid)
     finally:
         process.terminate()
@@ -119,7 +154,9 @@ def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
 
 
 def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, str]]:
-    """Return the lines with their seconds; a thread prints those that follow. RuntimeError if the process ends."""
+    """Return the lines with their seconds; a thread prints those that follow. RuntimeError if the
+    process ends.
+    """
     began, lines, is_over = time.monotonic(), list[tuple[float, str]](), threading.Event()
 
     def read() -> None:
@@ -142,7 +179,9 @@ def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, st
 
 
 def stage_pids(server: psutil.Process) -> list[int]:
-    return sorted(each.pid for each in server.children(recursive=True) if _title(each).startswith(STAGE_TITLE))
+    return sorted(
+        each.pid for each in server.children(recursive=True) if _title(each).startswith(STAGE_TITLE)
+    )
 
 
 def _title(process: psutil.Process) -> str:
@@ -152,11 +191,18 @@ def _title(process: psutil.Process) -> str:
 
 
 def gpu_memory() -> str:
-    """Return the GPU's memory in MiB, used and total, and of each process where the driver says it; "" without a GPU."""
+    """Return the GPU's memory in MiB, used and total, and of each process where the driver says it;
+    "" without a GPU.
+    """
     query = ("nvidia-smi", "--format=csv,noheader,nounits")
     fields = ("--query-gpu=memory.used,memory.total", "--query-compute-apps=pid,used_memory")
     with suppress(OSError, subprocess.SubprocessError):
-        found = [subprocess.run([*query, each], capture_output=True, text=True, timeout=QUERY_S, check=True) for each in fields]
+        found = [
+            subprocess.run(
+                [*query, each], capture_output=True, text=True, timeout=QUERY_S, check=True
+            )
+            for each in fields
+        ]
         return "; ".join(each.stdout.strip() for each in found)
     return ""
 
@@ -164,8 +210,17 @@ def gpu_memory() -> str:
 # Its load
 
 
-def load(report: Report, what: str, streams: int, shape: tuple[int, int] = (1024, 128), seed: int = 0, **more: Sampling) -> None:
-    """Add a row: clients that begin at once, with prompts and answers of these numbers of tokens."""
+def load(
+    report: Report,
+    what: str,
+    streams: int,
+    shape: tuple[int, int] = (1024, 128),
+    seed: int = 0,
+    **more: Sampling,
+) -> None:
+    """Add a row: clients that begin at once, with prompts and answers of these numbers of
+    tokens.
+    """
     length, new_tokens = (32, 16) if report.small else shape
     done = Load(streams, length, new_tokens, more.get("sampling", GREEDY), seed)
     work = report.prompts(streams, length, 1000 * streams + seed)
@@ -175,30 +230,38 @@ def load(report: Report, what: str, streams: int, shape: tuple[int, int] = (1024
     report.check(what, row["failed"], **row)
 
 
-def loads(report: Report, sizes: Sequence[int] = STREAMS, what: str = "load", **more: Sampling) -> None:
+def loads(
+    report: Report, sizes: Sequence[int] = STREAMS, what: str = "load", **more: Sampling
+) -> None:
     for size in (1, 4) if report.small else sizes:
         load(report, what, size, **more)
 
 
 def cached_loads(report: Report) -> None:
-    """The same cached prompts twice, greedy and sampled, so that nothing but the sampling differs."""
+    """The same cached prompts twice, greedy and sampled, so that nothing but the sampling
+    differs.
+    """
     size = report.of_size(64, 4)
     load(report, "load, cached prompts", size)
     load(report, "load, cached prompts, sampled", size, sampling=SAMPLED)
 
 
 def first_tokens(report: Report) -> None:
-    """Add a row: milliseconds to the first token of prompts that come alone, five of each length, none seen before.
+    """Add a row: milliseconds to the first token of prompts that come alone, five of each length,
+    none seen before.
 
-    They are in their order, because the first of a length may compile a kernel. ``phases_of``: where the time was spent, outside
-    of the router (until the answer's end), in its queue, and from the first step to the token; and of that the time of the
-    prompt's steps in the stages, which is the device's on a GPU.
+    They are in their order, because the first of a length may compile a kernel. ``phases_of``:
+    where the time was spent, outside of the router (until the answer's end), in its queue, and from
+    the first step to the token; and of that the time of the prompt's steps in the stages, which is
+    the device's on a GPU.
     """
     row: dict[str, object] = {}
     for length in (4, 32) if report.small else (16, 256, 1024, 4096):
         each = [_phases_ms(report, prompt) for prompt in report.prompts(5, length, 31 + length)]
         row |= {f"of_{length}": [phases.pop("all") for phases in each]}
-        row |= {f"phases_of_{length}": {name: [phases[name] for phases in each] for name in each[0]}}
+        row |= {
+            f"phases_of_{length}": {name: [phases[name] for phases in each] for name in each[0]}
+        }
     report.add("first token, alone, ms", **row)
 
 
@@ -209,9 +272,18 @@ def _phases_ms(report: Report, prompt: Prompt) -> dict[str, float]:
     if trace.error:
         raise RuntimeError(trace.error)
     batches = activity(report, "?after={name}:{last}".format(**before))["micro_batches"]
-    stages_s = sum(busy_s for batch in batches if batch["prefill_tokens"] for _, _, busy_s, _ in batch["stages"])
-    phases = {"all": trace.times[0]} | {name: trace.timings[f"{name}_s"] for name in ("ingress", "queue", "prefill")}
-    return {name: round(1000 * seconds, 1) for name, seconds in (phases | {"stages": stages_s}).items()}
+    stages_s = sum(
+        busy_s
+        for batch in batches
+        if batch["prefill_tokens"]
+        for _, _, busy_s, _ in batch["stages"]
+    )
+    phases = {"all": trace.times[0]} | {
+        name: trace.timings[f"{name}_s"] for name in ("ingress", "queue", "prefill")
+    }
+    return {
+        name: round(1000 * seconds, 1) for name, seconds in (phases | {"stages": stages_s}).items()
+    }
 
 
 def activity(report: Report, query: str = "") -> dict[str, Any]:
@@ -223,7 +295,9 @@ def activity(report: Report, query: str = "") -> dict[str, Any]:
 
 
 def tokens(report: Report, name: str, must_be_equal: bool = False) -> None:
-    """Compare the greedy tokens of 16 prompts with those of the first server that was asked for them."""
+    """Compare the greedy tokens of 16 prompts with those of the first server that was asked for
+    them.
+    """
     work = report.prompts(report.of_size(16, 4), report.of_size(200, 24), 7)
     found = [each.ids for each in run_streams(report.url, work, report.of_size(64, 16))]
     if not report.tokens.exists():
@@ -237,9 +311,16 @@ def tokens(report: Report, name: str, must_be_equal: bool = False) -> None:
         report.add("tokens", of=name, **row)
 
 
-def kill_under_load(report: Report, server: psutil.Process, victim: int, must_be_equal: bool = False) -> None:
-    """Kill a stage, by the order of process ids, while 16 streams run, and compare their tokens with those without a fault."""
-    work, new_tokens = report.prompts(report.of_size(16, 4), report.of_size(200, 24), 99), report.of_size(500, 120)
+def kill_under_load(
+    report: Report, server: psutil.Process, victim: int, must_be_equal: bool = False
+) -> None:
+    """Kill a stage, by the order of process ids, while 16 streams run, and compare their tokens
+    with those without a fault.
+    """
+    work, new_tokens = (
+        report.prompts(report.of_size(16, 4), report.of_size(200, 24), 99),
+        report.of_size(500, 120),
+    )
     expected = run_streams(report.url, work, new_tokens)
     before, killed_at = stage_pids(server), 0.0
 
@@ -281,12 +362,30 @@ def where(report: Report) -> None:
     from tramontane.cluster.planning.hardware import probe_local
 
     hardware = probe_local()
-    counts = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(), torch.cuda.device_count(), len(hardware.gpus)
-    report.check("gpus", int(len(set(counts)) > 1), ray=counts[0], torch=counts[1], planner=counts[2])
+    counts = (
+        NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(),
+        torch.cuda.device_count(),
+        len(hardware.gpus),
+    )
+    report.check(
+        "gpus", int(len(set(counts)) > 1), ray=counts[0], torch=counts[1], planner=counts[2]
+    )
     report.add("planner", hardware=str(hardware), after_probe=gpu_memory())
-    free = {f"{path}_mb": psutil.disk_usage(path).free // 2**20 for path in ("/dev/shm", str(TEMPORARY))}
-    versions = {"ray": ray.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-    report.add("versions", **versions, cpus=os.cpu_count(), memory_mb=psutil.virtual_memory().available // 2**20, **free)
+    free = {
+        f"{path}_mb": psutil.disk_usage(path).free // 2**20 for path in ("/dev/shm", str(TEMPORARY))
+    }
+    versions = {
+        "ray": ray.__version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }
+    report.add(
+        "versions",
+        **versions,
+        cpus=os.cpu_count(),
+        memory_mb=psutil.virtual_memory().available // 2**20,
+        **free,
+    )
 
 
 def one(report: Report) -> None:
@@ -321,7 +420,9 @@ def store(report: Report) -> None:
 
 
 def exact(report: Report) -> None:
-    """Batch-invariant: the tokens must be the same bit for bit after a fault, and whatever else is computed."""
+    """Batch-invariant: the tokens must be the same bit for bit after a fault, and whatever else is
+    computed.
+    """
     report.tokens.unlink(missing_ok=True)
     with serving(report, *model_flags(report), *DIRECT, "--batch-invariant") as server:
         tokens(report, "batch-invariant")
@@ -339,7 +440,9 @@ def fp8(report: Report) -> None:
 
 
 def mixtral(report: Report) -> None:
-    with serving(report, *model_flags(report, "mixtral-8x7b", 64), "--stages", "1", "--quantize", "fp8"):
+    with serving(
+        report, *model_flags(report, "mixtral-8x7b", 64), "--stages", "1", "--quantize", "fp8"
+    ):
         load(report, "warm-up", 2)
         loads(report, STREAMS[:3])
 
@@ -352,7 +455,9 @@ def speculation(report: Report) -> None:
 
 
 def profile(report: Report) -> None:
-    """Kernels of 20 steps of a served load: of decodes, and, as the next clients come, of prompts next to decodes."""
+    """Kernels of 20 steps of a served load: of decodes, and, as the next clients come, of prompts
+    next to decodes.
+    """
     folder = report.folder / "gpu_server_profile"
     shutil.rmtree(folder, ignore_errors=True)
     first, streams = (20, 4) if report.small else (150, 64)
@@ -367,12 +472,21 @@ def profile(report: Report) -> None:
 
 
 def disk(report: Report) -> None:
-    """A checkpoint that is read from a disk: written here, so that the page cache has as much of it as fits; and read again."""
+    """A checkpoint that is read from a disk: written here, so that the page cache has as much of it
+    as fits; and read again.
+    """
     name, began = "mistral-7b-v0.1", time.monotonic()
     folder = checkpoint(report, name)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    report.add("written", seconds=round(time.monotonic() - began, 1), gib=round(num_bytes / 2**30, 3))
-    flags = ("--max-num-seqs", str(report.of_size(128, 16)), "--max-model-len", str(report.of_size(8192, 512)))
+    report.add(
+        "written", seconds=round(time.monotonic() - began, 1), gib=round(num_bytes / 2**30, 3)
+    )
+    flags = (
+        "--max-num-seqs",
+        str(report.of_size(128, 16)),
+        "--max-model-len",
+        str(report.of_size(8192, 512)),
+    )
     with serving(report, "--model", str(folder), *flags, "--stages", "1") as server:
         load(report, "warm-up", 2)
         loads(report, (1, 64))
@@ -380,26 +494,42 @@ def disk(report: Report) -> None:
 
 
 def correct(report: Report) -> None:
-    """Two stages in float32 against transformers on the CPU, token by token, with a small random checkpoint."""
+    """Two stages in float32 against transformers on the CPU, token by token, with a small random
+    checkpoint.
+    """
     import torch
     import transformers
 
     folder = checkpoint(report, "mistral-7b-v0.1", is_small=True)
     work, new_tokens = random_prompts(8, 48, 3, 900), 32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    greedy: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": new_tokens,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     expected = []
     for prompt in work:
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
         expected.append(out[0, len(prompt) :].tolist())
-    with serving(report, "--model", str(folder), "--dtype", "float32", *(DIRECT if report.is_on_gpu else ("--stages", "2"))):
+    with serving(
+        report,
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        *(DIRECT if report.is_on_gpu else ("--stages", "2")),
+    ):
         row = compared(expected, [each.ids for each in run_streams(report.url, work, new_tokens)])
     report.check("against transformers", row["texts"] - row["equal"], **row)
 
 
 def latent(report: Report) -> None:
-    """Two layers of Small 4's geometry by themselves: the kernels at a width of 320, how long they compile, a step."""
+    """Two layers of Small 4's geometry by themselves: the kernels at a width of 320, how long they
+    compile, a step.
+    """
     import logging
     from dataclasses import replace
 
@@ -413,28 +543,55 @@ def latent(report: Report) -> None:
     began, device = time.monotonic(), "cuda" if report.is_on_gpu else "cpu"
     with running(args, device, max_num_seqs=64, max_len=report.of_size(2048, 256)) as runner:
         seconds = round(time.monotonic() - began, 1)
-        report.add("loaded", seconds=seconds, numerics=str(runner.worker.numerics)[:2000], gpu=gpu_memory())
+        report.add(
+            "loaded", seconds=seconds, numerics=str(runner.worker.numerics)[:2000], gpu=gpu_memory()
+        )
         for batch in STREAMS[:3]:
             prefill_s = runner.prefill(batch, report.of_size(1024, 32), 4096)
             steps = runner.decode(20)
-            whole, on_device = (round(statistics.median(each) * 1000, 3) for each in (steps.whole, steps.device))
-            report.add("latent, 2 layers", batch=batch, prefill_s=round(prefill_s, 3), step_ms=whole, device_ms=on_device)
+            whole, on_device = (
+                round(statistics.median(each) * 1000, 3) for each in (steps.whole, steps.device)
+            )
+            report.add(
+                "latent, 2 layers",
+                batch=batch,
+                prefill_s=round(prefill_s, 3),
+                step_ms=whole,
+                device_ms=on_device,
+            )
 
 
 PARTS: dict[str, Callable[[Report], None]] = {
-    each.__name__: each for each in (where, one, shared, exact, correct, fp8, mixtral, latent, store, speculation, disk, profile)
+    each.__name__: each
+    for each in (
+        where,
+        one,
+        shared,
+        exact,
+        correct,
+        fp8,
+        mixtral,
+        latent,
+        store,
+        speculation,
+        disk,
+        profile,
+    )
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     is_on_gpu = options.device == "cuda"
-    if is_on_gpu and options.part != "where" and not num_visible_gpus():  # which says what finds a GPU and what does not
+    # which says what finds a GPU and what does not
+    if is_on_gpu and options.part != "where" and not num_visible_gpus():
         if not options.small:
             parser.exit(2, "no GPU is available; --small tries a part on a CPU\n")
         print("no GPU is available: the part runs on the CPU", file=sys.stderr, flush=True)

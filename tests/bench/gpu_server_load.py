@@ -1,6 +1,7 @@
 """Streams against a server: when their tokens come and which, for ``gpu_server.py``.
 
-Times are in seconds. Prompts are random token ids, so that no tokenizer is needed and lengths are exact.
+Times are in seconds. Prompts are random token ids, so that no tokenizer is needed and lengths are
+exact.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ EVENT = b"data: {"
 
 @dataclass
 class Trace:
-    """One stream: when each token came, counted from its start, and which it was. ``began`` is by ``time.monotonic``.
+    """One stream: when each token came, counted from its start, and which it was. ``began`` is by
+    ``time.monotonic``.
 
     ``timings``: what the server says of it at its end, in seconds.
     """
@@ -39,18 +41,25 @@ class Trace:
     def longest_gap(self, since: float) -> float:
         """Return the longest time without a token from a moment of the clock to the last token.
 
-        Began at 10, tokens after 1, 2 and 7: since 11.5 it is the 5 between the second and the third.
+        Began at 10, tokens after 1, 2 and 7: since 11.5 it is the 5 between the second and the
+        third.
         """
-        moments = [max(since, self.began), *(self.began + each for each in self.times if self.began + each > since)]
+        moments = [
+            max(since, self.began),
+            *(self.began + each for each in self.times if self.began + each > since),
+        ]
         return max((after - before for before, after in pairwise(moments)), default=0.0)
 
 
-Disturb = Callable[[list[Trace]], Coroutine[Any, Any, None]]  # given what has come of each stream so far
+# given what has come of each stream so far
+Disturb = Callable[[list[Trace]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Clients that all begin at once. ``seed``: of their prompts, so that those of two loads differ or are the same."""
+    """Clients that all begin at once. ``seed``: of their prompts, so that those of two loads differ
+    or are the same.
+    """
 
     streams: int
     length: int
@@ -72,7 +81,9 @@ def run_streams(
     sampling: Sampling = GREEDY,
     disturb: Disturb | None = None,
 ) -> list[Trace]:
-    """Stream an answer to each prompt, all at once. ``disturb`` runs at the same time and sees what has come so far."""
+    """Stream an answer to each prompt, all at once. ``disturb`` runs at the same time and sees what
+    has come so far.
+    """
     return asyncio.run(_run_streams(url, prompts, new_tokens, sampling, disturb))
 
 
@@ -88,18 +99,28 @@ async def _run_streams(
         "timeout": aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S),
         "read_bufsize": 2**20,
     }
-    common = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True, **sampling}
+    common = {
+        "max_tokens": new_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **sampling,
+    }
     common["stream_options"] = {"include_usage": True}
     traces = [Trace(time.monotonic()) for _ in prompts]
     async with aiohttp.ClientSession(**limits) as session, asyncio.TaskGroup() as group:
         for prompt, trace in zip(prompts, traces, strict=True):
-            group.create_task(_stream(session, f"{url}/v1/completions", {"prompt": prompt, **common}, trace))
+            group.create_task(
+                _stream(session, f"{url}/v1/completions", {"prompt": prompt, **common}, trace)
+            )
         if disturb is not None:
             group.create_task(disturb(traces))
     return traces
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], trace: Trace) -> None:
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], trace: Trace
+) -> None:
     """Fill in a trace. What goes wrong is its error, and ends no other stream."""
     trace.began = time.monotonic()
     try:
@@ -127,8 +148,9 @@ def _note(event: dict[str, Any], trace: Trace) -> None:
 def load_row(load: Load, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
     """Return a row of a report: rates of the whole run, and quantiles of times in milliseconds.
 
-    ``token_ms``: of each stream the mean time of a token after the first, of these the median and the 99th percentile.
-    ``event_gap_ms``: between two events of a stream, which may have several tokens: 25 %, median, 99 %.
+    ``token_ms``: of each stream the mean time of a token after the first, of these the median and
+    the 99th percentile. ``event_gap_ms``: between two events of a stream, which may have several
+    tokens: 25 %, median, 99 %.
     """
     done = [trace for trace in traces if len(trace.ids) == load.new_tokens and not trace.error]
     first = [trace.times[0] for trace in done]
@@ -150,9 +172,16 @@ def load_row(load: Load, traces: Sequence[Trace], seconds: float) -> dict[str, A
 
 
 def _quantiles_ms(seconds: Sequence[float], *shares: float) -> list[float | None]:
-    """Return the numbers at these shares of the sorted ones, in milliseconds: of 1, 2, 3 and 4 s at 0.5 it is 3000."""
+    """Return the numbers at these shares of the sorted ones, in milliseconds: of 1, 2, 3 and 4 s at
+    0.5 it is 3000.
+    """
     ordered = sorted(seconds)
-    return [round(ordered[min(int(share * len(ordered)), len(ordered) - 1)] * 1000, 2) if ordered else None for share in shares]
+    return [
+        round(ordered[min(int(share * len(ordered)), len(ordered) - 1)] * 1000, 2)
+        if ordered
+        else None
+        for share in shares
+    ]
 
 
 def compared(expected: Sequence[Prompt], found: Sequence[Prompt]) -> dict[str, Any]:
@@ -166,4 +195,6 @@ def compared(expected: Sequence[Prompt], found: Sequence[Prompt]) -> dict[str, A
 
 
 def _first_difference(x: Prompt, y: Prompt) -> int:
-    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y))
+    )

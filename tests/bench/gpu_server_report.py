@@ -1,4 +1,5 @@
-"""Rows of whole servers in the reports of gpu.py: figures with their targets, next to those of earlier reports.
+"""Rows of whole servers in the reports of gpu.py: figures with their targets, next to those of
+earlier reports.
 
 The targets are for one H100 with 80 GB.
 """
@@ -67,7 +68,9 @@ GAP_TARGET = Wanted("at most", 1.2)  # time between two events over the time of 
 
 
 def server_table(reports: Sequence[Report], earlier: Sequence[Report] = ()) -> Iterator[str]:
-    """Yield the lines of a table, or none if no report has a server. Later reports replace rows of those before them."""
+    """Yield the lines of a table, or none if no report has a server. Later reports replace rows of
+    those before them.
+    """
     found, before = _merged(reports), _merged(earlier)
     if not found:
         return
@@ -79,7 +82,12 @@ def server_table(reports: Sequence[Report], earlier: Sequence[Report] = ()) -> I
         shown = Target(name, figure.value, "at most", 0, figure.unit).shown
         past = before.get((part, name))
         cells = (
-            *(TITLES.get(part, part), name, Target(name, past.value, "at most", 0, past.unit).shown if past else "", shown),
+            *(
+                TITLES.get(part, part),
+                name,
+                Target(name, past.value, "at most", 0, past.unit).shown if past else "",
+                shown,
+            ),
             *((target.wanted, "yes" if target.is_met else "NO") if target else ("", "")),
             figure.detail,
         )
@@ -89,7 +97,9 @@ def server_table(reports: Sequence[Report], earlier: Sequence[Report] = ()) -> I
 def _wanted(part: str, name: str) -> Wanted | None:
     if name.startswith("gap"):
         return GAP_TARGET
-    return RATIOS[title][2] if (title := name.split(", ")[0]) in RATIOS else WANTED.get((part, name))
+    return (
+        RATIOS[title][2] if (title := name.split(", ")[0]) in RATIOS else WANTED.get((part, name))
+    )
 
 
 def _merged(reports: Sequence[Report]) -> dict[tuple[str, str], Figure]:
@@ -105,7 +115,12 @@ def _merged(reports: Sequence[Report]) -> dict[tuple[str, str], Figure]:
             pair = [found.get((each, f"load, {streams}")) for each in (part, other)]
             if all(pair):
                 rates = [each.value for each in pair if each]
-                figure = Figure(f"{title}, {streams}", rates[0] / rates[1], "", "{:,.0f} over {:,.0f} out/s".format(*rates))
+                figure = Figure(
+                    f"{title}, {streams}",
+                    rates[0] / rates[1],
+                    "",
+                    "{:,.0f} over {:,.0f} out/s".format(*rates),
+                )
                 found[part, figure.name] = figure
     return found
 
@@ -120,8 +135,17 @@ def part_figures(rows: Sequence[Row]) -> Iterator[Figure]:
             yield figure
     for name, greedy in rates.items():
         sampled = rates.get(name.replace("load, cached prompts,", "load, cached prompts, sampled,"))
-        if name.startswith("load, cached prompts, ") and "sampled" not in name and sampled is not None:
-            yield Figure("sampled over greedy, cached prompts", sampled / greedy, "", f"{sampled:,.0f} over {greedy:,.0f} {RATE}")
+        if (
+            name.startswith("load, cached prompts, ")
+            and "sampled" not in name
+            and sampled is not None
+        ):
+            yield Figure(
+                "sampled over greedy, cached prompts",
+                sampled / greedy,
+                "",
+                f"{sampled:,.0f} over {greedy:,.0f} {RATE}",
+            )
 
 
 def _figures(row: Row) -> Iterator[Figure]:
@@ -131,18 +155,31 @@ def _figures(row: Row) -> Iterator[Figure]:
     elif what in ("ready", "loaded", "written"):
         yield Figure(what, row["seconds"], "s", str(row.get("flags", "")))
     elif what.startswith("kill -9"):
-        lost = f"{row['incomplete']} of {row['streams']} incomplete, {row['equal']} texts equal, {row['that_survived']} survived"
+        lost = (
+            f"{row['incomplete']} of {row['streams']} incomplete, {row['equal']} texts equal,"
+            f" {row['that_survived']} survived"
+        )
         yield Figure(f"pause, {what}", row["pause_s"][-1], "s", lost)
     elif what.startswith("first token, alone"):
         for key, times in row.items():
             if key.startswith("of_") and None not in times:
                 phases = row.get(f"phases_{key}", {}).items()
                 last = "".join(f"; {name} {each[-1]}" for name, each in phases)
-                yield Figure(f"first token of {key.removeprefix('of_')}, alone", max(times), "ms", f"in order: {times}{last}")
+                yield Figure(
+                    f"first token of {key.removeprefix('of_')}, alone",
+                    max(times),
+                    "ms",
+                    f"in order: {times}{last}",
+                )
     elif "equal" in row:
         yield Figure(f"equal texts, {row.get('of', what)}", row["equal"], "", f"of {row['texts']}")
     elif what.startswith("latent"):
-        yield Figure(f"step of {row['batch']}", row["step_ms"], "ms", f"{row['device_ms']} ms of it on the device")
+        yield Figure(
+            f"step of {row['batch']}",
+            row["step_ms"],
+            "ms",
+            f"{row['device_ms']} ms of it on the device",
+        )
 
 
 def _load_figures(what: str, row: Row) -> Iterator[Figure]:
@@ -154,4 +191,6 @@ def _load_figures(what: str, row: Row) -> Iterator[Figure]:
     detail = f"{failed}{shape}{token} ms a token; first after {first} ms, 99 % {slowest} ms"
     yield Figure(f"{what}, {streams}", row["out_per_s"], RATE, detail)
     if what == "load" and token and gap:
-        yield Figure(f"gap between events over a token, {streams}", gap / token, "", f"{gap} over {token} ms")
+        yield Figure(
+            f"gap between events over a token, {streams}", gap / token, "", f"{gap} over {token} ms"
+        )

@@ -1,4 +1,5 @@
-"""Does each thing that a stage needs of a GPU work at all: each by itself, so that one failure does not hide another.
+"""Does each thing that a stage needs of a GPU work at all: each by itself, so that one failure does
+not hide another.
 
     python tests/bench/gpu_smoke.py [--device cuda] [--small] [--json FILE]
 
@@ -35,16 +36,34 @@ BF16 = torch.bfloat16
 
 def cuda(device: torch.device) -> object:
     free, total = torch.cuda.mem_get_info(device)
-    assert float((torch.ones(64, 64, device=device, dtype=BF16) @ torch.ones(64, 64, device=device, dtype=BF16)).sum()) == 64**3
-    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), free, total, torch.__version__
+    assert (
+        float(
+            (
+                torch.ones(64, 64, device=device, dtype=BF16)
+                @ torch.ones(64, 64, device=device, dtype=BF16)
+            ).sum()
+        )
+        == 64**3
+    )
+    return (
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        free,
+        total,
+        torch.__version__,
+    )
 
 
 def xformers_operators(_device: torch.device) -> object:
     from xformers.ops.fmha import cutlass, flash, flash3
 
-    from tramontane.workers.attention import xformers_backend  # noqa: F401 - it makes xformers accept its operators
+    # it makes xformers accept its operators
+    from tramontane.workers.attention import xformers_backend  # noqa: F401
 
-    return {operator.NAME: operator.is_available() for operator in (cutlass.FwOp, flash.FwOp, flash3.FwOp)}
+    return {
+        operator.NAME: operator.is_available()
+        for operator in (cutlass.FwOp, flash.FwOp, flash3.FwOp)
+    }
 
 
 def fused_ops(device: torch.device) -> object:
@@ -55,17 +74,26 @@ def fused_ops(device: torch.device) -> object:
 def cuda_graph(device: torch.device) -> object:
     from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
 
-    x, w = torch.randn(4, 256, device=device, dtype=BF16), torch.randn(256, 256, device=device, dtype=BF16)
+    x, w = (
+        torch.randn(4, 256, device=device, dtype=BF16),
+        torch.randn(256, 256, device=device, dtype=BF16),
+    )
     replay = CudaGraphCapture()(lambda: F.linear(x, w))
     x.copy_(torch.randn_like(x))
     return float((replay() - F.linear(x, w)).abs().max())
 
 
 def expert_kernels(device: torch.device) -> object:
-    w13, w2 = (torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512)))
+    w13, w2 = (
+        torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512))
+    )
     stack = with_gpu_kernels({0: StackedExperts(w13, w2)}, BF16, WITHOUT_MEMORY)[0]
     assert stack.has_small_batch_kernel, "it fails its test, see the log"
-    return [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
+    return [
+        each.name
+        for each in (stack.w13_product, stack.w2_product)
+        if isinstance(each, ProductBySize)
+    ]
 
 
 def quantized_kernels(device: torch.device) -> object:
@@ -104,12 +132,18 @@ def expert_stage(device: torch.device) -> object:
 
 def _decode(args: ModelArgs, device: torch.device) -> object:
     """Run prompts and recorded decodes of two layers."""
-    args = replace(args, n_layers=2, windows=args.windows[:2]) if device.type == "cuda" else shrunk(args)
+    args = (
+        replace(args, n_layers=2, windows=args.windows[:2])
+        if device.type == "cuda"
+        else shrunk(args)
+    )
     with running(args, str(device), max_num_seqs=4, max_len=512) as runner:
         runner.prefill(3, 100, 256)
         times = runner.decode(4)
         graphs = runner.worker.graphs
-        assert device.type == "cpu" or (graphs is not None and graphs.sizes), "no CUDA graph was recorded"
+        assert device.type == "cpu" or (graphs is not None and graphs.sizes), (
+            "no CUDA graph was recorded"
+        )
         return graphs.sizes if graphs else None, times.device
 
 
@@ -123,7 +157,10 @@ ON_CUDA: dict[str, Attempt] = {
     "batch-invariant products": row_products,
     "CUDA IPC handles": ipc_handles,
 }
-ANYWHERE: dict[str, Attempt] = {"prompts and decodes, dense": dense_stage, "prompts and decodes, experts": expert_stage}
+ANYWHERE: dict[str, Attempt] = {
+    "prompts and decodes, dense": dense_stage,
+    "prompts and decodes, experts": expert_stage,
+}
 
 
 def attempt(name: str, run: Attempt, device: torch.device) -> dict[str, object]:
@@ -136,13 +173,20 @@ def attempt(name: str, run: Attempt, device: torch.device) -> dict[str, object]:
     except Exception as error:
         found, holds = f"{type(error).__name__}: {error}", False
         traceback.print_exc()
-    row = {"name": name, "holds": holds, "detail": found[:400], "seconds": round(time.perf_counter() - began, 2)}
+    row = {
+        "name": name,
+        "holds": holds,
+        "detail": found[:400],
+        "seconds": round(time.perf_counter() - began, 2),
+    }
     print(row, flush=True)
     return row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="all of it is small")
     parser.add_argument("--json", type=Path)

@@ -1,10 +1,12 @@
-"""Stages that share one GPU, each a process, over the direct link and without Ray: their tokens per second against one stage's.
+"""Stages that share one GPU, each a process, over the direct link and without Ray: their tokens per
+second against one stage's.
 
     python tests/bench/gpu_stages.py [--device cuda] [--small] [--json FILE]
 
-64 sequences of Mistral 7B decode at a context of 1k, all in one micro-batch, as a server does whose stages share a GPU (see
-``PipelinePlan.max_concurrent_stages``). A second figure is of four micro-batches, one for each stage: then a token of every
-sequence takes four steps, each of which reads all weights. A group's next step is sent when its last one's tokens are known.
+64 sequences of Mistral 7B decode at a context of 1k, all in one micro-batch, as a server does whose
+stages share a GPU (see ``PipelinePlan.max_concurrent_stages``). A second figure is of four
+micro-batches, one for each stage: then a token of every sequence takes four steps, each of which
+reads all weights. A group's next step is sent when its last one's tokens are known.
 """
 
 import argparse
@@ -45,9 +47,15 @@ GPU_BYTES = 60 * GIB  # of all stages, weights and caches
 
 
 def serve(pipe: Connection, plan: StagePlan, device: str) -> None:
-    """Run a stage: micro-batches come by the pipe; the last stage answers with results, the others with nothing."""
+    """Run a stage: micro-batches come by the pipe; the last stage answers with results, the others
+    with nothing.
+    """
     worker = StageWorker.load(plan, RandomWeights(), device)
-    executor: StepExecutor = OverlappedExecutor(worker, MAX_OPEN) if worker.backend.make_event else SerialExecutor(worker, 1)
+    executor: StepExecutor = (
+        OverlappedExecutor(worker, MAX_OPEN)
+        if worker.backend.make_event
+        else SerialExecutor(worker, 1)
+    )
     executor.fence(0)
     link = StageLink(worker, executor, HOST)
     pipe.send(link.listen())
@@ -69,7 +77,9 @@ def _step(link: StageLink, answer_to: Connection | None, batch: MicroBatch) -> N
 
 
 class Pipeline(Runner):
-    """Runs sequences through the processes of all stages. The caller keeps as many steps in flight as it likes."""
+    """Runs sequences through the processes of all stages. The caller keeps as many steps in flight
+    as it likes.
+    """
 
     def __init__(self, plan: PipelinePlan, device: str) -> None:
         super().__init__(SimpleNamespace(plan=plan.stages[0], epoch=0), PageAllocator(plan.cache))  # type: ignore[arg-type]
@@ -94,7 +104,9 @@ class Pipeline(Runner):
             pipe.send(batch)
 
     def receive(self) -> StepResult:
-        """Return the next result. Raises EOFError if a process has ended, and what a step has raised."""
+        """Return the next result. Raises EOFError if a process has ended, and what a step has
+        raised.
+        """
         wait([self.pipes[-1], *(each.sentinel for each in self._processes)])
         result = self.pipes[-1].recv()
         if isinstance(result, Exception):
@@ -110,7 +122,9 @@ class Pipeline(Runner):
             self._complete(self.receive())
 
     def decode_groups(self, num_groups: int, num_steps: int) -> float:
-        """Decode so many tokens of every sequence, in groups that follow each other; returns seconds."""
+        """Decode so many tokens of every sequence, in groups that follow each other; returns
+        seconds.
+        """
         size = len(self.sequences) // num_groups
         groups = [range(i * size, (i + 1) * size) for i in range(num_groups)]
         began = time.perf_counter()
@@ -126,10 +140,17 @@ class Pipeline(Runner):
     def _send_group(self, group: Seq[int]) -> None:
         sequences = [self.sequences[i] for i in group]
         starts = [sequence.num_dispatched for sequence in sequences]
-        pages = [self._grow(sequence, start + 1) for sequence, start in zip(sequences, starts, strict=True)]
+        pages = [
+            self._grow(sequence, start + 1)
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
         new_pages = tuple((i, own) for i, own in enumerate(pages) if any(own))
         ids = tuple(sequence.seq_id for sequence in sequences)
-        self.send(self._batch((), DecodeColumns(ids, tuple(starts), tuple(self.last[i] for i in ids), new_pages)))
+        self.send(
+            self._batch(
+                (), DecodeColumns(ids, tuple(starts), tuple(self.last[i] for i in ids), new_pages)
+            )
+        )
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -157,7 +178,9 @@ def tokens_per_s(size: Size, num_stages: int, *groups: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -166,12 +189,20 @@ def main() -> int:
     size = Size(options.device, options.small)
     (alone,) = tokens_per_s(size, 1, 1)
     shared, divided = tokens_per_s(size, STAGES, 1, STAGES)
-    target = at_least(f"{STAGES} stages on one GPU over the direct link, batch {BATCH}", shared / alone, TARGET)
+    target = at_least(
+        f"{STAGES} stages on one GPU over the direct link, batch {BATCH}", shared / alone, TARGET
+    )
     detail = (
         f"{shared:.0f} tokens/s against {alone:.0f} of one stage, processes without Ray; "
         f"{divided:.0f} with {STAGES} micro-batches of {BATCH // STAGES} in flight"
     )
-    row = {"name": target.name, "figure": target.shown, "wanted": target.wanted, "holds": target.is_met, "detail": detail}
+    row = {
+        "name": target.name,
+        "figure": target.shown,
+        "wanted": target.wanted,
+        "holds": target.is_met,
+        "detail": detail,
+    }
     print(row)
     if options.json:
         options.json.write_text(json.dumps([row]))

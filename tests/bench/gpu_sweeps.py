@@ -1,4 +1,5 @@
-"""Times of our own kernels on a GPU for many block sizes, to choose the few that are tried when a stage loads.
+"""Times of our own kernels on a GPU for many block sizes, to choose the few that are tried when a
+stage loads.
 
     python tests/bench/gpu_sweeps.py decode|gemv [--device cuda] [--small] [--json FILE]
 
@@ -18,13 +19,16 @@ from gpu_kernels import OUT_OF_CACHE, Rows
 from targets import exit_status
 from torch.nn import functional as F
 
-CASES = ((1, 1100), (4, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000))  # single tokens, and keys of each
+# single tokens, and keys of each
+CASES = ((1, 1100), (4, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000))
 VARIANTS = ((64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2), (32, 2, 3))
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
 def decode(rows: Rows) -> None:
-    """Time the split-K decode kernel of Mistral 7B's heads by page size, block, warps, stages and parts."""
+    """Time the split-K decode kernel of Mistral 7B's heads by page size, block, warps, stages and
+    parts.
+    """
     from tramontane.proto.plan import WindowClass
     from tramontane.workers.attention.metadata import build_decode_metadata
     from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
@@ -41,13 +45,33 @@ def decode(rows: Rows) -> None:
             caches = [LayerCache(rows.random(*shape), rows.random(*shape)) for _ in range(copies)]
             q_BHd = rows.random(batch, 32, 128)
             positions = torch.full((batch,), keys - 1, device=device)
-            index = build_decode_metadata(ring, torch.arange(batch, device=device), positions, 0, [])
+            index = build_decode_metadata(
+                ring, torch.arange(batch, device=device), positions, 0, []
+            )
             for block, warps, stages in VARIANTS:
                 for parts in (each for each in PARTS if 16 <= batch * each <= 256):
                     kernel = SplitKDecode(8, block, parts, warps, stages)
-                    took = rows.us([partial(kernel.attend, q_BHd, cached, kernel.build_mask(index)) for cached in caches])
-                    sizes = {"page": page_size, "block": block, "warps": warps, "stages": stages, "parts": parts}
-                    rows.add(what="split-K", batch=batch, keys=keys, **sizes, us=took, tb_per_s=batch * keys * 4096 / took / 1e6)
+                    took = rows.us(
+                        [
+                            partial(kernel.attend, q_BHd, cached, kernel.build_mask(index))
+                            for cached in caches
+                        ]
+                    )
+                    sizes = {
+                        "page": page_size,
+                        "block": block,
+                        "warps": warps,
+                        "stages": stages,
+                        "parts": parts,
+                    }
+                    rows.add(
+                        what="split-K",
+                        batch=batch,
+                        keys=keys,
+                        **sizes,
+                        us=took,
+                        tb_per_s=batch * keys * 4096 / took / 1e6,
+                    )
 
 
 def gemv(rows: Rows) -> None:
@@ -70,7 +94,9 @@ JOBS = {"decode": decode, "gemv": gemv}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")

@@ -1,14 +1,18 @@
-"""Benchmark of streams while clients send the largest bodies of the shapes that cost a server the most.
+"""Benchmark of streams while clients send the largest bodies of the shapes that cost a server the
+most.
 
-    python tests/bench/hostile.py [--seconds 20] [--streams 4] [--clients 2] [--only "list of lists"] [--json]
+    python tests/bench/hostile.py [--seconds 20] [--streams 4] [--clients 2] [--only "list of
+    lists"] [--json]
 
-``tramontane serve`` with the demo model on two stages. First the streams alone, for ``--seconds``; then while ``--clients``
-processes send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 2 MiB over gRPC, one after
-the other. A gap is the time between two chunks of one stream. Everything shares this machine's cores; the clients, which take
-as much CPU time to make a body as the server to refuse it, have a low priority.
+``tramontane serve`` with the demo model on two stages. First the streams alone, for ``--seconds``;
+then while ``--clients`` processes send every body of ``tests/support/hostile_bodies.py`` once, of 8
+MiB over HTTP and 2 MiB over gRPC, one after the other. A gap is the time between two chunks of one
+stream. Everything shares this machine's cores; the clients, which take as much CPU time to make a
+body as the server to refuse it, have a low priority.
 
-Before that, an API server without Ray (``tests/support/lag_server.py``) gets the same bodies, and requests with the largest
-answers of log-probabilities and experts, one at a time. It measures for how long its event loop does not run.
+Before that, an API server without Ray (``tests/support/lag_server.py``) gets the same bodies, and
+requests with the largest answers of log-probabilities and experts, one at a time. It measures for
+how long its event loop does not run.
 """
 
 import argparse
@@ -55,7 +59,9 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Attempt:
-    """One hostile body; times by the monotonic clock, which processes share. ``outcome`` is empty if it was answered."""
+    """One hostile body; times by the monotonic clock, which processes share. ``outcome`` is empty
+    if it was answered.
+    """
 
     name: str
     began: float
@@ -73,7 +79,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds; ``during`` names the bodies that the server had in the longest gap, ``slowest`` the one that took longest."""
+    """Seconds; ``during`` names the bodies that the server had in the longest gap, ``slowest`` the
+    one that took longest.
+    """
 
     gap_alone: float
     gap_attacked: float
@@ -89,7 +97,10 @@ class Figures:
 async def stream(port: int, gaps: list[Gap], stopping: asyncio.Event) -> None:
     """Stream one answer after the other."""
     data = json.dumps(STREAM).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length:"
+        f" {len(data)}\r\nConnection: close\r\n\r\n"
+    )
     while not stopping.is_set():
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + data)
@@ -113,18 +124,31 @@ def hostile_requests() -> Iterator[tuple[str, str, bytes]]:
 
 
 def lag_requests() -> Iterator[tuple[str, str, bytes]]:
-    """Yield the hostile requests, then those with large answers, for which the server makes its tokens at the first one."""
+    """Yield the hostile requests, then those with large answers, for which the server makes its
+    tokens at the first one.
+    """
     yield from hostile_requests()
-    answers = [(name, path, json.dumps(body).encode()) for name, path, body in large_answers.requests()]
+    answers = [
+        (name, path, json.dumps(body).encode()) for name, path, body in large_answers.requests()
+    ]
     for each in [*answers, *large_answers.messages()]:
         yield from (each, each)
 
 
-def measure_lags(port: int, grpc_port: int, seconds: float, only: str) -> tuple[dict[str, float], float]:
-    """Return for how many seconds the event loop did not run, by request, and the longest without requests."""
+def measure_lags(
+    port: int, grpc_port: int, seconds: float, only: str
+) -> tuple[dict[str, float], float]:
+    """Return for how many seconds the event loop did not run, by request, and the longest without
+    requests.
+    """
     options = [("grpc.max_receive_message_length", -1)]
-    with tempfile.TemporaryDirectory() as folder, grpc.insecure_channel(f"127.0.0.1:{grpc_port}", options) as channel:
-        server = subprocess.Popen([sys.executable, str(LAG_SERVER), str(port), str(grpc_port), folder])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        grpc.insecure_channel(f"127.0.0.1:{grpc_port}", options) as channel,
+    ):
+        server = subprocess.Popen(
+            [sys.executable, str(LAG_SERVER), str(port), str(grpc_port), folder]
+        )
         try:
             wait_until_started(port)
             take_lag(port)
@@ -133,7 +157,11 @@ def measure_lags(port: int, grpc_port: int, seconds: float, only: str) -> tuple[
             for name, target, content in lag_requests():
                 if only in name:
                     over_http = target.startswith("/")
-                    failure = send_over_http(port, target, content) if over_http else send_over_grpc(channel, target, content)
+                    failure = (
+                        send_over_http(port, target, content)
+                        if over_http
+                        else send_over_grpc(channel, target, content)
+                    )
                     assert not failure, (name, failure)
                     lags[f"{name} to {target}"] = take_lag(port)
             return lags, alone
@@ -166,7 +194,12 @@ def wait_until_started(port: int) -> None:
 def send_over_http(port: int, path: str, body: bytes) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", path, body, {"content-type": FORM if path == "/v1/files" else "application/json"})
+        connection.request(
+            "POST",
+            path,
+            body,
+            {"content-type": FORM if path == "/v1/files" else "application/json"},
+        )
         response = connection.getresponse()
         response.read()
         status = response.status
@@ -179,7 +212,9 @@ def send_over_http(port: int, path: str, body: bytes) -> str:
 
 def send_over_grpc(channel: grpc.Channel, method: str, message: bytes) -> str:
     make = channel.unary_stream if method == "Generate" else channel.unary_unary
-    call = make(f"/tramontane.v1.Inference/{method}", request_serializer=None, response_deserializer=None)
+    call = make(
+        f"/tramontane.v1.Inference/{method}", request_serializer=None, response_deserializer=None
+    )
     try:
         answer = call(message, timeout=TIMEOUT_S)
         for _ in answer if method == "Generate" else ():
@@ -198,12 +233,18 @@ def send_share(share: slice, only: str, port: int, grpc_port: int) -> list[Attem
         for name, target, content in itertools.islice(chosen, share.start, None, share.step):
             began = time.monotonic()
             over_http = target.startswith("/")
-            outcome = send_over_http(port, target, content) if over_http else send_over_grpc(channel, target, content)
+            outcome = (
+                send_over_http(port, target, content)
+                if over_http
+                else send_over_grpc(channel, target, content)
+            )
             attempts.append(Attempt(f"{name} to {target}", began, time.monotonic(), outcome))
     return attempts
 
 
-async def measure(port: int, grpc_port: int, seconds: float, num_streams: int, num_clients: int, only: str) -> Figures:
+async def measure(
+    port: int, grpc_port: int, seconds: float, num_streams: int, num_clients: int, only: str
+) -> Figures:
     gaps: list[Gap] = []
     stopping = asyncio.Event()
     streams = [asyncio.create_task(stream(port, gaps, stopping)) for _ in range(num_streams)]
@@ -214,11 +255,15 @@ async def measure(port: int, grpc_port: int, seconds: float, num_streams: int, n
     console.print(f"longest gap alone {alone:.3f} s; sending bodies ...", style="dim")
     context, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
     clients = [ProcessPoolExecutor(1, context) for _ in range(num_clients)]
-    await asyncio.gather(*(loop.run_in_executor(client, os.nice, NICE) for client in clients))  # once they have started
+    # once they have started
+    await asyncio.gather(*(loop.run_in_executor(client, os.nice, NICE) for client in clients))
     gaps.clear()
     shares = [slice(number, None, num_clients) for number in range(num_clients)]
     sending = zip(clients, shares, strict=True)
-    sent = [loop.run_in_executor(client, send_share, share, only, port, grpc_port) for client, share in sending]
+    sent = [
+        loop.run_in_executor(client, send_share, share, only, port, grpc_port)
+        for client, share in sending
+    ]
     attempts = list(itertools.chain.from_iterable(await asyncio.gather(*sent)))
     stopping.set()
     ended = max(each.ended for each in attempts)
@@ -237,14 +282,29 @@ def figures_of(alone: float, gaps: Sequence[Gap], attempts: Sequence[Attempt]) -
     began = longest.ended - longest.seconds
     during = [each.name for each in attempts if each.began < longest.ended and each.ended > began]
     failed = [f"{each.name}: {each.outcome}" for each in attempts if each.outcome]
-    return Figures(alone, longest.seconds, during, len(attempts), slowest.name, slowest.ended - slowest.began, failed)
+    return Figures(
+        alone,
+        longest.seconds,
+        during,
+        len(attempts),
+        slowest.name,
+        slowest.ended - slowest.began,
+        failed,
+    )
 
 
-def run(port: int, grpc_port: int, seconds: float, num_streams: int, num_clients: int, only: str) -> Figures:
+def run(
+    port: int, grpc_port: int, seconds: float, num_streams: int, num_clients: int, only: str
+) -> Figures:
     console.print("measuring the event loop of an API server without Ray ...", style="dim")
     lags, lag_alone = measure_lags(port, grpc_port, seconds, only)
     with tempfile.TemporaryDirectory() as folder:
-        jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
+        jobs = (
+            "--jobs-database",
+            f"sqlite:///{folder}/jobs.sqlite",
+            "--jobs-storage",
+            f"{folder}/jobs",
+        )
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1")
         command = [sys.executable, "-c", ENTRY, "serve", *more, *ports, *jobs]
@@ -269,9 +329,15 @@ def table_of(figures: Figures) -> Table:
     table.add_row("bodies sent", str(figures.bodies))
     table.add_row("slowest answer", f"{figures.slowest_s:.1f} s: {figures.slowest}")
     table.add_row("failed", "\n".join(figures.failed[:20]))
-    table.add_row("event loop: longest time that it did not run, without requests", f"{1e3 * figures.lag_alone:.0f} ms")
+    table.add_row(
+        "event loop: longest time that it did not run, without requests",
+        f"{1e3 * figures.lag_alone:.0f} ms",
+    )
     worst = sorted(figures.lags.items(), key=lambda lag: lag[1], reverse=True)[:SHOWN_LAGS]
-    table.add_row("longest during requests", "\n".join(f"{1e3 * seconds:.0f} ms: {name}" for name, seconds in worst))
+    table.add_row(
+        "longest during requests",
+        "\n".join(f"{1e3 * seconds:.0f} ms: {name}" for name, seconds in worst),
+    )
     return table
 
 
@@ -280,21 +346,40 @@ def targets(figures: Figures) -> list[Target]:
     return [
         at_most("longest gap during hostile bodies, above without", longer, MAX_LONGER_S, "s"),
         none_of("bodies without an answer", figures.failed),
-        at_most("longest time that the event loop did not run", max(figures.lags.values()), MAX_LAG_S, "s"),
+        at_most(
+            "longest time that the event loop did not run",
+            max(figures.lags.values()),
+            MAX_LAG_S,
+            "s",
+        ),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the bodies whose names have this text in them")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only the bodies whose names have this text in them",
+    )
     parser.add_argument("--port", type=int, default=8776)
     parser.add_argument("--grpc-port", type=int, default=9776)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = run(options.port, options.grpc_port, options.seconds, options.streams, options.clients, options.only)
+    figures = run(
+        options.port,
+        options.grpc_port,
+        options.seconds,
+        options.streams,
+        options.clients,
+        options.only,
+    )
     conclude(targets(figures), table_of(figures), data=asdict(figures), as_json=options.json)
 
 

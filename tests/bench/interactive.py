@@ -2,9 +2,10 @@
 
     python tests/bench/interactive.py [--requests 40] [--json]
 
-``tramontane serve`` with the demo model on two stages and 16 slots. Streams of 8 tokens run one after the other: on the idle
-server, then during a job with far more lines than slots, whose prompts are at least as long as those of the streams. The
-duration of a micro-batch is the streams' own time between tokens: a sequence gets one token per round.
+``tramontane serve`` with the demo model on two stages and 16 slots. Streams of 8 tokens run one
+after the other: on the idle server, then during a job with far more lines than slots, whose prompts
+are at least as long as those of the streams. The duration of a micro-batch is the streams' own time
+between tokens: a sequence gets one token per round.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from rich.table import Table
 from targets import Target, at_most, conclude
 
 LINES, SLOTS, MAX_TOKENS = 20_000, 16, 8
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
+WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
 console = Console(stderr=True, highlight=False)
 
 
@@ -42,11 +43,20 @@ class Waits:
 
 def one_stream(url: str, prompt: str) -> tuple[float, list[float]]:
     """Return the seconds until the first token, and between the others."""
-    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     began = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
-        times = [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
-    return times[0] - began, [(times[-1] - times[0]) / (MAX_TOKENS - 1)]  # tokens may travel together
+        times = [
+            time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")
+        ]
+    # tokens may travel together
+    return times[0] - began, [(times[-1] - times[0]) / (MAX_TOKENS - 1)]
 
 
 def streams(url: str, count: int, rng: random.Random) -> Waits:
@@ -67,7 +77,16 @@ def job(rng: random.Random) -> bytes:
             "temperature": 0,
             "ignore_eos": True,
         }
-        lines.append(json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}))
+        lines.append(
+            json.dumps(
+                {
+                    "custom_id": f"r{number}",
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": body,
+                }
+            )
+        )
     return "\n".join(lines).encode()
 
 
@@ -95,14 +114,18 @@ def targets(idle: Waits, loaded: Waits) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     idle, loaded = measure(options.requests)
     table = Table("", "TTFT, median", "worst", "between tokens")
     for name, waits in (("idle", idle), ("during a job", loaded)):
-        table.add_row(name, f"{waits.ttft:.0f} ms", f"{waits.worst_ttft:.0f} ms", f"{waits.itl:.0f} ms")
+        table.add_row(
+            name, f"{waits.ttft:.0f} ms", f"{waits.worst_ttft:.0f} ms", f"{waits.itl:.0f} ms"
+        )
     data = {"idle": asdict(idle), "next_to_a_batch": asdict(loaded)}
     conclude(targets(idle, loaded), table, data=data, as_json=options.json)
 

@@ -1,12 +1,15 @@
-"""Benchmark of a hop between two stages, and of the throughput of four stages, by each way of hidden states.
+"""Benchmark of a hop between two stages, and of the throughput of four stages, by each way of
+hidden states.
 
     python tests/bench/link.py [--steps 200] [--rounds 3] [--json]
 
-Every stage has a raylet with an object store of its own, as on four machines. Actors and chains are real; only the
-computation is modelled: every stage sleeps for 5 ms, so that only the links use the cores. The ways are inline (a limit
-above all sizes), plasma (a limit below all sizes) and direct. A hop is the time between the end of one stage's computation and
-the beginning of the next one's, by this machine's clock, with one micro-batch in flight. An interval is the time per
-micro-batch with stages + 1 of them in flight. Rounds alternate between two clusters; figures are medians over the rounds.
+Every stage has a raylet with an object store of its own, as on four machines. Actors and chains are
+real; only the computation is modelled: every stage sleeps for 5 ms, so that only the links use the
+cores. The ways are inline (a limit above all sizes), plasma (a limit below all sizes) and direct. A
+hop is the time between the end of one stage's computation and the beginning of the next one's, by
+this machine's clock, with one micro-batch in flight. An interval is the time per micro-batch with
+stages + 1 of them in flight. Rounds alternate between two clusters; figures are medians over the
+rounds.
 """
 
 import argparse
@@ -26,7 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: of a cluster that is gone at the end
+# before ray is imported: of a cluster that is gone at the end
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import ray
 from ray.actor import ActorHandle
@@ -47,8 +51,10 @@ from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 STAGES = 4
 COMPUTE_S = 0.005
 DIM = 2048  # of float32: 8 KiB per token
-SIZES = {"8 KiB": 1, "128 KiB": 16, "512 KiB": 64, "1 MiB": 128, "2 MiB": 256, "4 MiB": 512}  # tokens
-HOP_TARGETS_MS: dict[str, dict[str, float]] = {  # of the object store by the way that the shipped limit chooses
+# tokens
+SIZES = {"8 KiB": 1, "128 KiB": 16, "512 KiB": 64, "1 MiB": 128, "2 MiB": 256, "4 MiB": 512}
+# of the object store by the way that the shipped limit chooses
+HOP_TARGETS_MS: dict[str, dict[str, float]] = {
     "direct": {"8 KiB": 0.15, "128 KiB": 0.25, "2 MiB": 1.0},
     "inline": {"8 KiB": 0.9, "128 KiB": 2.4},
     "plasma": {"2 MiB": 2.9},
@@ -56,13 +62,16 @@ HOP_TARGETS_MS: dict[str, dict[str, float]] = {  # of the object store by the wa
 INTERVAL_TARGETS_MS = {"8 KiB": 5.8, "128 KiB": 6.5}
 CHAINS = {"object-store": ObjectStoreStageChain, "direct": DirectStageChain}
 # Of a cluster with each limit, in bytes: the ways that it measures, with their links.
-CLUSTERS: dict[int, dict[str, Link]] = {2**23: {"inline": "object-store", "direct": "direct"}, 2**12: {"plasma": "object-store"}}
+CLUSTERS: dict[int, dict[str, Link]] = {
+    2**23: {"inline": "object-store", "direct": "direct"},
+    2**12: {"plasma": "object-store"},
+}
 
 
 class SleepingStage(StageActor):
     """A stage that sleeps instead of computing."""
 
-    def _load(self) -> Any:  # noqa: ANN401
+    def _load(self) -> Any:
         import torch
 
         from tramontane.workers.stage.activation import Activation, PendingOutcome
@@ -77,7 +86,9 @@ class SleepingStage(StageActor):
             worker.check_order(batch)
             worker.next_step_id += 1
             time.sleep(COMPUTE_S)
-            timing = StageTiming(worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
+            timing = StageTiming(
+                worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens
+            )
             timings = (*(incoming.timings if incoming else ()), timing)
             if worker.plan.is_last:
                 result = StepResult(batch.epoch, batch.step_id, (), timings)
@@ -105,7 +116,10 @@ def _stages(plan: PipelinePlan) -> Iterator[list["ActorHandle[Any]"]]:
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import benchmarks
     kind = remote_stage_class(SleepingStage).options(num_cpus=1)
-    yield [kind.remote(stage, WorkerSettings(RandomWeights(), "cpu", threads=1)) for stage in plan.stages]
+    yield [
+        kind.remote(stage, WorkerSettings(RandomWeights(), "cpu", threads=1))
+        for stage in plan.stages
+    ]
 
 
 async def _run(
@@ -121,12 +135,17 @@ async def _run(
             started = started or time.perf_counter()
         if step_id < num_steps:
             chunk = Chunk(0, 0, (1,) * num_tokens, ((),), None, False)
-            waiting.append(asyncio.ensure_future(chain.submit(MicroBatch(epoch, step_id, (chunk,)))))
+            waiting.append(
+                asyncio.ensure_future(chain.submit(MicroBatch(epoch, step_id, (chunk,))))
+            )
     return results, time.perf_counter() - started
 
 
-def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_steps: int) -> Figures:
-    chain = CHAINS[link](stages, stages[0], "bench")  # the first stage is no supervisor, but ``fence`` is never called
+def measure(
+    stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_steps: int
+) -> Figures:
+    # the first stage is no supervisor, but ``fence`` is never called
+    chain = CHAINS[link](stages, stages[0], "bench")
 
     def run(in_flight: int) -> tuple[list[StepResult], float]:
         epoch = time.time_ns()
@@ -134,15 +153,25 @@ def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_s
         return asyncio.run(_run(chain, epoch, num_tokens, num_steps, in_flight))
 
     alone, _ = run(1)
-    hops = [later.started_at - earlier.ended_at for result in alone for earlier, later in pairwise(result.timings)]
+    hops = [
+        later.started_at - earlier.ended_at
+        for result in alone
+        for earlier, later in pairwise(result.timings)
+    ]
     _, seconds = run(STAGES + 1)
     return Figures(statistics.median(hops) * 1000, seconds / (num_steps - 1) * 1000)
 
 
 @contextmanager
 def _raylets(limit: int) -> Iterator[None]:
-    """Start a raylet for each stage, in a cluster whose results of ``limit`` bytes go through plasma."""
-    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": {**RAY_SETTINGS, INLINE_LIMIT: limit}}
+    """Start a raylet for each stage, in a cluster whose results of ``limit`` bytes go through
+    plasma.
+    """
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "_system_config": {**RAY_SETTINGS, INLINE_LIMIT: limit},
+    }
     nodes = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(STAGES - 1):
         nodes.add_node(num_cpus=1)
@@ -159,12 +188,18 @@ def run(num_steps: int, num_rounds: int) -> dict[tuple[str, str], Figures]:
     found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     for limit in (limit for _ in range(num_rounds) for limit in CLUSTERS):
         with _raylets(limit), _stages(_plan()) as stages:
-            for is_warm, size, (way, link) in product((False, True), SIZES, CLUSTERS[limit].items()):
+            for is_warm, size, (way, link) in product(
+                (False, True), SIZES, CLUSTERS[limit].items()
+            ):
                 figures = measure(stages, link, SIZES[size], num_steps if is_warm else 2 * STAGES)
                 if is_warm:
                     found[size, way].append(figures)
             _check_ways(stages, set(CLUSTERS[limit]))
-    return {(size, way): _median(found[size, way]) for size in SIZES for way in ("inline", "plasma", "direct")}
+    return {
+        (size, way): _median(found[size, way])
+        for size in SIZES
+        for way in ("inline", "plasma", "direct")
+    }
 
 
 def _check_ways(stages: list["ActorHandle[Any]"], ways: set[str]) -> None:
@@ -174,20 +209,31 @@ def _check_ways(stages: list["ActorHandle[Any]"], ways: set[str]) -> None:
 
 
 def _median(figures: list[Figures]) -> Figures:
-    return Figures(statistics.median(f.hop_ms for f in figures), statistics.median(f.interval_ms for f in figures))
+    return Figures(
+        statistics.median(f.hop_ms for f in figures),
+        statistics.median(f.interval_ms for f in figures),
+    )
 
 
 def targets(figures: dict[tuple[str, str], Figures]) -> list[Target]:
     found = []
     for way, limits in HOP_TARGETS_MS.items():
-        found += [at_most(f"hop, {size}, {way}", figures[size, way].hop_ms, limit, "ms") for size, limit in limits.items()]
+        found += [
+            at_most(f"hop, {size}, {way}", figures[size, way].hop_ms, limit, "ms")
+            for size, limit in limits.items()
+        ]
         in_time = {size: limit for size, limit in INTERVAL_TARGETS_MS.items() if size in limits}
-        found += [at_most(f"interval, {size}, {way}", figures[size, way].interval_ms, ms, "ms") for size, ms in in_time.items()]
+        found += [
+            at_most(f"interval, {size}, {way}", figures[size, way].interval_ms, ms, "ms")
+            for size, ms in in_time.items()
+        ]
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")

@@ -1,15 +1,17 @@
 """Loading of a checkpoint onto a GPU in three ways.
 
 * ``mapped``: chunks of the mapped file, reordered on the CPU and copied to the GPU as they are.
-* ``safetensors``: the same chunks by the library's own ``safe_open(device=...)``; all further work on the GPU.
-* ``staged``: the engine's way: read into pinned memory and copied from there while the next chunk is read; all further work on
-  the GPU.
+* ``safetensors``: the same chunks by the library's own ``safe_open(device=...)``; all further work
+  on the GPU.
+* ``staged``: the engine's way: read into pinned memory and copied from there while the next chunk
+  is read; all further work on the GPU.
 
-A random checkpoint of Mistral 7B's width in a temporary folder, in both layouts (Mistral's rows of W_q and W_k have to be
-reordered); as stored, converted to float16, and in int8. ``cached``: all of it is in the page cache before; otherwise it was
-evicted. The bytes from the disk are counted: 1.00 is all of them, and much less means that the system has another cache. Every
-round uses every way once; figures are those of the fastest round. ``extra`` is the peak of the GPU's memory in addition to the
-weights.
+A random checkpoint of Mistral 7B's width in a temporary folder, in both layouts (Mistral's rows of
+W_q and W_k have to be reordered); as stored, converted to float16, and in int8. ``cached``: all of
+it is in the page cache before; otherwise it was evicted. The bytes from the disk are counted: 1.00
+is all of them, and much less means that the system has another cache. Every round uses every way
+once; figures are those of the fastest round. ``extra`` is the peak of the GPU's memory in addition
+to the weights.
 """
 
 import tempfile
@@ -36,7 +38,8 @@ from tramontane.workers.weights.tensor_reader import ReadRows, open_reader, read
 from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-EXTRA_LIMIT = 512 * 2**20  # chunks as stored, reordered, and in float32; independent of the number of layers
+# chunks as stored, reordered, and in float32; independent of the number of layers
+EXTRA_LIMIT = 512 * 2**20
 TARGETS: dict[str, tuple[str, Quantization | None]] = {
     "as stored": ("bfloat16", None),
     "to float16": ("float16", None),
@@ -96,8 +99,12 @@ def run(device: str, num_layers: int, rounds: int) -> list[Figures]:
     return figures
 
 
-def measure(folder: Path, layout: Layout, target: str, device: str, cached: bool, rounds: int) -> list[Figures]:
-    """Return the fastest round of each way. A first round is not counted: it initializes the GPU and pins memory for reuse."""
+def measure(
+    folder: Path, layout: Layout, target: str, device: str, cached: bool, rounds: int
+) -> list[Figures]:
+    """Return the fastest round of each way. A first round is not counted: it initializes the GPU
+    and pins memory for reuse.
+    """
     best: dict[str, Figures] = {}
     for number in range(rounds + 1):
         for name, way in WAYS.items():
@@ -108,7 +115,9 @@ def measure(folder: Path, layout: Layout, target: str, device: str, cached: bool
     return list(best.values())
 
 
-def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device: str, cached: bool) -> Figures:
+def _load(
+    folder: Path, layout: Layout, target: str, name: str, way: Way, device: str, cached: bool
+) -> Figures:
     found, args = Checkpoint(folder), read_model_args(folder)
     specs = largest_first(stage_tensors(args, range(args.n_layers), found.layout))
     dtype, quantize = TARGETS[target]
@@ -119,12 +128,16 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     num_read = 0
     with way(device) as rows_of:
         for spec in specs:
-            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), weights, device, {})
+            num_read += load_tensor(
+                state, spec, rows_of(found.files[spec.name], spec), weights, device, {}
+            )
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())
     extra = max(_peak_in_use(device) - before - held, 0)
-    return Figures(layout.value, target, name, cached, num_read, read_from_disk() - read_before, seconds, extra)
+    return Figures(
+        layout.value, target, name, cached, num_read, read_from_disk() - read_before, seconds, extra
+    )
 
 
 def _reset_memory_stats(device: str) -> None:
@@ -148,7 +161,9 @@ def _peak_in_use(device: str) -> int:
 
 
 def table(figures: list[Figures]) -> Table:
-    made = Table("configuration", "loaded", "cached", "way", "GiB", "from disk", "s", "GB/s", "extra MiB")
+    made = Table(
+        "configuration", "loaded", "cached", "way", "GiB", "from disk", "s", "GB/s", "extra MiB"
+    )
     for f in figures:
         sizes = (
             f"{f.stored / 2**30:.2f}",
@@ -156,5 +171,7 @@ def table(figures: list[Figures]) -> Table:
             f"{f.seconds:.2f}",
             f"{f.stored / f.seconds / 1e9:.2f}",
         )
-        made.add_row(f.layout, f.target, "yes" if f.cached else "no", f.way, *sizes, f"{f.extra / 2**20:.0f}")
+        made.add_row(
+            f.layout, f.target, "yes" if f.cached else "no", f.way, *sizes, f"{f.extra / 2**20:.0f}"
+        )
     return made

@@ -1,9 +1,11 @@
-"""Time that a stage takes to load, bytes that it reads and memory that it needs, relative to the bytes of its weights.
+"""Time that a stage takes to load, bytes that it reads and memory that it needs, relative to the
+bytes of its weights.
 
-A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is loaded by stage actors over
-Ray: in its own dtype, converted to float16, in float32 with matrices in their own dtype, in int8, and with random weights
-instead. It is evicted from the page cache before, so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``,
-which includes mapped pages). Memory is the peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` +
+A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is
+loaded by stage actors over Ray: in its own dtype, converted to float16, in float32 with matrices in
+their own dtype, in int8, and with random weights instead. It is evicted from the page cache before,
+so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``, which includes mapped pages).
+Memory is the peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` +
 ``RssFile`` (with mapped files), less the value before.
 """
 
@@ -33,7 +35,8 @@ from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
-ALWAYS_ALLOWED = 128 * 2**20  # buffers are a larger share of a stage of half a GiB, as with int8 here, than of seven GiB
+# buffers are a larger share of a stage of half a GiB, as with int8 here, than of seven GiB
+ALWAYS_ALLOWED = 128 * 2**20
 SAMPLE_EVERY_S = 0.002
 console = Console(stderr=True)
 
@@ -57,7 +60,9 @@ class Figures:
 
     @property
     def memory_ratio(self) -> float:
-        """Peak memory to what is allowed: 1.15 times the weights, or 128 MiB more than the weights."""
+        """Peak memory to what is allowed: 1.15 times the weights, or 128 MiB more than the
+        weights.
+        """
         allowed = max(MEMORY_LIMIT * self.weights, self.weights + ALWAYS_ALLOWED)
         return max(self.peak_own, self.peak_with_files) / allowed
 
@@ -75,9 +80,15 @@ class MeasuredStage(StageActor):
             worker = super()._load()
         seconds = time.perf_counter() - started
         read = read_from_disk() - read_before
-        own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
+        own, with_files = (
+            max(each) - start
+            for each, start in zip(zip(*samples, strict=True), before, strict=True)
+        )
         size = self._plan.weight_bytes
-        stored = sum(spec.stored_bytes(self._plan.args.dtype) for spec in stage_tensors(self._plan.args, self._plan.layers))
+        stored = sum(
+            spec.stored_bytes(self._plan.args.dtype)
+            for spec in stage_tensors(self._plan.args, self._plan.layers)
+        )
         self._figures = Figures(seconds, size, stored, self._bytes_read, read, own, with_files)
         return worker
 
@@ -105,20 +116,30 @@ def _sampled() -> Iterator[list[tuple[int, int]]]:
 def _memory() -> tuple[int, int]:
     """Return this process's bytes in memory: private ones, and these with mapped files."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    size = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssFile:")}
+    size = {
+        words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssFile:")
+    }
     return size["RssAnon:"], size["RssAnon:"] + size["RssFile:"]
 
 
-def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> PipelinePlan:
+def plan_for(
+    args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None
+) -> PipelinePlan:
     """Make a plan with a cache for one short sequence only, since caches are not measured."""
-    return make_plan(args, PlanRequest((StageBudget(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
+    return make_plan(
+        args,
+        PlanRequest((StageBudget(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize),
+    )
 
 
 def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
     if isinstance(weights, Path):
         evict_page_cache(weights)
     settings = WorkerSettings(weights, "cpu", threads=1)
-    stages = [remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, settings) for stage in plan.stages]
+    stages = [
+        remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, settings)
+        for stage in plan.stages
+    ]
     wait_until_ready(stages)
     figures: list[Figures] = ray.get([stage.figures.remote() for stage in stages])
     for stage in stages:
@@ -149,10 +170,19 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
 
 
 def table(figures: dict[str, list[Figures]]) -> Table:
-    table = Table("loaded", "stage", "seconds", "MiB", "requested", "from disk", "peak, own", "with files")
+    table = Table(
+        "loaded", "stage", "seconds", "MiB", "requested", "from disk", "peak, own", "with files"
+    )
     for name, stages in figures.items():
         for number, f in enumerate(stages, start=1):
             read = (f"{n / f.stored:.3f}" for n in (f.requested, f.from_disk))
             peaks = (f"{n / f.weights:.3f}" for n in (f.peak_own, f.peak_with_files))
-            table.add_row(name, f"{number}/{len(stages)}", f"{f.seconds:.1f}", f"{f.weights / 2**20:.0f}", *read, *peaks)
+            table.add_row(
+                name,
+                f"{number}/{len(stages)}",
+                f"{f.seconds:.1f}",
+                f"{f.weights / 2**20:.0f}",
+                *read,
+                *peaks,
+            )
     return table

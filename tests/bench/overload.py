@@ -1,10 +1,12 @@
 """Benchmark of a server under ten times the requests that it can answer.
 
-    python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--options "--itl-target-ms 20"] [--json]
+    python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--options
+    "--itl-target-ms 20"] [--json]
 
-``tramontane serve`` with the demo model on two stages, ``--places`` slots and 16 places in the waiting queue. First one stream
-alone; then as many clients as slots, each with the next request after its answer, which gives the capacity; then ``--times`` as
-many requests per second as this capacity, at a fixed rate. Everything shares this machine's cores.
+``tramontane serve`` with the demo model on two stages, ``--places`` slots and 16 places in the
+waiting queue. First one stream alone; then as many clients as slots, each with the next request
+after its answer, which gives the capacity; then ``--times`` as many requests per second as this
+capacity, at a fixed rate. Everything shares this machine's cores.
 """
 
 import argparse
@@ -35,14 +37,21 @@ TITLES = {
     "router": "ray::ServeReplica:tramontane:Router",
 }
 QUEUED, MAX_TOKENS = 16, 32
-BODY = {"prompt": "ROMEO: speak, my lord, what news from Rome?", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+BODY = {
+    "prompt": "ROMEO: speak, my lord, what news from Rome?",
+    "max_tokens": MAX_TOKENS,
+    "ignore_eos": True,
+    "stream": True,
+}
 MAX_REFUSAL_S, MAX_ITL_RATIO, MAX_GROWTH = 0.05, 1.5, 1.1
 console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``seconds`` until its end; ``itl`` is the mean time between tokens, of which several may arrive together."""
+    """``seconds`` until its end; ``itl`` is the mean time between tokens, of which several may
+    arrive together.
+    """
 
     status: int
     seconds: float
@@ -76,7 +85,10 @@ async def request(port: int) -> Answer:
     status, retry_after = 0, 0
     with suppress(OSError):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length:"
+            f" {len(data)}\r\nConnection: close\r\n\r\n"
+        )
         writer.write(head.encode() + data)
         while line := await reader.readline():
             if line.startswith(b"HTTP/"):
@@ -107,7 +119,9 @@ async def open_loop(port: int, per_s: float, seconds: float) -> list[Answer]:
     began = time.perf_counter()
     requests: list[asyncio.Task[Answer]] = []
     while (now := time.perf_counter() - began) < seconds:
-        requests += [asyncio.create_task(request(port)) for _ in range(int(now * per_s) + 1 - len(requests))]
+        requests += [
+            asyncio.create_task(request(port)) for _ in range(int(now * per_s) + 1 - len(requests))
+        ]
         await asyncio.sleep(max(0.0, began + len(requests) / per_s - time.perf_counter()))
     return list(await asyncio.gather(*requests))
 
@@ -117,7 +131,11 @@ def rss(server: psutil.Process) -> dict[str, float]:
     for process in server.children(recursive=True):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline())
-            found |= {name: process.memory_info().rss / 2**20 for name, start in TITLES.items() if title.startswith(start)}
+            found |= {
+                name: process.memory_info().rss / 2**20
+                for name, start in TITLES.items()
+                if title.startswith(start)
+            }
     return found
 
 
@@ -131,13 +149,17 @@ def median_itl(answers: Sequence[Answer]) -> float:
     return statistics.median(a.itl for a in answers if a.status == 200) * 1000
 
 
-async def measure(port: int, server: psutil.Process, seconds: float, times: float, slots: int) -> Figures:
+async def measure(
+    port: int, server: psutil.Process, seconds: float, times: float, slots: int
+) -> Figures:
     await closed_loop(port, slots, 5)  # trains the policy's cost model
     alone = await closed_loop(port, 1, seconds / 4)
     console.print("as many clients as slots ...", style="dim")
     full = await closed_loop(port, slots, seconds / 4)
     capacity = len(full) / (seconds / 4)
-    console.print(f"{times:g} times {capacity:.1f} requests per second, for {seconds:g} s ...", style="dim")
+    console.print(
+        f"{times:g} times {capacity:.1f} requests per second, for {seconds:g} s ...", style="dim"
+    )
     samples: list[dict[str, float]] = []
     watching = asyncio.create_task(sample_memory(server, samples))
     answers = await open_loop(port, times * capacity, seconds)
@@ -158,16 +180,44 @@ async def measure(port: int, server: psutil.Process, seconds: float, times: floa
         median_itl(alone),
         median_itl(full),
         median_itl(answers),
-        {name: (early[name], samples[-1][name], max(sample[name] for sample in samples)) for name in TITLES},
+        {
+            name: (early[name], samples[-1][name], max(sample[name] for sample in samples))
+            for name in TITLES
+        },
     )
 
 
 def run(port: int, seconds: float, times: float, slots: int, options: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
-        jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
+        jobs = (
+            "--jobs-database",
+            f"sqlite:///{folder}/jobs.sqlite",
+            "--jobs-storage",
+            f"{folder}/jobs",
+        )
         bounds = ("--max-num-seqs", str(slots), "--max-queued-requests", str(QUEUED))
-        more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--port", str(port), "--grpc-port", "0")
-        command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs, *shlex.split(options)]
+        more = (
+            "--dtype",
+            "float32",
+            "--stages",
+            "2",
+            "--threads-per-stage",
+            "1",
+            "--port",
+            str(port),
+            "--grpc-port",
+            "0",
+        )
+        command = [
+            sys.executable,
+            "-c",
+            ENTRY,
+            "serve",
+            *more,
+            *bounds,
+            *jobs,
+            *shlex.split(options),
+        ]
         console.print("starting the server ...", style="dim")
         server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         try:
@@ -185,7 +235,9 @@ def table_of(figures: Figures) -> Table:
     table.add_row("answers per second at capacity", f"{figures.capacity_per_s:.1f}")
     counts = f"{figures.requested}, {figures.answered}, {figures.refused}, {figures.other}"
     table.add_row("requests: sent, answered, refused, other", counts)
-    refusals = f"{figures.refusal_median:.0f}, {figures.refusal_p99:.0f}, {figures.refusal_worst:.0f} ms"
+    refusals = (
+        f"{figures.refusal_median:.0f}, {figures.refusal_p99:.0f}, {figures.refusal_worst:.0f} ms"
+    )
     table.add_row("refusal: median, 99th percentile, worst", refusals)
     table.add_row("Retry-After", "{} to {} s".format(*figures.retry_after))
     itls = f"{figures.itl_alone:.0f}, {figures.itl_full:.0f}, {figures.itl_overload:.0f} ms"
@@ -201,7 +253,9 @@ def targets(figures: Figures) -> list[Target]:
     return [
         at_most("requests neither answered nor refused", figures.other, 0),
         at_most("refusal, median", figures.refusal_median, 1000 * MAX_REFUSAL_S, "ms"),
-        at_most("ITL overloaded / alone", figures.itl_overload / figures.itl_alone, MAX_ITL_RATIO, "x"),
+        at_most(
+            "ITL overloaded / alone", figures.itl_overload / figures.itl_alone, MAX_ITL_RATIO, "x"
+        ),
         *(
             at_most(f"memory of {name}, at the end / after 5 s", late / early, MAX_GROWTH, "x")
             for name, (early, late, _) in figures.memory.items()
@@ -210,10 +264,14 @@ def targets(figures: Figures) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0)
-    parser.add_argument("--places", type=int, default=8, help="number of slots (--max-num-seqs of tramontane serve)")
+    parser.add_argument(
+        "--places", type=int, default=8, help="number of slots (--max-num-seqs of tramontane serve)"
+    )
     parser.add_argument("--options", default="", help="further options of tramontane serve")
     parser.add_argument("--port", type=int, default=8774)
     parser.add_argument("--json", action="store_true")

@@ -1,4 +1,6 @@
-"""transformers' ``generate``, in its own environment (see peers.py). Prints seconds by number of prompts."""
+"""transformers' ``generate``, in its own environment (see peers.py). Prints seconds by number of
+prompts.
+"""
 
 import argparse
 import json
@@ -19,7 +21,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     architecture = transformers.AutoConfig.from_pretrained(options.model).architectures[0]
-    model = getattr(transformers, architecture).from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = getattr(transformers, architecture).from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype)
+    )
     lengths = {"max_new_tokens": options.output_len, "min_new_tokens": options.output_len}
     seconds = {}
     for num_prompts in options.prompts:
@@ -27,10 +31,18 @@ def main() -> None:
         for _ in range(2):  # the first warms up
             begin = time.perf_counter()
             with torch.inference_mode():
-                made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+                made = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    pad_token_id=0,
+                    **lengths,
+                )
             seconds[num_prompts] = time.perf_counter() - begin
             assert made.shape == (num_prompts, options.input_len + options.output_len)
-    flags = f"generate, greedy, one batch of equal lengths, {options.dtype}, {options.threads} threads"
+    flags = (
+        f"generate, greedy, one batch of equal lengths, {options.dtype}, {options.threads} threads"
+    )
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
     print(json.dumps({"version": version, "flags": flags, "seconds": seconds}))
 

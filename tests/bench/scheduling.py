@@ -2,9 +2,9 @@
 
     python tests/bench/scheduling.py [--sequences 256] [--steps 400] [--json]
 
-The real scheduler and policy run against a modelled pipeline. Timed are scheduling, construction of the micro-batch, and
-processing of its result: the median of the steps after the policy's cost model is trained. In addition the time of the router's
-activity log, with one request per sequence.
+The real scheduler and policy run against a modelled pipeline. Timed are scheduling, construction of
+the micro-batch, and processing of its result: the median of the steps after the policy's cost model
+is trained. In addition the time of the router's activity log, with one request per sequence.
 """
 
 import argparse
@@ -35,16 +35,22 @@ CONTEXT, WINDOW, PAGE_SIZE, BUDGET = 32768, 4096, 16, 512
 
 
 def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float, float, int]:
-    """Return the median seconds of a step and of its logging, and the number of decodes of the last step."""
+    """Return the median seconds of a step and of its logging, and the number of decodes of the last
+    step.
+    """
     ring = ring_pages(WINDOW, PAGE_SIZE, CONTEXT)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * num_sequences),))
     policy = BalancedPolicy(num_stages, BUDGET)
     scheduler = Scheduler(cache, SchedulerLimits(num_sequences, BUDGET, CONTEXT, 32_000), policy)
     sampling = SamplingParams(max_tokens=CONTEXT // 2, temperature=0.0)
-    sequences = [Sequence(seq_id, tuple(range(10, 74)), sampling, CONTEXT) for seq_id in range(num_sequences)]
+    sequences = [
+        Sequence(seq_id, tuple(range(10, 74)), sampling, CONTEXT) for seq_id in range(num_sequences)
+    ]
     for sequence in sequences:
         scheduler.add(sequence)
-    requests = {sequence.seq_id: ActiveRequest([sequence], lambda _: None, 0.0) for sequence in sequences}
+    requests = {
+        sequence.seq_id: ActiveRequest([sequence], lambda _: None, 0.0) for sequence in sequences
+    }
     log = ActivityLog()
     now, free_at = 0.0, [0.0] * num_stages
     in_flight: deque[tuple[MicroBatch, tuple[StageTiming, ...]]] = deque()
@@ -68,7 +74,11 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
         logging_s.append(time.perf_counter() - started)
         for request in receivers:
             request.last_token_at = now
-    return statistics.median(step_s[WARM_UP:]), statistics.median(logging_s[WARM_UP:]), len(batch.decodes.seq_ids)
+    return (
+        statistics.median(step_s[WARM_UP:]),
+        statistics.median(logging_s[WARM_UP:]),
+        len(batch.decodes.seq_ids),
+    )
 
 
 def _timings(batch: MicroBatch, now: float, free_at: list[float]) -> tuple[StageTiming, ...]:
@@ -82,7 +92,9 @@ def _timings(batch: MicroBatch, now: float, free_at: list[float]) -> tuple[Stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", action="store_true")
@@ -92,7 +104,10 @@ def main() -> None:
     table = Table(*columns, title=f"{options.sequences} sequences decode")
     for stages, (seconds, logging_s, decodes) in figures.items():
         table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}", f"{logging_s * 1e6:.0f}")
-    rows = [{"stages": k, "step_s": s, "noting_s": logging, "decodes": n} for k, (s, logging, n) in figures.items()]
+    rows = [
+        {"stages": k, "step_s": s, "noting_s": logging, "decodes": n}
+        for k, (s, logging, n) in figures.items()
+    ]
     conclude([], table, data={"rows": rows}, as_json=options.json)
 
 

@@ -1,14 +1,17 @@
-"""Memory of ``tramontane serve``: of its processes while it is idle, and of its stages with all places used, against the plan.
+"""Memory of ``tramontane serve``: of its processes while it is idle, and of its stages with all
+places used, against the plan.
 
-A random model of 135 million parameters (SmolLM2's geometry) with 8,192 positions, in ``bfloat16``. Run with
-``make bench-memory``. Memory is the proportional share (PSS), sampled every half second from the start on: pages that several
-processes map count once in the sum. Counted are the command, its stages, supervisor, router, ingress and batch replicas, and
-Ray Serve's controller and proxy. Ray's daemons (GCS, raylet, agents, log monitor) and the workers that it keeps in reserve are
-shown apart.
+A random model of 135 million parameters (SmolLM2's geometry) with 8,192 positions, in ``bfloat16``.
+Run with ``make bench-memory``. Memory is the proportional share (PSS), sampled every half second
+from the start on: pages that several processes map count once in the sum. Counted are the command,
+its stages, supervisor, router, ingress and batch replicas, and Ray Serve's controller and proxy.
+Ray's daemons (GCS, raylet, agents, log monitor) and the workers that it keeps in reserve are shown
+apart.
 
-For the second figure as many sequences run as there are slots, and end at about the same time at ``--max-model-len``. The plan
-has weights and caches, not what the process of any stage takes, so the latter is measured first, with a model whose weights and
-caches are a few KB. The caches count as far as their pages were in use at one time.
+For the second figure as many sequences run as there are slots, and end at about the same time at
+``--max-model-len``. The plan has weights and caches, not what the process of any stage takes, so
+the latter is measured first, with a model whose weights and caches are a few KB. The caches count
+as far as their pages were in use at one time.
 """
 
 import argparse
@@ -46,12 +49,21 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 BIN = Path(sys.executable).parent
 PORT = 8767
 EMPTY = replace(
-    MODEL_135M, dim=32, n_layers=2, head_dim=16, hidden_dim=32, n_heads=2, n_kv_heads=1, vocab_size=64, windows=(None,) * 2
+    MODEL_135M,
+    dim=32,
+    n_layers=2,
+    head_dim=16,
+    hidden_dim=32,
+    n_heads=2,
+    n_kv_heads=1,
+    vocab_size=64,
+    windows=(None,) * 2,
 )
 MAX_MORE_GB, MAX_DIFFERENCE, MIN_USED = 1.5, 0.02, 0.98
 SAMPLE_EVERY_S, IDLE_S = 0.5, 15.0
 GB, MB = 1e9, 1e6
-OURS = re.compile(r"^ray::(?!IDLE|DashboardAgent|RuntimeEnvAgent)|tramontane\S* serve\b")  # command lines; others are Ray's own
+# command lines; others are Ray's own
+OURS = re.compile(r"^ray::(?!IDLE|DashboardAgent|RuntimeEnvAgent)|tramontane\S* serve\b")
 PER_ROUND = 1024  # tokens of prompts in the time of a decode: 512 in each of two micro-batches
 BASE_SLOTS = 4
 STAGE = "StageActor"
@@ -60,12 +72,15 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Bytes. ``idle`` and ``stages`` are by role of the process; of several of a role it is the sum."""
+    """Bytes. ``idle`` and ``stages`` are by role of the process; of several of a role it is the
+    sum.
+    """
 
     idle: dict[str, int]  # PSS at the moment when our processes together had the most
     rays_own: dict[str, int]  # at the same moment
     settled: int  # of ours, at the end of the idle time
-    planned: tuple[tuple[int, int], ...]  # weights as packed, and caches, of each stage, the largest first
+    # weights as packed, and caches, of each stage, the largest first
+    planned: tuple[tuple[int, int], ...]
     bases: tuple[int, ...]  # of stages without a model to speak of
     full: tuple[int, ...]
     used: float  # share of the pages that sequences held at one time
@@ -82,13 +97,18 @@ class Figures:
 
     @property
     def wanted(self) -> list[float]:
-        """What each stage should take in addition to its base: weights, and the caches as far as they were used."""
+        """What each stage should take in addition to its base: weights, and the caches as far as
+        they were used.
+        """
         return [weights + self.used * caches for weights, caches in self.planned]
 
     @property
     def differences(self) -> list[float]:
         """What each stage has more than that, as a share of it."""
-        return [(full - base - wanted) / wanted for full, base, wanted in zip(self.full, self.bases, self.wanted, strict=True)]
+        return [
+            (full - base - wanted) / wanted
+            for full, base, wanted in zip(self.full, self.bases, self.wanted, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -96,7 +116,8 @@ class Samples:
     """The PSS of a server's processes, sampled in a thread."""
 
     server: psutil.Process
-    most: dict[str, int] = field(default_factory=dict)  # by role, at the moment of the highest sum of our own
+    # by role, at the moment of the highest sum of our own
+    most: dict[str, int] = field(default_factory=dict)
     rays_most: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
     stages: dict[int, int] = field(default_factory=dict)  # the most of each stage, by PID
@@ -117,25 +138,47 @@ class Samples:
 
 
 def role_of(line: str) -> str:
-    """Return the title of an actor without its current method, ``command``, or the name of Ray's program."""
+    """Return the title of an actor without its current method, ``command``, or the name of Ray's
+    program.
+    """
     if line.startswith("ray::"):
         title = line.removeprefix("ray::").split(".")[0].strip()
         return re.sub(r"ServeReplica:tramontane:", "", title)
     if OURS.search(line):
         return "command"
-    return next((name for name in ("gcs_server", "raylet", "log_monitor", "dashboard", "runtime_env") if name in line), "other")
+    return next(
+        (
+            name
+            for name in ("gcs_server", "raylet", "log_monitor", "dashboard", "runtime_env")
+            if name in line
+        ),
+        "other",
+    )
 
 
 def pss(pid: int) -> int:
     """Return the proportional share of a process in bytes."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return int(next(line for line in rollup.splitlines() if line.startswith("Pss:")).split()[1]) * 1024
+    return (
+        int(next(line for line in rollup.splitlines() if line.startswith("Pss:")).split()[1]) * 1024
+    )
 
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Samples]:
     """Serve a model, sampled from the start, while the block runs."""
-    command = [BIN / "tramontane", "serve", "--port", str(PORT), "--grpc-port", "0", "--json", "--model", folder, *options]
+    command = [
+        BIN / "tramontane",
+        "serve",
+        "--port",
+        str(PORT),
+        "--grpc-port",
+        "0",
+        "--json",
+        "--model",
+        folder,
+        *options,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         samples, stopped = Samples(psutil.Process(server.pid)), threading.Event()
 
@@ -156,32 +199,46 @@ def serving(folder: Path, *options: str) -> Iterator[Samples]:
 
 
 def plan_of(args: ModelArgs, folder: Path, *options: str) -> PipelinePlan:
-    settings = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-    return plan_pipeline(EngineConfig.build(None, {"model": folder} | settings), args, probe_local())
+    settings = {
+        name.removeprefix("--").replace("-", "_"): value
+        for name, value in zip(options[::2], options[1::2], strict=True)
+    }
+    return plan_pipeline(
+        EngineConfig.build(None, {"model": folder} | settings), args, probe_local()
+    )
 
 
 async def fill(length: int, slots: int, vocab_size: int) -> float:
-    """Run a sequence in each slot, all of which end at ``length`` together; return the highest share of pages in use.
+    """Run a sequence in each slot, all of which end at ``length`` together; return the highest
+    share of pages in use.
 
-    A prompt that is computed later is longer, by the tokens that the first ones have got until then.
+    A prompt that is computed later is longer, by the tokens that the first ones have got until
+    then.
     """
     steps = slots * length // PER_ROUND + slots  # until all prompts are computed, and some more
     used = [0.0]
 
     async def run(client: httpx.AsyncClient, index: int) -> None:
         num_new = max(steps - index * length // PER_ROUND, 2)
-        prompt = [(7 * index + 3 * position) % (vocab_size - 8) + 4 for position in range(length - num_new)]
+        prompt = [
+            (7 * index + 3 * position) % (vocab_size - 8) + 4
+            for position in range(length - num_new)
+        ]
         body = {"prompt": prompt, "max_tokens": num_new, "ignore_eos": True, "temperature": 0}
         (await client.post("/v1/completions", json=body)).raise_for_status()
 
     async def watch(client: httpx.AsyncClient) -> None:
         while True:
             page = (await client.get("/metrics")).text
-            used.append(float(re.findall(r"^tramontane_kv_cache_usage_perc\S* (\S+)$", page, re.M)[-1]))
+            used.append(
+                float(re.findall(r"^tramontane_kv_cache_usage_perc\S* (\S+)$", page, re.M)[-1])
+            )
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=None, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{PORT}", timeout=None, limits=limits
+    ) as client:
         watching = asyncio.create_task(watch(client))
         await asyncio.gather(*(run(client, index) for index in range(slots)))
         watching.cancel()
@@ -208,21 +265,35 @@ def measure(length: int, slots: int) -> Figures:
             used = asyncio.run(fill(length, slots, MODEL_135M.vocab_size))
             time.sleep(2 * SAMPLE_EVERY_S)
         console.print(f"... took {time.perf_counter() - began:.0f} s", style="dim")
-        # Which process is which stage cannot be seen from outside; the larger one is of the larger plan.
-        planned = sorted(((s.packed_bytes, s.cache_bytes) for s in plan.stages), key=sum, reverse=True)
+        # Which process is which stage cannot be seen from outside; the larger one is of the larger
+        # plan.
+        planned = sorted(
+            ((s.packed_bytes, s.cache_bytes) for s in plan.stages), key=sum, reverse=True
+        )
         bases, most = (tuple(sorted(each.stages.values(), reverse=True)) for each in (small, full))
-        return Figures(idle.most, idle.rays_most, sum(idle.last.values()), tuple(planned), bases, most, used)
+        return Figures(
+            idle.most, idle.rays_most, sum(idle.last.values()), tuple(planned), bases, most, used
+        )
 
 
 def table_of(figures: Figures) -> Table:
-    table = Table("process", "idle, MB", "all places used, MB", "without a model, MB", "planned, MB", "as far as used, MB")
+    table = Table(
+        "process",
+        "idle, MB",
+        "all places used, MB",
+        "without a model, MB",
+        "planned, MB",
+        "as far as used, MB",
+    )
     for role, size in sorted(figures.idle.items(), key=lambda each: -each[1]):
         table.add_row(role, f"{size / MB:.0f}")
     table.add_row("sum of these at its peak", f"{figures.idle_peak / MB:.0f}")
     table.add_row("sum of these, settled", f"{figures.settled / MB:.0f}")
     for role, size in sorted(figures.rays_own.items(), key=lambda each: -each[1]):
         table.add_row(f"Ray's own: {role}", f"{size / MB:.0f}")
-    for sizes in zip(figures.full, figures.bases, map(sum, figures.planned), figures.wanted, strict=True):
+    for sizes in zip(
+        figures.full, figures.bases, map(sum, figures.planned), figures.wanted, strict=True
+    ):
         table.add_row("stage", "", *(f"{size / MB:.0f}" for size in sizes))
     table.add_row("share of the pages in use", "", f"{figures.used:.1%}")
     return table
@@ -239,8 +310,15 @@ def targets(figures: Figures) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=4096, help="positions of each sequence where all places are used")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=4096,
+        help="positions of each sequence where all places are used",
+    )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,6 +1,8 @@
-"""Benchmark of the cost of HTTP: the engine alone against the engine behind the ingress, on this machine.
+"""Benchmark of the cost of HTTP: the engine alone against the engine behind the ingress, on this
+machine.
 
-Rounds alternate between both, so that a slow moment of the machine affects both. Run with ``make bench-serve``.
+Rounds alternate between both, so that a slow moment of the machine affects both. Run with ``make
+bench-serve``.
 """
 
 import argparse
@@ -38,10 +40,19 @@ class Reply:
 
 async def request(prompt: str, num_tokens: int) -> Reply:
     """Send one streamed completion on a plain socket, so that the client costs little."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0.8, "seed": 0, "ignore_eos": True}
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0.8,
+        "seed": 0,
+        "ignore_eos": True,
+    }
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length:"
+        f" {len(data)}\r\nConnection: close\r\n\r\n"
+    )
     sent_at = time.perf_counter()
     writer.write(head.encode() + data)
     received, first_s, num_reads = b"", 0.0, 0
@@ -59,13 +70,25 @@ async def request(prompt: str, num_tokens: int) -> Reply:
 async def serve_round(num_clients: int, num_tokens: int) -> tuple[float, list[Reply]]:
     """Return the tokens per second of ``num_clients`` clients at once."""
     started = time.perf_counter()
-    replies = await asyncio.gather(*(request(prompt, num_tokens) for prompt in PROMPTS[:num_clients]))
-    return sum(r.usage["completion_tokens"] for r in replies) / (time.perf_counter() - started), list(replies)
+    replies = await asyncio.gather(
+        *(request(prompt, num_tokens) for prompt in PROMPTS[:num_clients])
+    )
+    return sum(r.usage["completion_tokens"] for r in replies) / (
+        time.perf_counter() - started
+    ), list(replies)
 
 
 def generate_round(num_tokens: int) -> float:
     """Return the tokens per second that ``tramontane generate`` reports for the same prompts."""
-    command = [BIN / "tramontane", "generate", "--json", "--max-tokens", str(num_tokens), "--stages", "2"]
+    command = [
+        BIN / "tramontane",
+        "generate",
+        "--json",
+        "--max-tokens",
+        str(num_tokens),
+        "--stages",
+        "2",
+    ]
     run = subprocess.run([*command, *PROMPTS], capture_output=True, check=True)
     figure: float = json.loads(run.stdout)["tokens_per_s"]
     return figure
@@ -73,12 +96,16 @@ def generate_round(num_tokens: int) -> float:
 
 def start_server() -> "subprocess.Popen[bytes]":
     command = [BIN / "tramontane", "serve", "--port", str(PORT), "--stages", "2", "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """``alone_per_s`` and ``behind_per_s`` are tokens per second of each round, by the engine and behind HTTP."""
+    """``alone_per_s`` and ``behind_per_s`` are tokens per second of each round, by the engine and
+    behind HTTP.
+    """
 
     ready_s: float
     first_token_s: float
@@ -89,7 +116,9 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        return statistics.median(b / a for a, b in zip(self.alone_per_s, self.behind_per_s, strict=True))
+        return statistics.median(
+            b / a for a, b in zip(self.alone_per_s, self.behind_per_s, strict=True)
+        )
 
 
 def measure(rounds: int, num_tokens: int, console: Console) -> Figures:
@@ -116,7 +145,12 @@ def measure(rounds: int, num_tokens: int, console: Console) -> Figures:
                 behind.append(figure)
             finally:
                 server.terminate()
-    added_ms = statistics.median(r.first_s - r.timings["queue_s"] - r.timings["prefill_s"] for r in singles) * 1000
+    added_ms = (
+        statistics.median(
+            r.first_s - r.timings["queue_s"] - r.timings["prefill_s"] for r in singles
+        )
+        * 1000
+    )
     per_read = 64 * num_tokens / sum(r.num_reads for r in replies)
     return Figures(ready["ready_after_s"], first_token_s, added_ms, alone, behind, per_read)
 
@@ -124,8 +158,12 @@ def measure(rounds: int, num_tokens: int, console: Console) -> Figures:
 def table_of(figures: Figures) -> Table:
     table = Table("figure", "measured")
     table.add_row("serve to ready", f"{figures.ready_s:.1f} s")
-    table.add_row("generate, 64 prompts, tokens/s", " ".join(f"{x:.0f}" for x in figures.alone_per_s))
-    table.add_row("64 streaming clients, tokens/s", " ".join(f"{x:.0f}" for x in figures.behind_per_s))
+    table.add_row(
+        "generate, 64 prompts, tokens/s", " ".join(f"{x:.0f}" for x in figures.alone_per_s)
+    )
+    table.add_row(
+        "64 streaming clients, tokens/s", " ".join(f"{x:.0f}" for x in figures.behind_per_s)
+    )
     table.add_row("tokens per read of the socket", f"{figures.tokens_per_read:.1f}")
     return table
 
@@ -133,8 +171,15 @@ def table_of(figures: Figures) -> Table:
 def targets(figures: Figures) -> list[Target]:
     return [
         at_most("serve to first token", figures.first_token_s, MAX_READY_S, "s"),
-        at_most("added to the first token, 1 client (median of 50)", figures.added_ms, MAX_ADDED_MS, "ms"),
-        at_least("64 streaming clients / generate, median of the rounds", figures.ratio, MIN_RATIO, "x"),
+        at_most(
+            "added to the first token, 1 client (median of 50)",
+            figures.added_ms,
+            MAX_ADDED_MS,
+            "ms",
+        ),
+        at_least(
+            "64 streaming clients / generate, median of the rounds", figures.ratio, MIN_RATIO, "x"
+        ),
     ]
 
 

@@ -1,12 +1,15 @@
-"""Benchmark of the order of work in a layer with a shared expert, whose other experts are on an actor.
+"""Benchmark of the order of work in a layer with a shared expert, whose other experts are on an
+actor.
 
     python tests/bench/shared_experts.py [--rounds 40] [--json]
 
-The random model in the shape of Mistral Small 4 with about 200 million parameters: one stage with one thread, and one expert
-actor with another in a process of its own. A stage sends the rows to the actor and computes the shared expert while that works.
-Here both orders alternate: this one, and the shared expert before the rows are sent. Micro-batches are open one at a time, so
-that no other one hides the wait. Times are the stage's own: a step is the time with a micro-batch, and the exposed wait is the
-part of it in which the stage computed nothing. Ratios are of the same micro-batch in both orders; figures are medians.
+The random model in the shape of Mistral Small 4 with about 200 million parameters: one stage with
+one thread, and one expert actor with another in a process of its own. A stage sends the rows to the
+actor and computes the shared expert while that works. Here both orders alternate: this one, and the
+shared expert before the rows are sent. Micro-batches are open one at a time, so that no other one
+hides the wait. Times are the stage's own: a step is the time with a micro-batch, and the exposed
+wait is the part of it in which the stage computed nothing. Ratios are of the same micro-batch in
+both orders; figures are medians.
 """
 
 import argparse
@@ -50,11 +53,15 @@ Pairs = dict[Phase, list[Pair]]
 
 @contextmanager
 def shared_experts_first(model: StageModel) -> Iterator[None]:
-    """Let the model compute a layer's shared expert when it has chosen the others, before their rows are sent."""
+    """Let the model compute a layer's shared expert when it has chosen the others, before their
+    rows are sent.
+    """
     choose, compute = model.choose_experts, model.run_shared_experts
     computed: dict[int, Tensor | None] = {}
 
-    def choose_and_compute(layer: int, x_TD: Tensor, on_choices: OnChoices) -> tuple[ExpertPermutation, Tensor]:
+    def choose_and_compute(
+        layer: int, x_TD: Tensor, on_choices: OnChoices
+    ) -> tuple[ExpertPermutation, Tensor]:
         chosen = choose(layer, x_TD, on_choices)
         computed[layer] = compute(layer, x_TD)
         return chosen
@@ -72,7 +79,9 @@ ORDERS: dict[str, Callable[[StageModel], AbstractContextManager[None]]] = {
 }
 
 
-def run_phase(bench: Bench, experts: RemoteExperts, phase: Phase) -> tuple[list[Figures], list[int]]:
+def run_phase(
+    bench: Bench, experts: RemoteExperts, phase: Phase
+) -> tuple[list[Figures], list[int]]:
     """Return the times of a phase's micro-batches, and their tokens."""
     figures, tokens = list[Figures](), list[int]()
     batches = bench.batches(phase)
@@ -87,11 +96,16 @@ def run_phase(bench: Bench, experts: RemoteExperts, phase: Phase) -> tuple[list[
 
 
 def run(rounds: int) -> Pairs:
-    """Run all phases in both orders, which take turns in being the first. A round that warms up is not counted."""
+    """Run all phases in both orders, which take turns in being the first. A round that warms up is
+    not counted.
+    """
     found: Pairs = {phase: [] for phase in PHASES}
     plan = expert_plan(SMALL_4_200M, 1, dtype="bfloat16")
     bench = Bench(SMALL_4_200M, "bfloat16", experts_inside=False)
-    with expert_processes(plan) as pipes, closing(RemoteExperts(plan, partial(process_client, pipes, plan))) as experts:
+    with (
+        expert_processes(plan) as pipes,
+        closing(RemoteExperts(plan, partial(process_client, pipes, plan))) as experts,
+    ):
         for number in range(rounds + 1):
             for phase in PHASES:
                 figures, tokens = dict[str, list[Figures]](), list[list[int]]()
@@ -101,7 +115,10 @@ def run(rounds: int) -> Pairs:
                     tokens.append(chosen)
                 assert tokens[0] == tokens[1], f"{phase.name}: the orders have different tokens"
                 if number:
-                    found[phase].extend({OURS: a, OTHER: b} for a, b in zip(figures[OURS], figures[OTHER], strict=True))
+                    found[phase].extend(
+                        {OURS: a, OTHER: b}
+                        for a, b in zip(figures[OURS], figures[OTHER], strict=True)
+                    )
     return found
 
 
@@ -120,7 +137,13 @@ def step(figures: Figures) -> float:
 
 def targets(found: Pairs) -> list[Target]:
     return [
-        Target(f"{phase.name}: exposed wait, of the other order", statistics.median(ratios(pairs, exposed_wait)), "<", 1.0, "x")
+        Target(
+            f"{phase.name}: exposed wait, of the other order",
+            statistics.median(ratios(pairs, exposed_wait)),
+            "<",
+            1.0,
+            "x",
+        )
         for phase, pairs in found.items()
     ]
 
@@ -129,13 +152,18 @@ def as_row(phase: Phase, pairs: list[Pair]) -> dict[str, str | float | list[floa
     """Return the medians, in milliseconds of a step, and the quartiles of the ratios."""
     row: dict[str, str | float | list[float]] = {"micro-batches": phase.name}
     for name, value in (("exposed wait", exposed_wait), ("step", step)):
-        row |= {f"{name} {order}, ms": 1e3 * statistics.median(value(pair[order]) for pair in pairs) for order in ORDERS}
+        row |= {
+            f"{name} {order}, ms": 1e3 * statistics.median(value(pair[order]) for pair in pairs)
+            for order in ORDERS
+        }
         row[f"{name}, ratio"] = statistics.quantiles(ratios(pairs, value), n=4)
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
     options = parser.parse_args()

@@ -1,19 +1,23 @@
 """Soak test: half an hour of mostly faulty clients; afterwards all resources must be released.
 
-    python tests/bench/soak.py [--minutes 30] [--seed 0] [--clients 24] [--port 8790] [--dtype bfloat16] [--json]
+    python tests/bench/soak.py [--minutes 30] [--seed 0] [--clients 24] [--port 8790] [--dtype
+    bfloat16] [--json]
 
-The demo model on two batch-invariant stages, in a local cluster, with HTTP at the port and gRPC at the next one. Clients
-stream and disconnect early (in an orderly way or with a reset), send half a request, hardly read, send invalid requests, or
-exceed deadlines; see ``soak_load``. Three actions of ten are a request with known tokens. Every 30 s a sample is taken of the
-application's processes and of the resources that it reports. After a tenth of the time, half way and at the end the clients
+The demo model on two batch-invariant stages, in a local cluster, with HTTP at the port and gRPC at
+the next one. Clients stream and disconnect early (in an orderly way or with a reset), send half a
+request, hardly read, send invalid requests, or exceed deadlines; see ``soak_load``. Three actions
+of ten are a request with known tokens. Every 30 s a sample is taken of the application's processes
+and of the resources that it reports. After a tenth of the time, half way and at the end the clients
 pause until no request is running, and for ``SETTLE_S`` more: these idle samples are compared.
 
-The last idle sample must equal the first one in named actors and placement groups, epochs, pages, sequences, requests in
-routers and ingress, objects in the store, and the processes themselves; descriptors, threads and tasks may grow slightly
-(``soak_watch``). Memory is limited to a growth of 5 MiB per process in the second half. This bound was chosen after a run in
-which heaps grew to the size of the busiest moments (the proxy's by 20 MiB in the first 14 minutes, by 3 in the next): a bound
-from the first sample on would have to permit this, while a leak continues in the second half. A leak of less than about 20 MiB
-per hour is not detected in half an hour; the table has the figures.
+The last idle sample must equal the first one in named actors and placement groups, epochs, pages,
+sequences, requests in routers and ingress, objects in the store, and the processes themselves;
+descriptors, threads and tasks may grow slightly (``soak_watch``). Memory is limited to a growth of
+5 MiB per process in the second half. This bound was chosen after a run in which heaps grew to the
+size of the busiest moments (the proxy's by 20 MiB in the first 14 minutes, by 3 in the next): a
+bound from the first sample on would have to permit this, while a leak continues in the second half.
+A leak of less than about 20 MiB per hour is not detected in half an hour; the table has the
+figures.
 """
 
 import argparse
@@ -44,23 +48,34 @@ SHARES = (0.1, 0.45, 0.45)  # of the time, before each idle sample
 SETTLE_S = 20.0  # longer than an abandoned stream between replicas stays open
 IDLE_TIMEOUT_S = 120.0
 NUM_IDLE_SAMPLES = 3
-SETTINGS: dict[str, Any] = {"stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "batch_invariant": True}
+SETTINGS: dict[str, Any] = {
+    "stages": 2,
+    "threads_per_stage": 1,
+    "max_num_seqs": 48,
+    "batch_invariant": True,
+}
 SETTINGS |= {"slow_reader_timeout": 3.0, "max_body_bytes": MAX_BODY}
 console = Console(stderr=True, highlight=False)
 
 
 async def _take_idle_sample() -> Sample:
-    """Wait until no request is running, and take a sample. Raises TimeoutError if requests remain."""
+    """Wait until no request is running, and take a sample. Raises TimeoutError if requests
+    remain.
+    """
     give_up_at = time.monotonic() + IDLE_TIMEOUT_S
     while not is_idle(held := (await asyncio.to_thread(take_sample)).held):
         if time.monotonic() > give_up_at:
-            raise TimeoutError(f"the application is not idle {IDLE_TIMEOUT_S:.0f} s after the last client: {held}")
+            raise TimeoutError(
+                f"the application is not idle {IDLE_TIMEOUT_S:.0f} s after the last client: {held}"
+            )
         await asyncio.sleep(1)
     await asyncio.sleep(SETTLE_S)
     return quietest([await asyncio.to_thread(take_sample) for _ in range(NUM_IDLE_SAMPLES)])
 
 
-async def _run_load(load: SoakLoad, rngs: list[random.Random], seconds: float, progress: Progress) -> list[Sample]:
+async def _run_load(
+    load: SoakLoad, rngs: list[random.Random], seconds: float, progress: Progress
+) -> list[Sample]:
     """Run the clients and take samples."""
     samples: list[Sample] = []
     load.is_over = False
@@ -84,9 +99,10 @@ async def _run_load(load: SoakLoad, rngs: list[random.Random], seconds: float, p
 def _line(sample: Sample, load: SoakLoad) -> str:
     held = sample.held
     return (
-        f"{load.outcomes.total()} actions, {len(load.failed)} failed, {len(load.different)} different; "
-        f"{sample.total('memory'):.0f} MiB, {sample.total('descriptors'):.0f} files, {sample.total('threads'):.0f} threads, "
-        f"{held['pages']} pages, {held['sequences']} sequences"
+        f"{load.outcomes.total()} actions, {len(load.failed)} failed, {len(load.different)}"
+        f" different; {sample.total('memory'):.0f} MiB, {sample.total('descriptors'):.0f} files,"
+        f" {sample.total('threads'):.0f} threads, {held['pages']} pages, {held['sequences']}"
+        " sequences"
     )
 
 
@@ -110,11 +126,15 @@ async def _soak(args: argparse.Namespace) -> dict[str, Any]:
     return _report(load, idle, busy, time.monotonic() - began)
 
 
-def _report(load: SoakLoad, idle: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
+def _report(
+    load: SoakLoad, idle: list[Sample], busy: list[list[Sample]], seconds: float
+) -> dict[str, Any]:
     return {
         "seconds": round(seconds),
         "acts": load.outcomes.total() + len(load.failed),
-        "outcomes": {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(load.outcomes.items())},
+        "outcomes": {
+            f"{kind}: {outcome}": count for (kind, outcome), count in sorted(load.outcomes.items())
+        },
         "failed": load.failed,
         "different": load.different,
         "close_calls": load.close_calls,
@@ -132,36 +152,57 @@ def _process(pid: int, idle: list[Sample], busy: list[list[Sample]]) -> dict[str
         "mib_per_hour": round(slope_per_hour(busy[-1], pid), 1),
         "descriptors": [process.descriptors for process in found],
         "threads": [process.threads for process in found],
-        "mib_busy": [round(sample.processes[pid].memory, 1) for part in busy for sample in part if pid in sample.processes],
+        "mib_busy": [
+            round(sample.processes[pid].memory, 1)
+            for part in busy
+            for sample in part
+            if pid in sample.processes
+        ],
     }
 
 
 def _show(report: dict[str, Any]) -> None:
-    actions = Table("action", "outcome", "times", title=f"{report['acts']} actions in {report['seconds']} s")
+    actions = Table(
+        "action", "outcome", "times", title=f"{report['acts']} actions in {report['seconds']} s"
+    )
     for name, count in report["outcomes"].items():
         actions.add_row(*name.split(": ", 1), str(count))
     console.print(actions)
     columns = ("process", "MiB when idle", "MiB/h when busy", "descriptors", "threads")
     processes = Table(*columns, title="after a tenth of the time, half way, at the end")
     for row in sorted(report["processes"], key=lambda row: str(row["process"])):
-        cells = [", ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row.values()]
+        cells = [
+            ", ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
+            for cell in row.values()
+        ]
         processes.add_row(*cells[: len(columns)])
     console.print(processes)
     for title in ("failed", "different", "close_calls"):
-        console.print(f"{title}: {len(report[title])}", *(f"  {text}" for text in report[title][:10]), sep="\n", markup=False)
+        console.print(
+            f"{title}: {len(report[title])}",
+            *(f"  {text}" for text in report[title][:10]),
+            sep="\n",
+            markup=False,
+        )
     kinds = Counter(text.split(":")[0] for text in report["failed"])
     console.print(f"by kind: {dict(kinds)}" if kinds else "", markup=False)
     console.print("not released:", *(report["not_back"] or ["nothing"]), sep="\n  ", markup=False)
 
 
 def targets(report: dict[str, Any]) -> list[Target]:
-    names = {"failed": "failed actions", "different": "different answers", "close_calls": "close calls"}
+    names = {
+        "failed": "failed actions",
+        "different": "different answers",
+        "close_calls": "close calls",
+    }
     names |= {"not_back": "resources that were not released"}
     return [none_of(name, report[key]) for key, name in names.items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=24)

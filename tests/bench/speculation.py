@@ -1,12 +1,16 @@
-"""Benchmark of speculation: drafts from the text itself (n-grams) against none, and against another system.
+"""Benchmark of speculation: drafts from the text itself (n-grams) against none, and against another
+system.
 
-    python tests/bench/speculation.py [--rounds 7] [--drafts 5] [--only vllm-cpu] [--cache .bench] [--json]
+    python tests/bench/speculation.py [--rounds 7] [--drafts 5] [--only vllm-cpu] [--cache .bench]
+    [--json]
 
-Engines with and without speculation run at the same time, each in a process of its own on two stages of one core each, and get
-the same work in turns. With SmolLM2-135M-Instruct, in the type that peers.py has for this processor:
+Engines with and without speculation run at the same time, each in a process of its own on two
+stages of one core each, and get the same work in turns. With SmolLM2-135M-Instruct, in the type
+that peers.py has for this processor:
 
-* a text that is to be copied with one name changed, greedy: the answer has 115 tokens, nearly all of which are in the prompt.
-  vllm-cpu gets the same, on both cores, with n-gram drafts of the same settings and without.
+* a text that is to be copied with one name changed, greedy: the answer has 115 tokens, nearly all
+  of which are in the prompt. vllm-cpu gets the same, on both cores, with n-gram drafts of the same
+  settings and without.
 
 With the demo model in float32:
 
@@ -14,7 +18,8 @@ With the demo model in float32:
 * one stream at a temperature of 1, which hardly repeats anything, 256 tokens;
 * 64 streams at once of the latter kind, 64 tokens each.
 
-Ratios of tokens per second are medians of the rounds' ratios. All tokens have to be the same with and without.
+Ratios of tokens per second are medians of the rounds' ratios. All tokens have to be the same with
+and without.
 """
 
 import argparse
@@ -41,19 +46,27 @@ from tramontane.cluster.llm.inputs import PromptEncoder
 LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 WITH, WITHOUT = "with", "without"
 PEER_WITH, PEER_WITHOUT = "vllm-cpu, n-grams", "vllm-cpu"
-EDIT, REPEATING, RANDOM, MANY = "one name changed", "one stream, greedy", "one stream, random text", "64 streams, random text"
+EDIT, REPEATING, RANDOM, MANY = (
+    "one name changed",
+    "one stream, greedy",
+    "one stream, random text",
+    "64 streams, random text",
+)
 QUESTION = (
-    'Copy the following text word for word, but replace "Margaret" with "Eleanor".\n\n'
-    "Margaret walked to the market every morning before the sun was up. She bought bread, apples and a small bottle "
-    "of milk, and she carried them home in a blue basket. On the way she always stopped at the old bridge to feed "
-    "the ducks. One day a traveller asked Margaret for directions to the railway station, and she drew a map for him "
-    "on the back of an envelope. He thanked her and hurried away. A week later Margaret found a letter on her table. "
-    "Inside were two tickets to the theatre and a note that said thank you for the map."
+    'Copy the following text word for word, but replace "Margaret" with "Eleanor".\n\nMargaret'
+    " walked to the market every morning before the sun was up. She bought bread, apples and a"
+    " small bottle of milk, and she carried them home in a blue basket. On the way she always"
+    " stopped at the old bridge to feed the ducks. One day a traveller asked Margaret for"
+    " directions to the railway station, and she drew a map for him on the back of an envelope. He"
+    " thanked her and hurried away. A week later Margaret found a letter on her table. Inside were"
+    " two tickets to the theatre and a note that said thank you for the map."
 )
 
 
 def edit_work(folder: Path) -> dict[str, Work]:
-    prompt = PromptEncoder(folder, 2048, 49152).encode_chat([{"role": "user", "content": QUESTION}], "the question")
+    prompt = PromptEncoder(folder, 2048, 49152).encode_chat(
+        [{"role": "user", "content": QUESTION}], "the question"
+    )
     return {EDIT: Work([prompt], {"max_tokens": 160, "temperature": 0.0})}
 
 
@@ -86,9 +99,17 @@ class Bench:
             self.turns.measure(engines, demo_works(), rounds)
 
     @contextmanager
-    def _engines(self, model: Path, dtype: str, num_drafts: int, peers: list[str]) -> Iterator[dict[str, EngineProcess]]:
+    def _engines(
+        self, model: Path, dtype: str, num_drafts: int, peers: list[str]
+    ) -> Iterator[dict[str, EngineProcess]]:
         """Start all engines of a model; those of a peer that cannot start are missing."""
-        drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": num_drafts, **LOOKUP}}
+        drafts = {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": num_drafts,
+                **LOOKUP,
+            }
+        }
         engines: dict[str, EngineProcess] = {}
         with ExitStack() as stack:
             for name, settings in ((WITHOUT, {}), (WITH, drafts)):
@@ -97,32 +118,60 @@ class Bench:
             for name, settings in ((PEER_WITHOUT, {}), (PEER_WITH, drafts)) if peers else ():
                 self._console.print(f"starting {name} with {model.name} ...", style="dim")
                 try:
-                    engines[name] = stack.enter_context(vllm_engine(model, dtype, settings, self._cache))
+                    engines[name] = stack.enter_context(
+                        vllm_engine(model, dtype, settings, self._cache)
+                    )
                 except (PeerMissingError, EngineError) as error:
                     self.missing[name] = str(error)
-            self.about |= {f"{name}, {model.name}": engine.about for name, engine in engines.items()}
+            self.about |= {
+                f"{name}, {model.name}": engine.about for name, engine in engines.items()
+            }
             yield engines
 
 
 def targets(bench: Bench) -> list[Target]:
     turns, found = bench.turns, []
     if turns.tokens_per_s[EDIT]:
-        found.append(at_least(f"{EDIT}: tokens/s, with / without", turns.ratio(EDIT, WITH, WITHOUT), 1.8, "x"))
+        found.append(
+            at_least(
+                f"{EDIT}: tokens/s, with / without", turns.ratio(EDIT, WITH, WITHOUT), 1.8, "x"
+            )
+        )
     if PEER_WITH in turns.tokens_per_s[EDIT]:
-        found.append(at_least(f"{EDIT}: tokens/s, with / {PEER_WITH}", turns.ratio(EDIT, WITH, PEER_WITH), 1.0, "x"))
+        found.append(
+            at_least(
+                f"{EDIT}: tokens/s, with / {PEER_WITH}",
+                turns.ratio(EDIT, WITH, PEER_WITH),
+                1.0,
+                "x",
+            )
+        )
     return [
         *found,
-        *(at_least(f"{work}: tokens/s, with / without", turns.ratio(work, WITH, WITHOUT), 0.98, "x") for work in (RANDOM, MANY)),
+        *(
+            at_least(
+                f"{work}: tokens/s, with / without", turns.ratio(work, WITH, WITHOUT), 0.98, "x"
+            )
+            for work in (RANDOM, MANY)
+        ),
         none_of("answers with other tokens", turns.different),
         none_of("systems and models that could not be measured", sorted(bench.missing)),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--drafts", type=int, default=5, help="num_speculative_tokens")
-    parser.add_argument("--only", nargs="*", choices=["vllm-cpu"], default=["vllm-cpu"], help="peers to run; without names none")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=["vllm-cpu"],
+        default=["vllm-cpu"],
+        help="peers to run; without names none",
+    )
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
     options = parser.parse_args()
@@ -130,7 +179,11 @@ def main() -> None:
     os.makedirs(cache, exist_ok=True)
     bench = Bench(cache, Console(stderr=True, highlight=False))
     bench.run(options.rounds, options.drafts, options.only)
-    data = {"tokens_per_s": bench.turns.tokens_per_s, "systems": bench.about, "missing": bench.missing}
+    data = {
+        "tokens_per_s": bench.turns.tokens_per_s,
+        "systems": bench.about,
+        "missing": bench.missing,
+    }
     conclude(targets(bench), bench.turns.table(WITHOUT), data=data, as_json=options.json)
 
 

@@ -1,10 +1,12 @@
 """Benchmark of a sliding window's attention against full attention, of one layer on a CPU.
 
-    python tests/bench/windows.py [--tokens 8192] [--window 512] [--chunk 512] [--threads 1] [--rounds 3]
+    python tests/bench/windows.py [--tokens 8192] [--window 512] [--chunk 512] [--threads 1]
+    [--rounds 3]
 
-A prompt is computed in chunks through the real rolling cache, gathers and writes included, with random queries, keys and values
-of Mistral-300M's heads in float32: by the kernel in C, and by PyTorch's as on machines without a C compiler. The four variants
-alternate in rounds; figures are medians.
+A prompt is computed in chunks through the real rolling cache, gathers and writes included, with
+random queries, keys and values of Mistral-300M's heads in float32: by the kernel in C, and by
+PyTorch's as on machines without a C compiler. The four variants alternate in rounds; figures are
+medians.
 """
 
 import argparse
@@ -39,24 +41,40 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     seconds = measure(options.tokens, options.window, options.chunk, options.rounds)
     table = Table(
-        "kernel", "full, s", f"W = {options.window}, s", "share", title=f"attention of {options.tokens} tokens, one layer"
+        "kernel",
+        "full, s",
+        f"W = {options.window}, s",
+        "share",
+        title=f"attention of {options.tokens} tokens, one layer",
     )
     targets = []
     for kernel, (full_s, window_s) in seconds.items():
         table.add_row(kernel, f"{full_s:.3f}", f"{window_s:.3f}", f"{window_s / full_s:.2f}")
-        targets.append(at_most(f"window's share of full attention, {kernel}", window_s / full_s, MAX_SHARE))
+        targets.append(
+            at_most(f"window's share of full attention, {kernel}", window_s / full_s, MAX_SHARE)
+        )
     conclude(targets, table, data={"seconds": seconds}, as_json=options.json)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 8192), ("window", 512), ("chunk", 512), ("threads", 1), ("rounds", 3)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("tokens", 8192),
+        ("window", 512),
+        ("chunk", 512),
+        ("threads", 1),
+        ("rounds", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
     return parser.parse_args()
 
 
-def measure(num_tokens: int, window: int, chunk: int, rounds: int) -> dict[str, tuple[float, float]]:
+def measure(
+    num_tokens: int, window: int, chunk: int, rounds: int
+) -> dict[str, tuple[float, float]]:
     """Return the median seconds of full attention and of the window's, by kernel."""
     plans = [stage_plan(each, num_tokens) for each in (None, window)]
     kernels = {"C": native_kernels(plans[0]), "PyTorch": cpu_kernels()}
@@ -66,7 +84,10 @@ def measure(num_tokens: int, window: int, chunk: int, rounds: int) -> dict[str, 
             for name, kernel in kernels.items():
                 for plan, own in zip(plans, times[name], strict=True):
                     own.append(prefill_s(plan, kernel, num_tokens, chunk))
-    return {name: (statistics.median(full), statistics.median(windowed)) for name, (full, windowed) in times.items()}
+    return {
+        name: (statistics.median(full), statistics.median(windowed))
+        for name, (full, windowed) in times.items()
+    }
 
 
 def stage_plan(window: int | None, num_tokens: int) -> StagePlan:
@@ -83,11 +104,18 @@ def prefill_s(plan: StagePlan, kernels: AttentionKernels, num_tokens: int, chunk
     pages = tuple(tuple(range(window_class.ring_pages)) for window_class in plan.cache.classes)
     for step, start in enumerate(range(0, num_tokens, chunk)):
         size = min(chunk, num_tokens - start)
-        q_THd, k_TGd, v_TGd = (torch.randn(size, heads, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        batch = MicroBatch(0, step, (_chunk(start, size, pages if start == 0 else ((),) * len(pages)),))
+        q_THd, k_TGd, v_TGd = (
+            torch.randn(size, heads, HEAD_DIM, generator=generator)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        batch = MicroBatch(
+            0, step, (_chunk(start, size, pages if start == 0 else ((),) * len(pages)),)
+        )
         table.update(batch)
         started = time.perf_counter()
-        CachedAttention(cache, build_attention_metadata(batch, table, CPU, kernels.reads_pages), kernels)(0, q_THd, k_TGd, v_TGd)
+        CachedAttention(
+            cache, build_attention_metadata(batch, table, CPU, kernels.reads_pages), kernels
+        )(0, q_THd, k_TGd, v_TGd)
         seconds += time.perf_counter() - started
     return seconds
 

@@ -13,12 +13,18 @@ from tramontane.cluster.planning.runtime_memory import RuntimeMemory
 
 # What may stand above the complaint: how far the command had come.
 MEMORY = r"\S+ \S+ of weights, up to \S+ \S+ of key/value cache per stage \(--kv-cache-memory\)"
-PROGRESS = re.compile(rf"(checking the checkpoint|loading the model, {MEMORY}|starting Ray|joining Ray at \S+) \.\.\.")
+PROGRESS = re.compile(
+    rf"(checking the checkpoint|loading the model, {MEMORY}|starting Ray|joining Ray at \S+) \.\.\."
+)
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs ``tramontane`` in this process; returns the one line of complaint, after asserting that there is just one."""
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs ``tramontane`` in this process; returns the one line of complaint, after asserting that
+    there is just one.
+    """
 
     def run(*arguments: object, code: int = 2, stdin: bytes | None = b"") -> str:
         monkeypatch.setattr(sys, "argv", ["tramontane", *map(str, arguments)])

@@ -1,9 +1,10 @@
-"""Training of the built-in demo model: a small Mixtral on Shakespeare, with the engine's own layers.
+"""Training of the built-in demo model: a small Mixtral on Shakespeare, with the engine's own
+layers.
 
     python tests/demo_model/train.py --text tinyshakespeare.txt --out cluster/demo_model
 
-The last tenth of the text is held out: it is used for the final measurement only, not for training or for any choice. Training
-takes about an hour on two cores.
+The last tenth of the text is held out: it is used for the final measurement only, not for training
+or for any choice. Training takes about an hour on two cores.
 """
 
 import argparse
@@ -57,7 +58,9 @@ console = Console(stderr=True)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=3000)
@@ -70,7 +73,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def train_tokenizer(text: str, folder: Path) -> spm.SentencePieceProcessor:
-    """Train byte-pair pieces with byte fallback, as in Llama's and Mistral's v1 tokenizers (newline is a byte piece)."""
+    """Train byte-pair pieces with byte fallback, as in Llama's and Mistral's v1 tokenizers (newline
+    is a byte piece).
+    """
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(text.splitlines()),
         model_prefix=str(folder / "tokenizer"),
@@ -92,7 +97,9 @@ def line_starts(ids: list[int], newline: int) -> list[int]:
 
 
 class WindowAttention:
-    """Full attention over rows of equal length, masked to the window: the training-time ``Attend``."""
+    """Full attention over rows of equal length, masked to the window: the training-time
+    ``Attend``.
+    """
 
     def __init__(self, batch: int, length: int, window: int) -> None:
         self.batch, self.length = batch, length
@@ -101,7 +108,9 @@ class WindowAttention:
         self.mask = (distance >= 0) & (distance < window)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.view(self.batch, self.length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (
+            x.view(self.batch, self.length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v)
+        )
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
@@ -122,15 +131,21 @@ class GateRecorder:
 
 
 def balance_loss(gate_logits: list[Tensor], top_k: int) -> Tensor:
-    """Return Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4), mean over layers; 1 means even load."""
+    """Return Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4), mean over layers;
+    1 means even load.
+    """
     losses = []
     for logits in gate_logits:
         chosen = F.one_hot(logits.topk(top_k, dim=-1).indices, logits.shape[-1]).float().sum(1)
-        losses.append((chosen.mean(0) / top_k * logits.softmax(-1).mean(0)).sum() * logits.shape[-1])
+        losses.append(
+            (chosen.mean(0) / top_k * logits.softmax(-1).mean(0)).sum() * logits.shape[-1]
+        )
     return torch.stack(losses).mean()
 
 
-def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAttention, dropout: float) -> Tensor:
+def logits_of(
+    model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAttention, dropout: float
+) -> Tensor:
     batch, length = ids.shape
     rotary = rotary_tables(torch.arange(length).repeat(batch), args, torch.float32)
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
@@ -144,7 +159,9 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
 
 
 @torch.no_grad()
-def held_out_bits_per_byte(model: StageModel, args: ModelArgs, ids: list[int], num_bytes: int) -> float:
+def held_out_bits_per_byte(
+    model: StageModel, args: ModelArgs, ids: list[int], num_bytes: int
+) -> float:
     """Return the bits per byte over the held-out ids, in contexts of the full 2,048 positions."""
     nats = 0.0
     for first in range(0, len(ids), args.max_seq_len - 1):
@@ -181,12 +198,16 @@ def initialize(model: StageModel, args: ModelArgs) -> None:
             torch.nn.init.normal_(parameter, std=std)
 
 
-def train(options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: list[int], newline: int) -> None:
+def train(
+    options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: list[int], newline: int
+) -> None:
     gates = GateRecorder(model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.98), fused=True
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.98),
+        fused=True,
     )
     attend = WindowAttention(options.batch, SEQ_LEN, int(CONFIG["sliding_window"]))
     rows = batches(ids, line_starts(ids, newline), options.batch, options.seed)
@@ -197,42 +218,58 @@ def train(options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: 
         row = next(rows)
         logits = logits_of(model, row[:, :-1], args, attend, options.dropout)
         loss = F.cross_entropy(logits, row[:, 1:].reshape(-1))
-        (loss + BALANCE_LOSS_WEIGHT * balance_loss(gates.take(), int(CONFIG["num_experts_per_tok"]))).backward()
+        (
+            loss
+            + BALANCE_LOSS_WEIGHT * balance_loss(gates.take(), int(CONFIG["num_experts_per_tok"]))
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
             minutes = (time.perf_counter() - started) / 60
-            console.print(f"step {step}/{options.steps} loss {loss.item():.3f} nats/token, {minutes:.1f} min", highlight=False)
+            console.print(
+                f"step {step}/{options.steps} loss {loss.item():.3f} nats/token, {minutes:.1f} min",
+                highlight=False,
+            )
 
 
 @torch.no_grad()
 def tokens_per_expert(model: StageModel, args: ModelArgs, ids: list[int]) -> list[list[int]]:
     gates = GateRecorder(model)
     part = torch.tensor([[BOS, *ids[: args.max_seq_len - 1]]])
-    logits_of(model, part, args, WindowAttention(1, part.shape[1], int(CONFIG["sliding_window"])), 0.0)
+    logits_of(
+        model, part, args, WindowAttention(1, part.shape[1], int(CONFIG["sliding_window"])), 0.0
+    )
     top_k, experts = int(CONFIG["num_experts_per_tok"]), int(CONFIG["num_local_experts"])
-    return [torch.bincount(g.topk(top_k, dim=-1).indices.reshape(-1), minlength=experts).tolist() for g in gates.take()]
+    return [
+        torch.bincount(g.topk(top_k, dim=-1).indices.reshape(-1), minlength=experts).tolist()
+        for g in gates.take()
+    ]
 
 
 def save(model: StageModel, args: ModelArgs, folder: Path) -> None:
     state = model.state_dict()
     tensors = {
-        spec.name: state[spec.parameter][spec.rows].to(torch.bfloat16) for spec in stage_tensors(args, range(args.n_layers))
+        spec.name: state[spec.parameter][spec.rows].to(torch.bfloat16)
+        for spec in stage_tensors(args, range(args.n_layers))
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 
 def card(options: argparse.Namespace, facts: dict[str, str], experts: list[list[int]]) -> str:
-    rows = "\n".join(f"| {layer} | " + " | ".join(map(str, counts)) + " |" for layer, counts in enumerate(experts))
+    rows = "\n".join(
+        f"| {layer} | " + " | ".join(map(str, counts)) + " |"
+        for layer, counts in enumerate(experts)
+    )
     header = "| layer | " + " | ".join(f"expert {e}" for e in range(len(experts[0]))) + " |\n"
     header += "|---" * (len(experts[0]) + 1) + "|"
     lines = "\n".join(f"* {key}: {value}" for key, value in facts.items())
     return (
-        "# The demo model\n\nA small Mixtral that writes mock Shakespeare. It ships so that the engine can be run and\n"
-        "tested anywhere; it knows nothing and is good for nothing else.\n\n"
-        f"{lines}\n\nTokens per expert over the first 2,048 held-out positions (two experts per token):\n\n{header}\n{rows}\n"
+        "# The demo model\n\nA small Mixtral that writes mock Shakespeare. It ships so that the"
+        " engine can be run and\ntested anywhere; it knows nothing and is good for nothing"
+        f" else.\n\n{lines}\n\nTokens per expert over the first 2,048 held-out positions (two"
+        f" experts per token):\n\n{header}\n{rows}\n"
     )
 
 
@@ -250,7 +287,10 @@ def main() -> None:
     model = StageModel(args, range(args.n_layers))
     initialize(model, args)
     parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{parameters:,} parameters; {len(ids):,} tokens to train on, {len(held_out_ids):,} held out")
+    console.print(
+        f"{parameters:,} parameters; {len(ids):,} tokens to train on, {len(held_out_ids):,}"
+        " held out"
+    )
     started = time.perf_counter()
     train(options, args, model, ids, tokenizer.piece_to_id("<0x0A>"))
     minutes = (time.perf_counter() - started) / 60
@@ -262,13 +302,19 @@ def main() -> None:
     facts = {
         "data": "Tiny Shakespeare (public domain), 1.1 MB; the last tenth held out",
         "parameters": f"{parameters:,}",
-        "training": f"{options.steps} steps of {options.batch} x {SEQ_LEN} tokens, {minutes:.0f} minutes "
-        f"with --threads {options.threads}",
+        "training": (
+            f"{options.steps} steps of {options.batch} x {SEQ_LEN} tokens, {minutes:.0f} minutes "
+            f"with --threads {options.threads}"
+        ),
         "date": datetime.date.today().isoformat(),
-        "command": "python tests/demo_model/train.py --text tinyshakespeare.txt --out OUT "
-        f"--steps {options.steps} --batch {options.batch} --lr {options.lr} --dropout {options.dropout} "
-        f"--threads {options.threads}",
-        "held out": f"{bits:.3f} bits per byte, by the bfloat16 weights as saved, computed in float32",
+        "command": (
+            "python tests/demo_model/train.py --text tinyshakespeare.txt --out OUT --steps"
+            f" {options.steps} --batch {options.batch} --lr {options.lr} --dropout"
+            f" {options.dropout} --threads {options.threads}"
+        ),
+        "held out": (
+            f"{bits:.3f} bits per byte, by the bfloat16 weights as saved, computed in float32"
+        ),
     }
     (options.out / "MODEL_CARD.md").write_text(card(options, facts, experts))
     console.print(f"{bits:.3f} bits per byte held out after {minutes:.1f} min")

@@ -21,7 +21,8 @@ def test_sizes_for_people_have_three_digits_or_all_of_them(num_bytes: float, tex
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0B"), (100, "100B"), (20481, "21KiB"), (10 * 2**20, "10MiB"), (10 * 2**30 + 1, "11GiB")]
+    ("num_bytes", "text"),
+    [(0, "0B"), (100, "100B"), (20481, "21KiB"), (10 * 2**20, "10MiB"), (10 * 2**30 + 1, "11GiB")],
 )
 def test_sizes_for_flags_are_never_less(num_bytes: int, text: str) -> None:
     assert format_bytes_flag(num_bytes) == text

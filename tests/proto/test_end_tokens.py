@@ -1,4 +1,6 @@
-"""Tokens that end an answer: those of every file that names some, as transformers and mistral-common understand these files."""
+"""Tokens that end an answer: those of every file that names some, as transformers and
+mistral-common understand these files.
+"""
 
 import json
 import logging
@@ -19,11 +21,18 @@ from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 
 CONFIG = to_hf_config(tiny_variant(PRESETS["mistral-nemo-12b"])) | {"vocab_size": 200}
-TEXT_TYPES = {"mistral": "mistral-nemo-12b", "ministral3": "ministral-3-8b", "mistral4": "mistral-small-4-119b"}
-CHATML = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": {"content": "</s>"}, "150": {"content": "<|im_end|>"}}}
+TEXT_TYPES = {
+    "mistral": "mistral-nemo-12b",
+    "ministral3": "ministral-3-8b",
+    "mistral4": "mistral-small-4-119b",
+}
+CHATML = {
+    "eos_token": "<|im_end|>",
+    "added_tokens_decoder": {"2": {"content": "</s>"}, "150": {"content": "<|im_end|>"}},
+}
 
 
-def _write(folder: Path, **files: Any) -> Path:  # noqa: ANN401 - JSON values
+def _write(folder: Path, **files: Any) -> Path:  # JSON values
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
@@ -49,27 +58,45 @@ def _published(architecture: str) -> dict[str, Any]:
     return config | {"architectures": [architecture], "model_type": "deepseek_v3"}
 
 
-@pytest.mark.parametrize("architecture", [name for name in SUPPORTED_ARCHITECTURES if name not in WRAPPERS])
-@pytest.mark.parametrize("said", [{}, {"eos_token_id": None}, {"eos_token_id": 7}, {"eos_token_id": [5, 7]}], ids=str)
+@pytest.mark.parametrize(
+    "architecture", [name for name in SUPPORTED_ARCHITECTURES if name not in WRAPPERS]
+)
+@pytest.mark.parametrize(
+    "said", [{}, {"eos_token_id": None}, {"eos_token_id": 7}, {"eos_token_id": [5, 7]}], ids=str
+)
 def test_a_configuration_that_says_nothing_has_the_default_of_its_class(
     architecture: str, said: dict[str, Any], tmp_path: Path
 ) -> None:
     _write(tmp_path, config=_without_eos(_published(architecture)) | said)
     assert read_model_args(tmp_path).eos_token_ids == _theirs(tmp_path)
     if not said:
-        assert read_model_args(tmp_path).eos_token_ids == ((1,) if "Deepseek" in architecture else (2,))
+        assert read_model_args(tmp_path).eos_token_ids == (
+            (1,) if "Deepseek" in architecture else (2,)
+        )
 
 
 @pytest.mark.parametrize("kind", TEXT_TYPES)
 @pytest.mark.parametrize("inner", [{}, {"eos_token_id": 7}, {"eos_token_id": None}], ids=str)
 @pytest.mark.parametrize("outer", [{}, {"eos_token_id": 9}], ids=str)
-def test_of_a_wrapper_both_configurations_count(kind: str, inner: dict[str, Any], outer: dict[str, Any], tmp_path: Path) -> None:
-    text = _without_eos(to_hf_config(tiny_variant(PRESETS[TEXT_TYPES[kind]]))) | {"model_type": kind} | inner
-    wrapper = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+def test_of_a_wrapper_both_configurations_count(
+    kind: str, inner: dict[str, Any], outer: dict[str, Any], tmp_path: Path
+) -> None:
+    text = (
+        _without_eos(to_hf_config(tiny_variant(PRESETS[TEXT_TYPES[kind]])))
+        | {"model_type": kind}
+        | inner
+    )
+    wrapper = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": text,
+    }
     _write(tmp_path, config=wrapper | outer)
     ours, theirs = read_model_args(tmp_path).eos_token_ids, _theirs(tmp_path)
     assert set(theirs) <= set(ours)
-    assert set(ours) == set(theirs) | {value for value in (*inner.values(), *outer.values()) if value is not None}
+    assert set(ours) == set(theirs) | {
+        value for value in (*inner.values(), *outer.values()) if value is not None
+    }
 
 
 def test_the_generation_config_counts_in_both_layouts(tmp_path: Path) -> None:
@@ -89,24 +116,59 @@ VOCAB = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "<|plain|>": 5}
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [
-        {"id": i, "content": name, "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+        {
+            "id": i,
+            "content": name,
+            "special": True,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+        }
         for i, name in ((0, "<unk>"), (1, "<s>"), (2, "</s>"), (6, "<|im_end|>"))
     ],
     "model": {"type": "BPE", "vocab": VOCAB, "merges": [], "unk_token": "<unk>"},
 }
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-AS_OBJECT = {"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-DECODER = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in TOKENIZER["added_tokens"]}  # type: ignore[index,attr-defined]
+AS_OBJECT = {
+    "content": "<|im_end|>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
+DECODER = {
+    str(token["id"]): {key: token[key] for key in token if key != "id"}
+    for token in TOKENIZER["added_tokens"]
+}  # type: ignore[index,attr-defined]
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"tokenizer_config": FAST | {"eos_token": "<|im_end|>", "added_tokens_decoder": DECODER}}, (6,)),
+        (
+            {
+                "tokenizer_config": FAST
+                | {"eos_token": "<|im_end|>", "added_tokens_decoder": DECODER}
+            },
+            (6,),
+        ),
         ({"tokenizer_config": FAST | {"eos_token": "<|im_end|>"}}, (6,)),
         ({"tokenizer_config": FAST | {"eos_token": AS_OBJECT | {"__type": "AddedToken"}}}, (6,)),
-        ({"tokenizer_config": FAST | {"eos_token": "</s>"}, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (6,)),
-        ({"tokenizer_config": FAST | {"eos_token": "</s>"}, "special_tokens_map": {"eos_token": AS_OBJECT}}, (6,)),
+        (
+            {
+                "tokenizer_config": FAST | {"eos_token": "</s>"},
+                "special_tokens_map": {"eos_token": "<|im_end|>"},
+            },
+            (6,),
+        ),
+        (
+            {
+                "tokenizer_config": FAST | {"eos_token": "</s>"},
+                "special_tokens_map": {"eos_token": AS_OBJECT},
+            },
+            (6,),
+        ),
         ({"tokenizer_config": FAST, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (6,)),
         ({"tokenizer_config": FAST | {"eos_token": "<|plain|>"}}, (5,)),
         ({"tokenizer_config": FAST | {"eos_token": "</s>"}}, (2,)),
@@ -120,7 +182,9 @@ DECODER = {str(token["id"]): {key: token[key] for key in token if key != "id"} f
         ({"tokenizer_config": FAST}, ()),
     ],
 )
-def test_the_eos_token_is_that_of_transformers(files: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_eos_token_is_that_of_transformers(
+    files: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+) -> None:
     _write(tmp_path, tokenizer=TOKENIZER, **files)
     theirs = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     assert expected == (() if theirs is None else (theirs,))
@@ -128,7 +192,11 @@ def test_the_eos_token_is_that_of_transformers(files: dict[str, Any], expected: 
 
 
 def test_older_fine_tunes_have_their_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
-    _write(tmp_path, tokenizer_config={"eos_token": "<|im_end|>"}, added_tokens={"<|im_end|>": 32_000, "<|im_start|>": 32_001})
+    _write(
+        tmp_path,
+        tokenizer_config={"eos_token": "<|im_end|>"},
+        added_tokens={"<|im_end|>": 32_000, "<|im_start|>": 32_001},
+    )
     assert tokenizer_eos_ids(tmp_path, 32_002) == (32_000,)
     assert tokenizer_eos_ids(tmp_path, 32_000) == (), "the model cannot produce it"
 
@@ -162,7 +230,9 @@ def test_damaged_files_name_no_token(damage: str, tmp_path: Path) -> None:
     """Loading the tokenizer reports them."""
     for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "tokenizer", "tekken"):
         (tmp_path / f"{name}.json").write_text(damage)
-    (tmp_path / "tekken.json").write_text('{"special_tokens": [3, {"token_str": "</s>", "rank": "2"}]}')
+    (tmp_path / "tekken.json").write_text(
+        '{"special_tokens": [3, {"token_str": "</s>", "rank": "2"}]}'
+    )
     assert tokenizer_eos_ids(tmp_path, 200) == ()
 
 
@@ -176,7 +246,9 @@ def test_a_chatml_fine_tune_ends_at_im_end(tmp_path: Path) -> None:
     assert validate_model(config).eos_token_ids == (2, 150)
 
 
-def test_a_model_whose_answers_nothing_ends_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_whose_answers_nothing_ends_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = EngineConfig.build(None, {"model": tmp_path, "load_format": "dummy"})
     _write(tmp_path, config=CONFIG | {"eos_token_id": None})
     with caplog.at_level(logging.WARNING):
@@ -185,7 +257,10 @@ def test_a_model_whose_answers_nothing_ends_says_so(tmp_path: Path, caplog: pyte
     assert record.levelno == logging.WARNING
     message = record.getMessage()
     assert f"nothing ends an answer of {tmp_path}" in message
-    assert "add eos_token_id to config.json, or give stop or stop_token_ids with each request" in message
+    assert (
+        "add eos_token_id to config.json, or give stop or stop_token_ids with each request"
+        in message
+    )
     caplog.clear()
     _write(tmp_path, tokenizer_config=CHATML)
     validate_model(config)

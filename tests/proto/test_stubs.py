@@ -1,4 +1,6 @@
-"""The stubs that are checked in are those of ``inference.proto``, and the package requires libraries new enough for them."""
+"""The stubs that are checked in are those of ``inference.proto``, and the package requires
+libraries new enough for them.
+"""
 
 import re
 import tomllib
@@ -19,8 +21,14 @@ def test_the_stubs_are_those_of_the_proto_file() -> None:
 
 
 def test_the_package_requires_what_the_stubs_require() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    least = {match[1]: _version(match[2]) for line in listed if (match := re.match(r"([\w-]+)>=([\d.]+)", line))}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
+    least = {
+        match[1]: _version(match[2])
+        for line in listed
+        if (match := re.match(r"([\w-]+)>=([\d.]+)", line))
+    }
     stub = (PROTO / "inference_pb2.py").read_text(encoding="utf-8")
     wanted = re.search(r"Protobuf Python Version: ([\d.]+)", stub)
     assert wanted is not None

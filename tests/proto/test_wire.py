@@ -19,7 +19,14 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import (
+    Chunk,
+    DecodeColumns,
+    ExpertTiming,
+    MicroBatch,
+    StageTiming,
+    StepResult,
+)
 
 ids = st.integers(0, 2**40)
 numbers_of_top = st.none() | st.integers(0, 20)
@@ -57,30 +64,57 @@ chunks = st.builds(
     request_id=st.text(max_size=9),
     skipped_ids=st.lists(ids, max_size=4).map(tuple),
 )
-columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
+columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(
+    lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ())
+)
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
 decodes = st.builds(lambda columns, gained: DecodeColumns(*columns, gained), columns, gained)
 some_chunks = st.lists(chunks, max_size=5).map(tuple)
-batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, freed_seq_ids=pages, decodes=decodes)
+batches = st.builds(
+    MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, freed_seq_ids=pages, decodes=decodes
+)
 times = st.floats(0, 2e9)
 experts = st.lists(st.builds(ExpertTiming, ids, times, ids), max_size=3).map(tuple)
-timings = st.lists(st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4).map(tuple)
+timings = st.lists(
+    st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4
+).map(tuple)
 expert_ids = st.lists(st.tuples(st.integers(0, 1023), st.integers(0, 1023)), max_size=3).map(tuple)
-choices = st.lists(st.builds(ExpertChoices, ids, st.integers(0, 1023), ids, expert_ids), max_size=3).map(tuple)
+choices = st.lists(
+    st.builds(ExpertChoices, ids, st.integers(0, 1023), ids, expert_ids), max_size=3
+).map(tuple)
 least = st.floats(-9999, 0)
 top = st.lists(st.tuples(ids, least), max_size=3).map(tuple)
-scored = st.lists(st.tuples(least, top), max_size=3).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), ()))
-logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, start, *scored), ids, ids, scored), max_size=3).map(
-    tuple
+scored = st.lists(st.tuples(least, top), max_size=3).map(
+    lambda rows: tuple(zip(*rows, strict=True)) or ((), ())
 )
+logprobs = st.lists(
+    st.builds(lambda seq_id, start, scored: Logprobs(seq_id, start, *scored), ids, ids, scored),
+    max_size=3,
+).map(tuple)
 ended = st.lists(st.tuples(ids, st.sampled_from(FinishReason)), max_size=2).map(tuple)
 results = st.builds(
-    StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended
+    StepResult,
+    ids,
+    ids,
+    token_ids=pages,
+    timings=timings,
+    expert_choices=choices,
+    logprobs=logprobs,
+    finished=ended,
 )
-events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
+events = st.lists(
+    st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3
+).map(tuple)
 drafts = st.lists(st.tuples(ids, ids, ids), max_size=3).map(tuple)
 tokens = st.builds(
-    RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs, st.text(max_size=9), ids, drafts
+    RequestOutput,
+    events,
+    st.builds(RequestTimings, times, times, times),
+    choices,
+    logprobs,
+    st.text(max_size=9),
+    ids,
+    drafts,
 )
 
 
@@ -105,7 +139,13 @@ def test_headers(timings: tuple[StageTiming, ...], choices: tuple[ExpertChoices,
 
 @settings(derandomize=True, deadline=None)
 @given(
-    st.lists(st.tuples(ids, tokens | st.builds(PipelineError, st.text()) | st.builds(PoisonRequestError, st.text())), max_size=3)
+    st.lists(
+        st.tuples(
+            ids,
+            tokens | st.builds(PipelineError, st.text()) | st.builds(PoisonRequestError, st.text()),
+        ),
+        max_size=3,
+    )
 )
 def test_deliveries(deliveries: list[tuple[int, RequestOutput | TramontaneError]]) -> None:
     decoded = wire.decode_outputs(wire.encode_outputs(deliveries))
@@ -122,16 +162,28 @@ def _comparable(delivery: tuple[int, RequestOutput | TramontaneError]) -> tuple[
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
     specs = (
         SequenceRequest(prompt_ids, sampling, priority),
-        SequenceRequest(prompt_ids, sampling, owner=7, already_admitted=True, request_id="mine", cache_salt="theirs"),
+        SequenceRequest(
+            prompt_ids,
+            sampling,
+            owner=7,
+            already_admitted=True,
+            request_id="mine",
+            cache_salt="theirs",
+        ),
     )
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
 
 def test_expert_actors() -> None:
-    actors = tuple(ExpertActorPlan(n, 3, tuple(ExpertId(layer, n) for layer in range(n)), 7 * n, 1000) for n in range(3))
+    actors = tuple(
+        ExpertActorPlan(n, 3, tuple(ExpertId(layer, n) for layer in range(n)), 7 * n, 1000)
+        for n in range(3)
+    )
     decoded = wire.decode_expert_actors(wire.encode_expert_actors(actors))
     assert decoded == actors
-    assert decoded[1].experts[0].layer == 0, "an expert's id again, and not only a tuple that is equal"
+    assert decoded[1].experts[0].layer == 0, (
+        "an expert's id again, and not only a tuple that is equal"
+    )
 
 
 def test_a_decode_token_is_small() -> None:

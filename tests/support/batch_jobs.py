@@ -33,7 +33,12 @@ async def echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[
 
 
 def request(custom_id: str, prompt: object, **more: object) -> bytes:
-    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+    line = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt},
+    }
     return json.dumps(line | more).encode() + b"\n"
 
 
@@ -48,21 +53,30 @@ async def pieces(text: bytes, size: int = 7919) -> AsyncIterator[bytes]:
 
 @dataclass
 class BatchHarness:
-    """A job store at the URL ``database``. Every runner has claims of its own unless it is given some."""
+    """A job store at the URL ``database``. Every runner has claims of its own unless it is given
+    some.
+    """
 
     database: str
     storage: str
     clock: Clock = field(default_factory=Clock)
-    opened: list[Callable[[], None]] = field(default_factory=list)  # functions that close what was opened
+    # functions that close what was opened
+    opened: list[Callable[[], None]] = field(default_factory=list)
 
     def service(
         self,
         queue: str = "tiny",
         keep_s: float | None = None,
         limits: JobLimits | None = None,
-        **more: Any,  # noqa: ANN401
+        **more: Any,
     ) -> BatchService:
-        settings = JobSettings(self.database, self.storage, queue, limits=replace(limits or LIMITS, keep_s=keep_s), **more)
+        settings = JobSettings(
+            self.database,
+            self.storage,
+            queue,
+            limits=replace(limits or LIMITS, keep_s=keep_s),
+            **more,
+        )
         service = BatchService(settings, self.clock, POLL_S, self.clock)
         self.opened.append(service.close)
         return service
@@ -76,11 +90,15 @@ class BatchHarness:
         for close in self.opened:
             close()
 
-    def runner(self, answer: Answer = echo, concurrency: int = 8, claims: JobClaimStore | None = None) -> BatchRunner:
+    def runner(
+        self, answer: Answer = echo, concurrency: int = 8, claims: JobClaimStore | None = None
+    ) -> BatchRunner:
         async def turn(_seconds: float) -> None:
             await asyncio.sleep(POLL_S)
 
-        return BatchRunner(claims or self.claims(), JobStorage(self.storage), answer, concurrency, sleep=turn)
+        return BatchRunner(
+            claims or self.claims(), JobStorage(self.storage), answer, concurrency, sleep=turn
+        )
 
     @asynccontextmanager
     async def running(self, runner: BatchRunner) -> AsyncIterator[None]:
@@ -103,7 +121,9 @@ async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine
 
 
 def run_until_killed(database: str, storage: str, now: float, num_answers: int) -> None:
-    """A runner that answers at most ``num_answers`` lines, so that however late it is killed, others remain."""
+    """A runner that answers at most ``num_answers`` lines, so that however late it is killed,
+    others remain.
+    """
     harness = BatchHarness(database, storage)
     harness.clock.now = now
     left = asyncio.Semaphore(num_answers)

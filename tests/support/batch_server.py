@@ -1,4 +1,6 @@
-"""``tramontane serve`` as a process that can be killed and restarted, with its batch jobs in a folder."""
+"""``tramontane serve`` as a process that can be killed and restarted, with its batch jobs in a
+folder.
+"""
 
 import json
 import random
@@ -20,26 +22,65 @@ POLL_S = 0.05
 
 
 class Server:
-    """The demo model in float32 on two stages. ``url`` never changes, and requests are repeated until they succeed."""
+    """The demo model in float32 on two stages. ``url`` never changes, and requests are repeated
+    until they succeed.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
-        more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--max-num-seqs", "16")
-        self._command = [sys.executable, "-c", ENTRY, "serve", "--port", str(self._port), "--grpc-port", "0", *jobs, *more]
+        jobs = (
+            "--jobs-database",
+            f"sqlite:///{folder}/jobs.sqlite",
+            "--jobs-storage",
+            f"{folder}/jobs",
+        )
+        more = (
+            "--dtype",
+            "float32",
+            "--stages",
+            "2",
+            "--threads-per-stage",
+            "1",
+            "--max-num-seqs",
+            "16",
+        )
+        self._command = [
+            sys.executable,
+            "-c",
+            ENTRY,
+            "serve",
+            "--port",
+            str(self._port),
+            "--grpc-port",
+            "0",
+            *jobs,
+            *more,
+        ]
         self._process = self._start()
         stack.callback(self._stop)
 
     def submit(self, lines: bytes) -> str:
         """Submit a job and return its ID."""
         files = {"file": ("in.jsonl", lines)}
-        upload = self._request(lambda: httpx.post(f"{self.url}/v1/files", data={"purpose": "batch"}, files=files, timeout=60))
-        body = {"input_file_id": upload["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        return str(self._request(lambda: httpx.post(f"{self.url}/v1/batches", json=body, timeout=60))["id"])
+        upload = self._request(
+            lambda: httpx.post(
+                f"{self.url}/v1/files", data={"purpose": "batch"}, files=files, timeout=60
+            )
+        )
+        body = {
+            "input_file_id": upload["id"],
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        return str(
+            self._request(lambda: httpx.post(f"{self.url}/v1/batches", json=body, timeout=60))["id"]
+        )
 
     def num_done(self, job_id: str) -> int:
-        counts = self._request(lambda: httpx.get(f"{self.url}/v1/batches/{job_id}", timeout=10))["request_counts"]
+        counts = self._request(lambda: httpx.get(f"{self.url}/v1/batches/{job_id}", timeout=10))[
+            "request_counts"
+        ]
         return int(counts["completed"]) + int(counts["failed"])
 
     def wait_for(self, job_id: str, num_lines: int) -> None:
@@ -48,7 +89,9 @@ class Server:
             time.sleep(POLL_S)
 
     def kill(self, victim: str) -> None:
-        """Kill the victim with SIGKILL. The server is restarted here; Ray restarts all other processes."""
+        """Kill the victim with SIGKILL. The server is restarted here; Ray restarts all other
+        processes.
+        """
         if victim == "the server":
             self._process.kill()
             self._process.wait()
@@ -59,7 +102,9 @@ class Server:
             time.sleep(POLL_S)
 
     def _kill_one(self, title: str) -> bool:
-        """Kill one process whose title begins so. A busy actor's title ends with its method (``ray::StageActor.step``)."""
+        """Kill one process whose title begins so. A busy actor's title ends with its method
+        (``ray::StageActor.step``).
+        """
         children = psutil.Process(self._process.pid).children(recursive=True)
         found = [each for each in children if _title(each).startswith(title)]
         with suppress(psutil.NoSuchProcess, IndexError):
@@ -69,7 +114,9 @@ class Server:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         while True:
-            process = subprocess.Popen(self._command, stdout=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, start_new_session=True
+            )
             assert process.stdout is not None
             if process.stdout.readline():
                 return process

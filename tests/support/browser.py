@@ -24,13 +24,17 @@ def browser() -> Iterator[Browser]:
     as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to start otherwise
     expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=program, args=[*as_root, "--disable-gpu"])
+        running = playwright.chromium.launch(
+            executable_path=program, args=[*as_root, "--disable-gpu"]
+        )
         yield running
         running.close()
 
 
 class LocalServer:
-    """An application on a local port, in a thread. It can be stopped, and started again on the same port."""
+    """An application on a local port, in a thread. It can be stopped, and started again on the same
+    port.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,7 +51,9 @@ class LocalServer:
         return opened
 
     def start(self) -> None:
-        config = uvicorn.Config(self._app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, ws="none")
+        config = uvicorn.Config(
+            self._app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, ws="none"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()

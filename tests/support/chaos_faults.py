@@ -35,12 +35,17 @@ def _fill_store(num_blocks: int) -> None:
 
 
 class Faults:
-    """Faults by kind, on a cluster of one machine with one or more nodes. Each function returns when the fault is injected."""
+    """Faults by kind, on a cluster of one machine with one or more nodes. Each function returns
+    when the fault is injected.
+    """
 
-    def __init__(self, rng: random.Random, store_bytes: int, cluster: Cluster | None = None) -> None:
+    def __init__(
+        self, rng: random.Random, store_bytes: int, cluster: Cluster | None = None
+    ) -> None:
         self._rng, self._store_bytes, self._cluster = rng, store_bytes, cluster
         self.num_filled = 0  # object stores in all
-        self.rare: dict[str, Callable[[], None]] = {  # not in the default set: Ray Serve's health checks need half a minute
+        # not in the default set: Ray Serve's health checks need half a minute
+        self.rare: dict[str, Callable[[], None]] = {
             "stop an expert": lambda: self._signal("expert", signal.SIGSTOP),
             "stop the router": lambda: self._signal("router", signal.SIGSTOP),
             "stop the ingress": lambda: self._signal("ingress", signal.SIGSTOP),
@@ -81,7 +86,10 @@ class Faults:
         num_blocks = int(FILL_FACTOR * self._store_bytes) >> 24
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        tasks = [_fill_store.options(scheduling_strategy=strategy).remote(num_blocks) for strategy in strategies]
+        tasks = [
+            _fill_store.options(scheduling_strategy=strategy).remote(num_blocks)
+            for strategy in strategies
+        ]
         for filled in tasks:
             with suppress(RayError):  # a node may be dying
                 ray.get(filled)
@@ -90,14 +98,18 @@ class Faults:
     def _kill_raylet(self) -> None:
         """Kill a raylet with all its workers. A new node replaces it at once."""
         assert self._cluster is not None
-        node = self._rng.choice([each for each in self._cluster.list_all_nodes() if each is not self._cluster.head_node])
+        node = self._rng.choice(
+            [each for each in self._cluster.list_all_nodes() if each is not self._cluster.head_node]
+        )
         node.kill_raylet()
         self._cluster.worker_nodes.discard(node)
         self._cluster.add_node(num_cpus=1, object_store_memory=self._store_bytes)
 
 
 def title_of(process: psutil.Process) -> str:
-    """Return the process's title. A busy actor's title ends with its method (``ray::StageActor.step``)."""
+    """Return the process's title. A busy actor's title ends with its method
+    (``ray::StageActor.step``).
+    """
     with suppress(psutil.Error):
         return " ".join(process.cmdline()).strip()
     return ""

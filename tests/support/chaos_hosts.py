@@ -33,14 +33,19 @@ FAILURE_LOGGED = re.compile(rf"^\w+ (\S+ \S+) .*({FAILURES})", re.MULTILINE)
 
 @dataclass
 class HostCluster:
-    """Ray's head node without cores on the first host, and a raylet with one core on each other host. See ``host_cluster``."""
+    """Ray's head node without cores on the first host, and a raylet with one core on each other
+    host. See ``host_cluster``.
+    """
 
     folder: Path
     head: Host
     workers: list[Host]
-    raylets: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by the host's address
-    injected_at: list[tuple[str, float]] = field(default_factory=list)  # kind, and wall-clock time as in the logs
-    declared_s: list[tuple[str, float]] = field(default_factory=list)  # kind, and seconds until Ray declared the node dead
+    # by the host's address
+    raylets: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    # kind, and wall-clock time as in the logs
+    injected_at: list[tuple[str, float]] = field(default_factory=list)
+    # kind, and seconds until Ray declared the node dead
+    declared_s: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -50,18 +55,30 @@ class HostCluster:
         return HostFaults(rng, self)
 
     def report(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds by kind: until Ray declared the node dead, and until a log of the application first mentions the loss."""
+        """Seconds by kind: until Ray declared the node dead, and until a log of the application
+        first mentions the loss.
+        """
         columns = {"ray_saw_s": self.declared_s, "we_noted_s": self._logged_s()}
         return {
-            kind: {name: [round(s, 2) for of, s in column if of == kind] for name, column in columns.items()}
+            kind: {
+                name: [round(s, 2) for of, s in column if of == kind]
+                for name, column in columns.items()
+            }
             for kind in {kind for kind, _ in self.injected_at}
         }
 
     def _logged_s(self) -> list[tuple[str, float]]:
-        """Return seconds until a router, ingress or proxy first logged a failure, by kind of fault."""
-        logs = [log.read_text(errors="replace") for log in self.folder.glob("*/session_2*/logs/serve/*.log")]
+        """Return seconds until a router, ingress or proxy first logged a failure, by kind of
+        fault.
+        """
+        logs = [
+            log.read_text(errors="replace")
+            for log in self.folder.glob("*/session_2*/logs/serve/*.log")
+        ]
         times = [when for log in logs for when, _ in FAILURE_LOGGED.findall(log)]
-        logged = sorted(datetime.fromisoformat(when.replace(",", ".")).timestamp() for when in times)
+        logged = sorted(
+            datetime.fromisoformat(when.replace(",", ".")).timestamp() for when in times
+        )
         ends = [when for _, when in self.injected_at[1:]] + [time.time()]
         found = []
         for (kind, begin), end in zip(self.injected_at, ends, strict=True):
@@ -69,8 +86,15 @@ class HostCluster:
         return found
 
     def start_head(self) -> None:
-        settings = ["--num-cpus=0", f"--port={HEAD_PORT}", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"]
-        self._start(self.head, "--head", *settings, f"--system-config={json.dumps(dict(RAY_SETTINGS))}")
+        settings = [
+            "--num-cpus=0",
+            f"--port={HEAD_PORT}",
+            "--include-dashboard=false",
+            f"--temp-dir={self.folder / 'ray'}",
+        ]
+        self._start(
+            self.head, "--head", *settings, f"--system-config={json.dumps(dict(RAY_SETTINGS))}"
+        )
 
     def start_raylet(self, host: Host) -> None:
         self._start(host, f"--address={self.address}", "--num-cpus=1")
@@ -78,7 +102,8 @@ class HostCluster:
     def wait_until_alive(self) -> None:
         """Wait until all hosts are nodes.
 
-        Raylets that have ended are restarted: a raylet that Ray declared dead exits, and one may also fail to start.
+        Raylets that have ended are restarted: a raylet that Ray declared dead exits, and one may
+        also fail to start.
         """
         while lost := [host for host in self.workers if host.address not in alive()]:
             for host in lost:
@@ -88,16 +113,29 @@ class HostCluster:
 
     def _start(self, host: Host, *arguments: str) -> None:
         ray_command = Path(sys.executable).with_name("ray")
-        common = [f"--node-ip-address={host.address}", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
+        common = [
+            f"--node-ip-address={host.address}",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            "--disable-usage-stats",
+        ]
         environment = os.environ | SERVE_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
         with (self.folder / f"{host.name}.log").open("ab") as log:
             self.raylets[host.address] = host.start(
-                str(ray_command), "start", *arguments, *common, "--block", env=environment, stdout=log, stderr=log
+                str(ray_command),
+                "start",
+                *arguments,
+                *common,
+                "--block",
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
 
 
 class HostFaults(Faults):
-    """Faults of one machine and faults between hosts. A lost host stays lost until the next fault is prepared."""
+    """Faults of one machine and faults between hosts. A lost host stays lost until the next fault
+    is prepared.
+    """
 
     def __init__(self, rng: random.Random, cluster: HostCluster) -> None:
         super().__init__(rng, OBJECT_STORE_BYTES)
@@ -131,7 +169,9 @@ class HostFaults(Faults):
     def _choose_busy_host(self, kind: str) -> Host:
         """Choose a host with a stage, a router or an ingress, and note the fault's time."""
         while True:  # they may be restarting
-            if busy := [host for host in self._hosts.workers if any(map(_is_ours, host.processes()))]:
+            if busy := [
+                host for host in self._hosts.workers if any(map(_is_ours, host.processes()))
+            ]:
                 self._hosts.injected_at.append((kind, time.time()))
                 return self._rng.choice(busy)
             time.sleep(POLL_S)
@@ -152,7 +192,10 @@ def _cluster_in(folder: Path, num_workers: int) -> Iterator[HostCluster]:
         path.mkdir()
     with network() as switch:
         head = switch.add_host()
-        workers = [switch.add_host(apart=True, own_folders={str(folder / "ray"): path}) for path in own.values()]
+        workers = [
+            switch.add_host(apart=True, own_folders={str(folder / "ray"): path})
+            for path in own.values()
+        ]
         cluster = HostCluster(folder, head, workers)
         with head.entered():
             cluster.start_head()
@@ -169,7 +212,9 @@ def _cluster_in(folder: Path, num_workers: int) -> Iterator[HostCluster]:
 def _join(cluster: HostCluster) -> None:
     while True:
         try:
-            ray.init(address=cluster.address, _node_ip_address=cluster.head.address, log_to_driver=False)
+            ray.init(
+                address=cluster.address, _node_ip_address=cluster.head.address, log_to_driver=False
+            )
         except ConnectionError:
             time.sleep(1)
         else:

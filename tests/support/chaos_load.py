@@ -1,4 +1,6 @@
-"""Steady mixed load: streams and plain requests, each of which must return the same tokens as without faults."""
+"""Steady mixed load: streams and plain requests, each of which must return the same tokens as
+without faults.
+"""
 
 import asyncio
 import json
@@ -11,11 +13,13 @@ from typing import Any, Protocol
 import httpx
 from close_calls import close_call
 
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
+WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
 
 
 def bodies(num_requests: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Return mixed requests: short and long, greedy and seeded, one choice or two, streamed (four of five) or not."""
+    """Return mixed requests: short and long, greedy and seeded, one choice or two, streamed (four
+    of five) or not.
+    """
     return [
         {
             "prompt": f"{number}. " + " ".join(rng.choices(WORDS, k=rng.choice((3, 30, 120)))),
@@ -49,16 +53,25 @@ class Load:
     close_calls: list[str] = field(default_factory=list)  # differences due to rounding
     unfinished: int = 0  # streams that have returned some tokens but not all
     last_piece_at: dict[int, float] = field(default_factory=dict)  # of running streams, by client
-    pauses: dict[int, float] = field(default_factory=dict)  # the longest of each running stream since the last ``watch``
-    waits: list[float] = field(default_factory=list)  # time to the first piece, of those that came since the last ``watch``
+    # the longest of each running stream since the last ``watch``
+    pauses: dict[int, float] = field(default_factory=dict)
+    # time to the first piece, of those that came since the last ``watch``
+    waits: list[float] = field(default_factory=list)
     longest_s: float = 0.0  # of an answered request
     min_unfinished: float = math.inf  # the fewest unfinished streams at any fault
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=CLIENT_TIMEOUT_S, limits=limits) as client:
-            await asyncio.gather(*(self._request_in_turn(client, number, num_clients) for number in range(num_clients)))
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=CLIENT_TIMEOUT_S, limits=limits
+        ) as client:
+            await asyncio.gather(
+                *(
+                    self._request_in_turn(client, number, num_clients)
+                    for number in range(num_clients)
+                )
+            )
 
     def watch(self) -> None:
         """Start to measure the pauses of the running streams."""
@@ -81,7 +94,9 @@ class Load:
                     await note_difference(self, request, tokens)
 
 
-async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load | None = None, number: int = 0) -> Tokens:
+async def tokens_of(
+    client: httpx.AsyncClient, body: dict[str, Any], load: Load | None = None, number: int = 0
+) -> Tokens:
     """Send a request and return its tokens.
 
     Raises httpx.HTTPError, and ValueError for an error or for a stream without its final event.
@@ -126,15 +141,21 @@ def _note_piece(load: Load | None, number: int, sent_at: float) -> None:
     load.last_piece_at[number] = now
 
 
-async def baseline_tokens(url: str, requests: list[dict[str, Any]], num_clients: int) -> list[Tokens]:
-    """Return the expected tokens: those of the same requests without faults, ``num_clients`` at a time."""
+async def baseline_tokens(
+    url: str, requests: list[dict[str, Any]], num_clients: int
+) -> list[Tokens]:
+    """Return the expected tokens: those of the same requests without faults, ``num_clients`` at a
+    time.
+    """
     slots = asyncio.Semaphore(num_clients)
 
     async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Tokens:
         async with slots:
             return await tokens_of(client, body)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
+    ) as client:
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 
 
@@ -155,9 +176,17 @@ async def note_difference(load: ExpectedAnswers, request: int, tokens: Tokens) -
     for choice, (got, wanted) in enumerate(zip(tokens, expected, strict=False)):
         if got == wanted:
             continue
-        first = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-        text = f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different from {first} on"
-        call = await asyncio.to_thread(close_call, load.requests[request], choice, first, got, wanted)
+        first = next(
+            (n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b),
+            min(len(got), len(wanted)),
+        )
+        text = (
+            f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different"
+            f" from {first} on"
+        )
+        call = await asyncio.to_thread(
+            close_call, load.requests[request], choice, first, got, wanted
+        )
         (load.close_calls if call else load.different).append(f"{text}; {call}" if call else text)
         are_close &= bool(call)
     return are_close

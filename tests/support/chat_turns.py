@@ -1,4 +1,6 @@
-"""Chats in turns through a router: the prompt of a turn is that of the turn before, its answer, and some more."""
+"""Chats in turns through a router: the prompt of a turn is that of the turn before, its answer, and
+some more.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,14 +22,18 @@ from tramontane.router.scheduling.scheduler import Scheduler
 NUM_ADDED = 13  # tokens of a turn that are not from the one before
 WISHES = (
     SamplingParams(max_tokens=9, temperature=0.0, logprobs=2),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4),
+    SamplingParams(
+        max_tokens=14, temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4
+    ),
     SamplingParams(max_tokens=6, temperature=0.7, seed=6),
 )
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one chat got in one turn. ``num_known``: tokens of its prompt that were computed or sampled in the turn before."""
+    """What one chat got in one turn. ``num_known``: tokens of its prompt that were computed or
+    sampled in the turn before.
+    """
 
     answer: Values
     num_known: int
@@ -59,7 +65,10 @@ async def take_turns(
         answer = exact_values(merge_outputs(batches))
         turn = Turn(answer, known[number], sum(batch.num_cached for batch in batches))
         known[number] = len(texts[number]) + len(answer[0])
-        texts[number] += [*answer[0], *random_ids(NUM_ADDED, 100 * number + len(texts[number]), vocab_size)]
+        texts[number] += [
+            *answer[0],
+            *random_ids(NUM_ADDED, 100 * number + len(texts[number]), vocab_size),
+        ]
         return turn
 
     texts, known, turns = [list(chat) for chat in chats], [0] * len(chats), []
@@ -69,8 +78,16 @@ async def take_turns(
     return turns
 
 
-def caching_scheduler(plan: PipelinePlan, budget: int = 64, *, reuses_prefixes: bool = True) -> Scheduler:
-    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=reuses_prefixes)
+def caching_scheduler(
+    plan: PipelinePlan, budget: int = 64, *, reuses_prefixes: bool = True
+) -> Scheduler:
+    limits = SchedulerLimits(
+        plan.max_num_seqs,
+        budget,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        reuses_prefixes=reuses_prefixes,
+    )
     return Scheduler(plan.cache, limits, BalancedPolicy(len(plan.stages), budget))
 
 
@@ -100,12 +117,18 @@ async def run_turns(
 
 
 def check_turns(chain: StageChain, plan: PipelinePlan, num_chats: int = 4) -> None:
-    """Assert that caching changes no token or log-probability, and that all but a page of each turn before is found."""
+    """Assert that caching changes no token or log-probability, and that all but a page of each turn
+    before is found.
+    """
     chats = new_chats(num_chats)
-    without = asyncio.run(run_turns(chain, caching_scheduler(plan, reuses_prefixes=False), chats, 3))
+    without = asyncio.run(
+        run_turns(chain, caching_scheduler(plan, reuses_prefixes=False), chats, 3)
+    )
     turns = asyncio.run(run_turns(chain, caching_scheduler(plan), chats, 3))
     assert all(each.num_cached == 0 for turn in without for each in turn)
     assert [[replace(each, num_cached=0) for each in turn] for turn in turns] == without
     page_size = plan.cache.page_size
-    assert sum(each.num_cached for each in turns[0]) > 0, "of those that arrive together the later ones find the common text"
+    assert sum(each.num_cached for each in turns[0]) > 0, (
+        "of those that arrive together the later ones find the common text"
+    )
     assert all(each.num_cached >= each.num_known - page_size for turn in turns[1:] for each in turn)

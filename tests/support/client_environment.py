@@ -1,4 +1,6 @@
-"""Environments of clients from the package index, which run against a server as their users run them."""
+"""Environments of clients from the package index, which run against a server as their users run
+them.
+"""
 
 import json
 import shutil
@@ -24,8 +26,8 @@ UNREACHABLE = (
 def client_python(packages: Sequence[str]) -> Path:
     """Return the interpreter of an environment with these packages, which is made once.
 
-    It also sees the packages of this environment, torch and transformers among them, and installs what these lack. Skips the test
-    if the package index cannot be reached.
+    It also sees the packages of this environment, torch and transformers among them, and installs
+    what these lack. Skips the test if the package index cannot be reached.
     """
     name = packages[0].replace("==", "-")
     folder, done = CACHE / name, CACHE / f"{name}.json"
@@ -37,8 +39,17 @@ def client_python(packages: Sequence[str]) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     own = next((folder / "lib").glob("python*")) / "site-packages"
     (own / "development.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--quiet"]
-    install = [*pip, "install", "--no-compile", *packages]  # most of their modules are never imported
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "--disable-pip-version-check",
+        "--quiet",
+    ]
+    # most of their modules are never imported
+    install = [*pip, "install", "--no-compile", *packages]
     result = subprocess.run(install, capture_output=True, text=True, check=False)
     if result.returncode and any(sign in result.stderr for sign in UNREACHABLE):
         pytest.skip(f"{packages[0]} cannot be had from the package index: {result.stderr[-200:]}")

@@ -1,4 +1,6 @@
-"""Streams as the official clients' libraries type them: every event is validated against the model of its type."""
+"""Streams as the official clients' libraries type them: every event is validated against the model
+of its type.
+"""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel
 
 
-def _by_type(union: Any) -> dict[str, type[BaseModel]]:  # noqa: ANN401
+def _by_type(union: Any) -> dict[str, type[BaseModel]]:
     while not isinstance(kinds := get_args(union)[0], type):
         union = kinds
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(union)}

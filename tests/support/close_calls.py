@@ -1,10 +1,11 @@
 """Whether an unexpected token can be explained by rounding, which depends on the shape of a batch.
 
-A sampled token is the best one, or, on CPUs, with tokens sorted by falling probability, the one into whose share of the
-cumulative probability the position's random number falls. In float32 the demo model's logits differ by up to 2e-5 with the
-shape of a batch, cumulative probabilities by up to 1e-7, and expert scores by up to 1e-6.
-Two experts with almost equal scores at any earlier position can change every later token. Such a tie explains a difference
-only if the oracle samples one of the two tokens, and the other one when it is made to choose the other expert there.
+A sampled token is the best one, or, on CPUs, with tokens sorted by falling probability, the one
+into whose share of the cumulative probability the position's random number falls. In float32 the
+demo model's logits differ by up to 2e-5 with the shape of a batch, cumulative probabilities by up
+to 1e-7, and expert scores by up to 1e-6. Two experts with almost equal scores at any earlier
+position can change every later token. Such a tie explains a difference only if the oracle samples
+one of the two tokens, and the other one when it is made to choose the other expert there.
 """
 
 from collections.abc import Iterator
@@ -35,23 +36,35 @@ class GateTie:
     gap: float
 
 
-def close_call(body: dict[str, Any], choice: int, index: int, got: list[int], wanted: list[int]) -> str:
-    """Describe how close the decision was where two answers of the demo model part; empty if rounding does not explain it.
+def close_call(
+    body: dict[str, Any], choice: int, index: int, got: list[int], wanted: list[int]
+) -> str:
+    """Describe how close the decision was where two answers of the demo model part; empty if
+    rounding does not explain it.
 
-    ``index`` is the first token that differs. ``body`` is that of a request with a temperature and a seed. A request with a
-    schema never is a close call, because its grammar changes what is sampled.
+    ``index`` is the first token that differs. ``body`` is that of a request with a temperature and
+    a seed. A request with a schema never is a close call, because its grammar changes what is
+    sampled.
     """
     if index >= min(len(got), len(wanted)) or "response_format" in body:
         return ""
     prompt = body["prompt"] if isinstance(body["prompt"], list) else encode(body["prompt"])
     known = (*prompt, *wanted[:index])
-    if close := _close_decision(_logits(known), body, choice, len(known), {got[index], wanted[index]}):
+    if close := _close_decision(
+        _logits(known), body, choice, len(known), {got[index], wanted[index]}
+    ):
         return close
     sampled = _sampled(_logits(known), body, choice, len(known))
     for tie in gate_ties(known):
-        if {got[index], wanted[index]} == {sampled, _sampled(_logits(known, tie), body, choice, len(known))}:
+        if {got[index], wanted[index]} == {
+            sampled,
+            _sampled(_logits(known, tie), body, choice, len(known)),
+        }:
             where = f"layer {tie.layer}, position {tie.position}"
-            return f"the scores of two experts at {where} are {tie.gap:.1e} apart, and each gives one of the two tokens"
+            return (
+                f"the scores of two experts at {where} are {tie.gap:.1e} apart, and each gives one"
+                " of the two tokens"
+            )
     return ""
 
 
@@ -65,7 +78,10 @@ def gate_ties(token_ids: tuple[int, ...]) -> list[GateTie]:
     for layer, scores_TE in enumerate(scores_by_layer):
         best_TE = scores_TE.sort(dim=-1, descending=True).values
         gaps_T = best_TE[:, _num_chosen() - 1] - best_TE[:, _num_chosen()]
-        ties += [GateTie(layer, int(n), float(gaps_T[n])) for n in (gaps_T < CLOSE_SCORES).nonzero()[:, 0]]
+        ties += [
+            GateTie(layer, int(n), float(gaps_T[n]))
+            for n in (gaps_T < CLOSE_SCORES).nonzero()[:, 0]
+        ]
     return sorted(ties, key=lambda tie: tie.gap)
 
 
@@ -78,7 +94,9 @@ def _sampled(logits_V: Tensor, body: dict[str, Any], choice: int, num_known: int
     return int(ranked[int((shares.cumsum(-1) <= draw).sum())])
 
 
-def _close_decision(logits_V: Tensor, body: dict[str, Any], choice: int, num_known: int, tokens: set[int]) -> str:
+def _close_decision(
+    logits_V: Tensor, body: dict[str, Any], choice: int, num_known: int, tokens: set[int]
+) -> str:
     """Describe how close the decision between these two tokens was; empty if it was not close."""
     one, other = max(tokens), min(tokens)
     if (gap := float((logits_V[one] - logits_V[other]).abs())) < CLOSE_LOGITS:
@@ -89,9 +107,11 @@ def _close_decision(logits_V: Tensor, body: dict[str, Any], choice: int, num_kno
 
 
 def _close_draw(scaled_V: Tensor, draw: float, tokens: set[int]) -> str:
-    """Describe how close the random number is to the boundary between these two tokens; empty if it is not close.
+    """Describe how close the random number is to the boundary between these two tokens; empty if it
+    is not close.
 
-    Shares of 0.5, 0.3 and 0.2 end at 0.5, 0.8 and 1.0: a draw of 0.7999999 is 1e-7 from where the third token begins.
+    Shares of 0.5, 0.3 and 0.2 end at 0.5, 0.8 and 1.0: a draw of 0.7999999 is 1e-7 from where the
+    third token begins.
     """
     shares, ranked = scaled_V.softmax(-1).sort(descending=True)
     ends = shares.cumsum(-1)
@@ -113,9 +133,11 @@ def _tokenizer() -> SentencePieceTokenizer:
 
 
 @cache
-def _model() -> Any:  # noqa: ANN401
+def _model() -> Any:
     """Load Transformers' Mixtral, the oracle."""
-    return AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float64, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        str(DEMO_MODEL), dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def _num_chosen() -> int:
@@ -123,10 +145,14 @@ def _num_chosen() -> int:
 
 
 @contextmanager
-def _gates(hook: Any) -> Iterator[None]:  # noqa: ANN401 - (layer, outputs) to None, or to other outputs
-    """Call ``hook`` with the number of each layer and its gate's scores [T, E], weights [T, k] and experts [T, k]."""
+def _gates(hook: Any) -> Iterator[None]:  # (layer, outputs) to None, or to other outputs
+    """Call ``hook`` with the number of each layer and its gate's scores [T, E], weights [T, k] and
+    experts [T, k].
+    """
     handles = [
-        layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, outputs, number=number: hook(number, outputs))
+        layer.mlp.gate.register_forward_hook(
+            lambda _gate, _inputs, outputs, number=number: hook(number, outputs)
+        )
         for number, layer in enumerate(_model().model.layers)
     ]
     try:
@@ -136,7 +162,9 @@ def _gates(hook: Any) -> Iterator[None]:  # noqa: ANN401 - (layer, outputs) to N
             handle.remove()
 
 
-def _choose_other(tie: GateTie, layer: int, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+def _choose_other(
+    tie: GateTie, layer: int, outputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Choose the next best expert instead of the last chosen one at a tie.
 
     Scores of 3, 1 and 1 for the experts 4, 0 and 7 with two chosen: 4 and 7 instead of 4 and 0.

@@ -1,7 +1,7 @@
 """The compiled fused operations against the eager ones on the CPU, alone and in a model.
 
-A separate program, because torch's compiler leaves global state in a process. Prints the largest difference of each operation,
-or nothing if the operations cannot be compiled here.
+A separate program, because torch's compiler leaves global state in a process. Prints the largest
+difference of each operation, or nothing if the operations cannot be compiled here.
 """
 
 import torch
@@ -25,11 +25,15 @@ def main() -> None:
 
 
 def _serve(fused: FusedOps) -> None:
-    """Run a model with both. Raises AssertionError if a step of any size compiles anything again."""
+    """Run a model with both. Raises AssertionError if a step of any size compiles anything
+    again.
+    """
     model, plan, compiled_before = random_model(ARGS), tiny_plan(ARGS, 2), dict(counters["stats"])
     assert compiled_before["unique_graphs"]
     answers = [
-        run_in_process(plan, split_model(model, plan, backend=DeviceBackend(cpu_kernels(), pointwise)), PROMPTS)
+        run_in_process(
+            plan, split_model(model, plan, backend=DeviceBackend(cpu_kernels(), pointwise)), PROMPTS
+        )
         for pointwise in (EAGER, fused)
     ]
     assert answers[0] == answers[1]
@@ -38,11 +42,19 @@ def _serve(fused: FusedOps) -> None:
 
 def _compare_all(fused: FusedOps) -> None:
     for num_tokens in (1, 7):
-        heads_THd, angles_Td = _random(num_tokens, 8, 8)[:, :6], _random(num_tokens, 8)  # heads as they lie next to values
-        _compare(fused.apply_rotary(heads_THd, angles_Td, -angles_Td), EAGER.apply_rotary(heads_THd, angles_Td, -angles_Td))
-        _compare(fused.silu_and_mul(_random(num_tokens, 96)), EAGER.silu_and_mul(_random(num_tokens, 96)))
+        # heads as they lie next to values
+        heads_THd, angles_Td = _random(num_tokens, 8, 8)[:, :6], _random(num_tokens, 8)
+        _compare(
+            fused.apply_rotary(heads_THd, angles_Td, -angles_Td),
+            EAGER.apply_rotary(heads_THd, angles_Td, -angles_Td),
+        )
+        _compare(
+            fused.silu_and_mul(_random(num_tokens, 96)), EAGER.silu_and_mul(_random(num_tokens, 96))
+        )
         given = (_random(num_tokens, 32), _random(num_tokens, 1, 32)[:, 0], _random(32), 1e-5)
-        for ours, theirs in zip(fused.fused_add_rms_norm(*given), EAGER.fused_add_rms_norm(*given), strict=True):
+        for ours, theirs in zip(
+            fused.fused_add_rms_norm(*given), EAGER.fused_add_rms_norm(*given), strict=True
+        ):
             _compare(ours, theirs)
 
 

@@ -1,4 +1,6 @@
-"""Compiles a kernel before and after ``report_compilations``, for a GPU that is not there. Prints the log."""
+"""Compiles a kernel before and after ``report_compilations``, for a GPU that is not there. Prints
+the log.
+"""
 
 import logging
 import os

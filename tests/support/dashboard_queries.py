@@ -1,4 +1,6 @@
-"""The queries of the Grafana dashboard and of the alert rules, in a form that Prometheus can evaluate."""
+"""The queries of the Grafana dashboard and of the alert rules, in a form that Prometheus can
+evaluate.
+"""
 
 import json
 import re
@@ -16,15 +18,25 @@ VARIABLES = {"$__rate_interval": "30s", "$pipeline": ".*"}  # values that Grafan
 
 def panels() -> list[dict[str, Any]]:
     """Return the panels with a chart."""
-    return [panel for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"] if panel["type"] != "row"]
+    return [
+        panel
+        for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+        if panel["type"] != "row"
+    ]
 
 
 def alerts() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+    return [
+        rule
+        for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
 
 
 def queries() -> dict[str, str]:
-    """Return all queries by their origin: those of every panel, and of every alert the side that is compared with its bound."""
+    """Return all queries by their origin: those of every panel, and of every alert the side that is
+    compared with its bound.
+    """
     return dict(_of_panels()) | {alert["alert"]: compared(alert["expr"]) for alert in alerts()}
 
 
@@ -43,5 +55,9 @@ def _of_panels() -> Iterator[tuple[str, str]]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """Return the application's metric names as declared, without the suffix of a histogram's buckets."""
-    return {re.sub("_bucket$", "", name) for name in re.findall(r"\bray_tramontane_\w+", expression)}
+    """Return the application's metric names as declared, without the suffix of a histogram's
+    buckets.
+    """
+    return {
+        re.sub("_bucket$", "", name) for name in re.findall(r"\bray_tramontane_\w+", expression)
+    }

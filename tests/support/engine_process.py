@@ -1,4 +1,6 @@
-"""An engine in a process of its own, which gets work and answers by lines of JSON (see peer_engine.py)."""
+"""An engine in a process of its own, which gets work and answers by lines of JSON (see
+peer_engine.py).
+"""
 
 import json
 import os
@@ -17,12 +19,20 @@ class EngineError(Exception):
 
 
 class EngineProcess:
-    """A started engine, so that several can be measured in turns. ``about``: what it says of itself.
+    """A started engine, so that several can be measured in turns. ``about``: what it says of
+    itself.
 
-    With ``pauses`` the processes of its group are stopped while it has no work, as some engines wait by computing.
+    With ``pauses`` the processes of its group are stopped while it has no work, as some engines
+    wait by computing.
     """
 
-    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], log: Path, pauses: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str],
+        log: Path,
+        pauses: bool = False,
+    ) -> None:
         self._log, self._pauses = log, pauses
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -46,7 +56,9 @@ class EngineProcess:
         """The id of the process."""
         return self._process.pid
 
-    def run(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> tuple[float, list[list[int]]]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> tuple[float, list[list[int]]]:
         """Return the seconds that the prompts took, and the answers' tokens."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
@@ -72,7 +84,10 @@ class EngineProcess:
             if line.startswith(('{"about"', '{"seconds"')):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise EngineError(f"exited with status {self._process.wait()}: {self._log.read_text().strip().splitlines()[-1:]}")
+        raise EngineError(
+            f"exited with status {self._process.wait()}:"
+            f" {self._log.read_text().strip().splitlines()[-1:]}"
+        )
 
     def _pause(self) -> None:
         if self._pauses:

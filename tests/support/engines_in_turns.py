@@ -1,4 +1,6 @@
-"""Engines that run at the same time and get the same work in turns, so that the machine's mood is the same for all of them."""
+"""Engines that run at the same time and get the same work in turns, so that the machine's mood is
+the same for all of them.
+"""
 
 import statistics
 from collections import defaultdict
@@ -20,27 +22,39 @@ class Work(NamedTuple):
     sampling: dict[str, Any]
 
 
-GENTLEMEN = [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)]
+GENTLEMEN = [
+    f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)
+]
 
 
-def demo_work(prompts: list[str], **sampling: Any) -> Work:  # noqa: ANN401
+def demo_work(prompts: list[str], **sampling: Any) -> Work:
     """Return work for the demo model that no end of sequence ends."""
     encoder = PromptEncoder(DEMO_MODEL, 2048, 1024)
-    return Work([encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True})
+    return Work(
+        [encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True}
+    )
 
 
 class EngineTurns:
-    """``tokens_per_s`` of every round, by work and system; ``different``: works whose tokens were not the same."""
+    """``tokens_per_s`` of every round, by work and system; ``different``: works whose tokens were
+    not the same.
+    """
 
     def __init__(self, console: Console, comparable: Collection[str]) -> None:
         """``comparable``: the systems that have to return the same tokens."""
         self._console, self._comparable = console, comparable
-        self.tokens_per_s: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.tokens_per_s: dict[str, dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self.different: list[str] = []
         self._answers: dict[str, list[list[int]]] = {}
 
-    def measure(self, engines: Mapping[str, EngineProcess], works: Mapping[str, Work], rounds: int) -> None:
-        """Give the works to all engines in turns. The first round warms up, and trains the cost model; it does not count."""
+    def measure(
+        self, engines: Mapping[str, EngineProcess], works: Mapping[str, Work], rounds: int
+    ) -> None:
+        """Give the works to all engines in turns. The first round warms up, and trains the cost
+        model; it does not count.
+        """
         for number in range(rounds + 1):
             self._console.print(f"round {number} of {rounds}: {', '.join(works)} ...", style="dim")
             for name, work in works.items():
@@ -48,7 +62,10 @@ class EngineTurns:
                     seconds, answers = engines[system].run(*work)
                     if number:
                         self.tokens_per_s[name][system].append(sum(map(len, answers)) / seconds)
-                    if system in self._comparable and self._answers.setdefault(name, answers) != answers:
+                    if (
+                        system in self._comparable
+                        and self._answers.setdefault(name, answers) != answers
+                    ):
                         self.different.append(f"{name}, {system}")
 
     def ratio(self, work: str, system: str, against: str) -> float:

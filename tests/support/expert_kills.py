@@ -1,4 +1,6 @@
-"""Expert actors that are killed one after the other while requests run, and the effect on the requests."""
+"""Expert actors that are killed one after the other while requests run, and the effect on the
+requests.
+"""
 
 import asyncio
 import itertools
@@ -25,7 +27,9 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class KillOutcome:
-    """``outputs`` are all prompts with their continuations; ``longest_pause_s`` is the longest between two tokens of a stream."""
+    """``outputs`` are all prompts with their continuations; ``longest_pause_s`` is the longest
+    between two tokens of a stream.
+    """
 
     num_killed: int
     outputs: list[tuple[tuple[int, ...], list[int]]]
@@ -41,10 +45,11 @@ async def kill_under_load(
     on_kill: Callable[[int], None] = lambda _: None,
     min_outputs: int = 0,
 ) -> KillOutcome:
-    """Run the prompts in turn on several streams until every killed expert actor serves again and all streams have ended since.
+    """Run the prompts in turn on several streams until every killed expert actor serves again and
+    all streams have ended since.
 
-    ``on_kill`` is called with the number of each kill when its actor serves again. At least ``min_outputs`` prompts are run.
-    Raises PipelineError if any request fails.
+    ``on_kill`` is called with the number of each kill when its actor serves again. At least
+    ``min_outputs`` prompts are run. Raises PipelineError if any request fails.
     """
     scheduler = scheduler_for(spec.plan, 64)
     router = Router(scheduler, chain)
@@ -90,7 +95,9 @@ async def kill_under_load(
 
 
 def _kill(spec: PipelineSpec, number: int) -> None:
-    """Kill one of the expert actors, in turn; returns when its new process has served. Raises ValueError if it gets none."""
+    """Kill one of the expert actors, in turn; returns when its new process has served. Raises
+    ValueError if it gets none.
+    """
     assert spec.plan.experts is not None
     name = spec.expert_name(number % len(spec.plan.experts.actors))
     actor = ray.get_actor(name, NAMESPACE)

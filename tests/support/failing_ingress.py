@@ -1,4 +1,6 @@
-"""Ingress replicas that die, as Ray Serve's proxy sees it: a response that never ends or never begins. Without Ray."""
+"""Ingress replicas that die, as Ray Serve's proxy sees it: a response that never ends or never
+begins. Without Ray.
+"""
 
 import asyncio
 import json
@@ -11,15 +13,24 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.http.failover_response import MESSAGE_NODE, SCOPE_RESUME
-from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 
 
 class FailingIngresses:
-    """Ingress replicas of which the n-th sends ``lives[n]`` messages of its answer and dies at the next one.
+    """Ingress replicas of which the n-th sends ``lives[n]`` messages of its answer and dies at the
+    next one.
 
-    Replicas after the last of ``lives`` do not die. Messages between proxy and ingress are pickled, as with Ray.
+    Replicas after the last of ``lives`` do not die. Messages between proxy and ingress are pickled,
+    as with Ray.
     """
 
     def __init__(self, ingress: ASGIApp, lives: Sequence[int] = ()) -> None:
@@ -39,8 +50,15 @@ class FailingIngresses:
             num_sent += message["type"] != MESSAGE_NODE
             await send(pickle.loads(pickle.dumps(message)))
 
-        scope = {**scope, SCOPE_RESUME: pickle.loads(pickle.dumps(scope[SCOPE_RESUME]))} if SCOPE_RESUME in scope else scope
-        tasks = [asyncio.ensure_future(self._ingress(scope, receive, send_alive)), asyncio.ensure_future(dead.wait())]
+        scope = (
+            {**scope, SCOPE_RESUME: pickle.loads(pickle.dumps(scope[SCOPE_RESUME]))}
+            if SCOPE_RESUME in scope
+            else scope
+        )
+        tasks = [
+            asyncio.ensure_future(self._ingress(scope, receive, send_alive)),
+            asyncio.ensure_future(dead.wait()),
+        ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -49,7 +67,9 @@ class FailingIngresses:
 
 @dataclass
 class Client:
-    """The client of one request as an ASGI server presents it. It stays connected until ``disconnects`` is set."""
+    """The client of one request as an ASGI server presents it. It stays connected until
+    ``disconnects`` is set.
+    """
 
     body: bytes
     messages: list[Message] = field(default_factory=list)
@@ -73,12 +93,21 @@ class Client:
 
     async def send_to(self, app: ASGIApp, path: str, **headers: str) -> None:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": encoded, "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": encoded,
+            "query_string": b"",
+            "root_path": "",
+        }
         await app(scope, self.receive, self.send)
 
     @property
     def is_answered(self) -> bool:
-        """Whether the answer began once and ended once, with nothing in between that a server would not understand."""
+        """Whether the answer began once and ended once, with nothing in between that a server would
+        not understand.
+        """
         is_last = [not message.get("more_body", False) for message in self.messages[1:]]
         return self.is_answered_so_far and is_last.index(True) == len(is_last) - 1
 
@@ -99,14 +128,18 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages).decode()
 
 
-async def post_json(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
+async def post_json(
+    app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+) -> Client:
     client = Client(json.dumps(body).encode())
     await client.send_to(app, path, **headers)
     return client
 
 
 class ResumableSource:
-    """A source whose choice c of every prompt yields ``token_ids[c:]``, one token at a time, after those already returned."""
+    """A source whose choice c of every prompt yields ``token_ids[c:]``, one token at a time, after
+    those already returned.
+    """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = tuple(token_ids)
@@ -115,25 +148,46 @@ class ResumableSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.seeds += [spec.sampling.seed for spec in specs]
-        outputs = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
+        outputs = [
+            self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs
+        ]
         for spec, all_ids in zip(specs, outputs, strict=True):
             assert len(spec.output_ids) < len(all_ids)
             assert spec.output_ids == all_ids[: len(spec.output_ids)]
         for step in range(max(map(len, outputs))):
             await asyncio.sleep(0)
-            running = [i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(outputs[i])]
+            running = [
+                i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(outputs[i])
+            ]
             if running:
                 events = tuple(self._event(i, specs[i], outputs[i], step) for i in running)
-                yield RequestOutput(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in running))
+                yield RequestOutput(
+                    events,
+                    TIMES,
+                    logprobs=tuple(self._logprobs(i, specs[i], step) for i in running),
+                )
 
-    def _event(self, index: int, spec: SequenceRequest, output: tuple[int, ...], step: int) -> TokenEvent:
-        finish = FinishReason.LENGTH if len(output) == spec.sampling.max_tokens else FinishReason.STOP
+    def _event(
+        self, index: int, spec: SequenceRequest, output: tuple[int, ...], step: int
+    ) -> TokenEvent:
+        finish = (
+            FinishReason.LENGTH if len(output) == spec.sampling.max_tokens else FinishReason.STOP
+        )
         return TokenEvent(index, output[step], finish if step == len(output) - 1 else None)
 
     def _logprobs(self, index: int, spec: SequenceRequest, step: int) -> Logprobs:
-        """Return a different log-probability for each token, and those of the prompt if it is new."""
+        """Return a different log-probability for each token, and those of the prompt if it is
+        new.
+        """
         start = len(spec.prompt_ids) + step if spec.output_ids or step else 1
         positions = range(start, len(spec.prompt_ids) + step + 1)
-        return Logprobs(index, start, tuple(-float(position) for position in positions), (((300, -0.25),),) * len(positions))
+        return Logprobs(
+            index,
+            start,
+            tuple(-float(position) for position in positions),
+            (((300, -0.25),),) * len(positions),
+        )

@@ -14,11 +14,16 @@ NEW = Job("job-1", JobState.QUEUED, JobOptions(), 0, 0, 0, 0, created_at=1.5)
 
 
 def some_lines(count: int) -> list[ResultLine]:
-    return [ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}") for number in range(count)]
+    return [
+        ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}")
+        for number in range(count)
+    ]
 
 
 class FakeJobService:
-    """A JobService whose jobs are complete at once. With ``breaking`` set, streams of results hang after two results."""
+    """A JobService whose jobs are complete at once. With ``breaking`` set, streams of results hang
+    after two results.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
@@ -28,16 +33,27 @@ class FakeJobService:
         self.num_open = 0
         self.breaking: asyncio.Event | None = None
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
+    async def submit(
+        self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None
+    ) -> Job:
         text = b"".join([piece async for piece in lines])
         if not text:
             raise RequestError("there is no line")
         self.uploads.append(text)
-        job = replace(NEW, options=options, num_lines=text.count(b"\n"), error="none", started_at=2.5, ended_at=3.5)
+        job = replace(
+            NEW,
+            options=options,
+            num_lines=text.count(b"\n"),
+            error="none",
+            started_at=2.5,
+            ended_at=3.5,
+        )
         self.jobs[job.job_id] = job
         return job
 
-    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
+    async def submit_url(
+        self, url: str, options: JobOptions, request_key: str | None = None
+    ) -> Job:
         raise RequestError(f"{url} is not allowed")
 
     async def get(self, job_id: str) -> Job:
@@ -100,4 +116,6 @@ class JobsServicer(GrpcServicer):
     def __init__(self) -> None:
         jobs = FakeJobService()
         jobs.lines = some_lines(2500)
-        super().__init__(ServedModel("none", None, 1, 1, 1), NoTokens(), lambda _tenant: jobs, OneKey())
+        super().__init__(
+            ServedModel("none", None, 1, 1, 1), NoTokens(), lambda _tenant: jobs, OneKey()
+        )

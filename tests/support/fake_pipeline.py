@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams, TokenEvent
-from tramontane.proto.step import NO_TOKEN, PLACEHOLDER_TOKEN, Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import (
+    NO_TOKEN,
+    PLACEHOLDER_TOKEN,
+    Chunk,
+    MicroBatch,
+    StageTiming,
+    StepResult,
+)
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -16,13 +23,19 @@ from tramontane.router.scheduling.sequence import Sequence
 EOS = 2
 
 
-def new_cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256, num_drafts: int = 0) -> CachePlan:
+def new_cache(
+    page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256, num_drafts: int = 0
+) -> CachePlan:
     rings = [ring_pages(window, page_size, max_len, num_drafts) for window in windows]
-    classes = [WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)]
+    classes = [
+        WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)
+    ]
     return CachePlan(page_size, tuple(classes), num_drafts)
 
 
-def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len: int = 256) -> Sequence:
+def new_sequence(
+    seq_id: int, prompt: int, new: int, priority: int = 0, max_len: int = 256
+) -> Sequence:
     """Return a sequence that begins with other tokens than others."""
     sampling = SamplingParams(max_tokens=new, temperature=0.0)
     prompt_ids = tuple(10 + (97 * seq_id + i) % 980 for i in range(prompt))
@@ -34,10 +47,16 @@ def decode_runs(batch: MicroBatch) -> list[Chunk]:
     runs: list[Chunk] = []
     pages = dict(batch.decodes.new_pages)
     for row, (seq_id, start, token_id) in enumerate(zip(*batch.decodes[:3], strict=True)):
-        before = runs.pop() if runs and runs[-1].seq_id == seq_id else Chunk(seq_id, start, (), (), None, True)
+        before = (
+            runs.pop()
+            if runs and runs[-1].seq_id == seq_id
+            else Chunk(seq_id, start, (), (), None, True)
+        )
         assert before.start + before.num_tokens == start
         assert not before.new_pages, "pages come with a sequence's last row"
-        runs.append(before._replace(token_ids=(*before.token_ids, token_id), new_pages=pages.get(row, ())))
+        runs.append(
+            before._replace(token_ids=(*before.token_ids, token_id), new_pages=pages.get(row, ()))
+        )
     return runs
 
 
@@ -47,13 +66,19 @@ class FakePipeline:
 
     scheduler: Scheduler
     in_flight: deque[MicroBatch] = field(default_factory=deque)
-    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of each sequence, those whose keys are cached
-    entries: dict[int, list[dict[int, int]]] = field(default_factory=dict)  # per sequence and class, pages by index
-    # Texts from their beginnings on, with their salts, by number: each is a shorter one, or a salt, and one more token.
+    # of each sequence, those whose keys are cached
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # per sequence and class, pages by index
+    entries: dict[int, list[dict[int, int]]] = field(default_factory=dict)
+    # Texts from their beginnings on, with their salts, by number: each is a shorter one, or a salt,
+    # and one more token.
     texts: dict[tuple[int | str, int], int] = field(default_factory=dict)
-    contents: dict[int, list[int]] = field(default_factory=dict)  # of each sequence, the text up to each of its tokens
-    rows: dict[tuple[int, int, int], int] = field(default_factory=dict)  # what is in a row of a page of a class
-    writers: dict[tuple[int, int, int], int] = field(default_factory=dict)  # the sequences that have written them
+    # of each sequence, the text up to each of its tokens
+    contents: dict[int, list[int]] = field(default_factory=dict)
+    # what is in a row of a page of a class
+    rows: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    # the sequences that have written them
+    writers: dict[tuple[int, int, int], int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # sequences that have ended with an error
     num_reused: int = 0
     events: list[TokenEvent] = field(default_factory=list)
@@ -64,7 +89,8 @@ class FakePipeline:
     num_drafts: int = 0
     num_accepted: int = 0
     num_ahead: int = 0  # micro-batches of nothing but drafts
-    latest: dict[int, tuple[int, int]] = field(default_factory=dict)  # position and id of the last token of each sequence
+    # position and id of the last token of each sequence
+    latest: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_placeholders: int = 0
 
     def submit(self) -> MicroBatch | None:
@@ -76,17 +102,33 @@ class FakePipeline:
         return batch
 
     def _filled(self, batch: MicroBatch) -> MicroBatch:
-        """Put the tokens in the places of placeholders that micro-batches in flight sample, as the stage does."""
+        """Put the tokens in the places of placeholders that micro-batches in flight sample, as the
+        stage does.
+        """
         if not self.scheduler.limits.async_scheduling:
             assert PLACEHOLDER_TOKEN not in batch.decodes.token_ids
             return batch
         columns = list(zip(*batch.decodes[:3], strict=True))
         self.num_placeholders += batch.decodes.token_ids.count(PLACEHOLDER_TOKEN)
         for seq_id, start, token_id in columns:
-            sampled = [(c.seq_id, c.start + c.num_tokens) for b in self.in_flight for c in b.chunks if c.needs_sample]
-            sampled += [(seq, at + 1) for b in self.in_flight for seq, at in zip(*b.decodes[:2], strict=True)]
-            assert ((seq_id, start) in sampled) == (token_id == PLACEHOLDER_TOKEN), "a placeholder is what is not known yet"
-        tokens = [max(self.token_at(seq, start), 0) if token == PLACEHOLDER_TOKEN else token for seq, start, token in columns]
+            sampled = [
+                (c.seq_id, c.start + c.num_tokens)
+                for b in self.in_flight
+                for c in b.chunks
+                if c.needs_sample
+            ]
+            sampled += [
+                (seq, at + 1)
+                for b in self.in_flight
+                for seq, at in zip(*b.decodes[:2], strict=True)
+            ]
+            assert ((seq_id, start) in sampled) == (token_id == PLACEHOLDER_TOKEN), (
+                "a placeholder is what is not known yet"
+            )
+        tokens = [
+            max(self.token_at(seq, start), 0) if token == PLACEHOLDER_TOKEN else token
+            for seq, start, token in columns
+        ]
         return replace(batch, decodes=batch.decodes._replace(token_ids=tuple(tokens)))
 
     def answer(self, token_id: int | None = None) -> None:
@@ -98,15 +140,23 @@ class FakePipeline:
             token_ids += self._verify(run, token_at, is_ahead=batch.decodes.is_ahead)
         self.num_ahead += batch.decodes.is_ahead
         assert len(token_ids) == len(batch.sampled_seq_ids)
-        bad = {s for s, token in zip(batch.sampled_seq_ids, token_ids, strict=True) if token == NOT_FINITE_TOKEN}
+        bad = {
+            s
+            for s, token in zip(batch.sampled_seq_ids, token_ids, strict=True)
+            if token == NOT_FINITE_TOKEN
+        }
         finished = tuple((seq_id, FinishReason.ERROR) for seq_id in bad)
-        result = StepResult(batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch), finished=finished)
+        result = StepResult(
+            batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch), finished=finished
+        )
         new = self.scheduler.complete(batch, result)
         self.failed |= {event.seq_id for event in new if event.finish is FinishReason.ERROR}
         self.events += new
         self.scheduler.check_integrity()
 
-    def _verify(self, run: Chunk, token_at: Callable[[int, int], int], *, is_ahead: bool) -> list[int]:
+    def _verify(
+        self, run: Chunk, token_at: Callable[[int, int], int], *, is_ahead: bool
+    ) -> list[int]:
         """Return the answers for a token and its drafts, or for nothing but drafts."""
         answers = []
         for row, token_id in enumerate(run.token_ids):
@@ -125,7 +175,9 @@ class FakePipeline:
         """Return timings as if each stage computed right after the one before it."""
         timings, self.now = [], self.now + self.gap_s
         for stage in range(self.num_stages):
-            timings.append(StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens))
+            timings.append(
+                StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens)
+            )
             self.now = timings[-1].ended_at
         return tuple(timings)
 
@@ -172,24 +224,32 @@ class FakePipeline:
                 self._read(chunk.seq_id, chunk.start + row + 1, 1)
 
     def _begin(self, chunk: Chunk) -> None:
-        """Check that a stage sees positions in order, each once, and put the pages of a cached prefix in their entries."""
+        """Check that a stage sees positions in order, each once, and put the pages of a cached
+        prefix in their entries.
+        """
         cache = self.scheduler.allocator.cache
         assert (chunk.sampling is not None) == (chunk.seq_id not in self.tokens)
         if chunk.sampling is None:
             tokens = self.tokens[chunk.seq_id]
             known = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
             assert tokens[: len(known)] == known, "what stays is what was accepted"
-            assert len(known) == chunk.start or len(tokens) == chunk.start, "drafts follow those in flight"
+            assert len(known) == chunk.start or len(tokens) == chunk.start, (
+                "drafts follow those in flight"
+            )
             self.tokens[chunk.seq_id] = tokens[: chunk.start]
             del self.contents[chunk.seq_id][chunk.start :]
             return
         self.num_reused += chunk.start
         self.tokens[chunk.seq_id], self.contents[chunk.seq_id] = (), []
         self._extend(chunk.seq_id, self._sequence(chunk.seq_id).known_ids(0, chunk.start))
-        assert chunk.skipped_ids == (self.tokens[chunk.seq_id] if chunk.sampling.needs_tokens else ())
+        assert chunk.skipped_ids == (
+            self.tokens[chunk.seq_id] if chunk.sampling.needs_tokens else ()
+        )
         entries = self.entries[chunk.seq_id] = [{} for _ in cache.classes]
         first = chunk.start // cache.page_size
-        for of_class, pages, num_own in zip(entries, chunk.new_pages, self._num_own(chunk), strict=True):
+        for of_class, pages, num_own in zip(
+            entries, chunk.new_pages, self._num_own(chunk), strict=True
+        ):
             given = pages[: len(pages) - num_own]
             of_class.update(zip(range(first - len(given), first), given, strict=True))
 
@@ -202,13 +262,22 @@ class FakePipeline:
 
     def _num_own(self, chunk: Chunk) -> list[int]:
         cache = self.scheduler.allocator.cache
-        return [len(c.new_pages(chunk.start, chunk.start + chunk.num_tokens, cache.page_size)) for c in cache.classes]
+        return [
+            len(c.new_pages(chunk.start, chunk.start + chunk.num_tokens, cache.page_size))
+            for c in cache.classes
+        ]
 
     def _read(self, seq_id: int, end: int, is_written: int) -> None:
-        """Check that what a token at ``end`` - ``is_written`` sees of the cache is of its own sequence."""
+        """Check that what a token at ``end`` - ``is_written`` sees of the cache is of its own
+        sequence.
+        """
         cache, contents, rows = self.scheduler.allocator.cache, self.contents[seq_id], self.rows
         for index, window_class in enumerate(cache.classes):
-            first = 0 if window_class.window is None else max(end - is_written - window_class.window + 1, 0)
+            first = (
+                0
+                if window_class.window is None
+                else max(end - is_written - window_class.window + 1, 0)
+            )
             pages = self.entries[seq_id][index]
             for position in range(first, end):
                 page, row = divmod(position, cache.page_size)
@@ -219,14 +288,21 @@ class FakePipeline:
         self._extend(chunk.seq_id, chunk.token_ids)
         contents, last = self.contents[chunk.seq_id], -(-end // cache.page_size)
         news = chunk.new_pages or ((),) * len(cache.classes)
-        owned = self._num_own(chunk) if chunk.sampling else map(len, news)  # drafts that were wrong have left pages
-        for index, (window_class, pages, num_own) in enumerate(zip(cache.classes, news, owned, strict=True)):
+        # drafts that were wrong have left pages
+        owned = self._num_own(chunk) if chunk.sampling else map(len, news)
+        for index, (window_class, pages, num_own) in enumerate(
+            zip(cache.classes, news, owned, strict=True)
+        ):
             assert len(pages) >= num_own
             of_class = self.entries[chunk.seq_id][index]
-            of_class.update(zip(range(last - num_own, last), pages[len(pages) - num_own :], strict=True))
+            of_class.update(
+                zip(range(last - num_own, last), pages[len(pages) - num_own :], strict=True)
+            )
             for gone in [n for n in of_class if n < last - window_class.ring_pages]:
                 del of_class[gone]
-            for position in range(window_class.first_written(chunk.start, end, cache.page_size), end):
+            for position in range(
+                window_class.first_written(chunk.start, end, cache.page_size), end
+            ):
                 row = index, of_class[position // cache.page_size], position % cache.page_size
                 self.rows[row], self.writers[row] = contents[position], chunk.seq_id
 
@@ -246,7 +322,14 @@ def new_pipeline(
 ) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
     limits = SchedulerLimits(
-        seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True, speculative=speculative, async_scheduling=async_scheduling
+        seqs,
+        budget,
+        256,
+        1000,
+        (EOS,),
+        reuses_prefixes=True,
+        speculative=speculative,
+        async_scheduling=async_scheduling,
     )
     return FakePipeline(Scheduler(cache, limits, policy))
 
@@ -262,9 +345,14 @@ def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
 
 
 def submit_traffic(
-    pipe: FakePipeline, rng: random.Random, priorities: tuple[int, ...], *, with_fences: bool = False
+    pipe: FakePipeline,
+    rng: random.Random,
+    priorities: tuple[int, ...],
+    *,
+    with_fences: bool = False,
 ) -> dict[int, list[int]]:
-    """Let 12 sequences arrive while micro-batches are made and answered by ``some_token``; abort some of them, and fence.
+    """Let 12 sequences arrive while micro-batches are made and answered by ``some_token``; abort
+    some of them, and fence.
 
     Returns the tokens that each sequence is to get which was not aborted.
     """

@@ -15,7 +15,12 @@ RECEIVE_BUFFER_BYTES = 4096
 PAUSE_S = 0.5  # between the reads of a slow reader, of a few bytes each
 SLOW_READS = 100  # before a slow reader disconnects, unless the server did so earlier
 # An answer of some megabytes, more than the buffers between server and client hold.
-LARGE = {"messages": [{"role": "user", "content": "O"}], "n": 6, "max_tokens": 800, "top_logprobs": 20}
+LARGE = {
+    "messages": [{"role": "user", "content": "O"}],
+    "n": 6,
+    "max_tokens": 800,
+    "top_logprobs": 20,
+}
 LARGE |= {"logprobs": True, "ignore_eos": True, "stream": True}
 
 
@@ -54,9 +59,12 @@ class FaultyClient:
         """Read slowly until the server closes the connection, or for nearly a minute."""
         loop = asyncio.get_running_loop()
         async with self._connection() as connection:
-            await loop.sock_sendall(connection, _request(LARGE, b"POST /v1/chat/completions HTTP/1.1"))
+            await loop.sock_sendall(
+                connection, _request(LARGE, b"POST /v1/chat/completions HTTP/1.1")
+            )
             for _ in range(SLOW_READS):
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # a read would return buffered bytes first
+                # a read would return buffered bytes first
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     return "cut"
                 if not await loop.sock_recv(connection, 16):
                     return "closed"

@@ -10,7 +10,9 @@ from tramontane.workers.kernels.triton_gemv import MAX_TOKENS, GemvBlock, gemv
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative, by norms
 
 
-def check_product(num_outputs: int, num_inputs: int, block: GemvBlock, dtype: torch.dtype, device: str) -> None:
+def check_product(
+    num_outputs: int, num_inputs: int, block: GemvBlock, dtype: torch.dtype, device: str
+) -> None:
     """Compare with float64, for every number of tokens."""
     generator = torch.Generator().manual_seed(0)
     weight_NK = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)

@@ -1,4 +1,6 @@
-"""CUDA graphs without CUDA: the operations of torch that ran once are run again, on the same memory and with nothing else."""
+"""CUDA graphs without CUDA: the operations of torch that ran once are run again, on the same memory
+and with nothing else.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,11 @@ from tramontane.workers.stage.cuda_graphs import Compute, Cut
 
 # What the host reads of a device by ``item``, ``bool``, ``nonzero``, ``tolist`` and ``numpy``.
 READS_OF_THE_HOST = {
-    *(torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default),
+    *(
+        torch.ops.aten.item.default,
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+    ),
     *(torch.ops.aten.nonzero.default, torch.ops.aten.resolve_conj.default),
 }
 
@@ -26,12 +32,15 @@ class _Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operations of torch that run within it, in pieces, which can be run again on what is then in the same memory."""
+    """The operations of torch that run within it, in pieces, which can be run again on what is then
+    in the same memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._pieces: list[list[_Call]] = [[]]
-        self._anew: dict[int, object] = {}  # by what was computed first; other tensors are memory that stays where it is
+        # by what was computed first; other tensors are memory that stays where it is
+        self._anew: dict[int, object] = {}
 
     def __torch_dispatch__(
         self,
@@ -55,12 +64,17 @@ class Tape(TorchDispatchMode):
         return len(self._pieces)
 
     def replay(self, piece: int, result: Tensor) -> Tensor:
-        """Run a piece again, after those before it. Returns what has become of ``result``, a tensor that was computed."""
+        """Run a piece again, after those before it. Returns what has become of ``result``, a tensor
+        that was computed.
+        """
         if piece == 0:
             self._anew.clear()
         assert self._pieces[piece], "a CUDA graph would be empty"
         for operation, args, kwargs, first in self._pieces[piece]:
-            done = operation(*tree_map_only(Tensor, self._newest, args), **tree_map_only(Tensor, self._newest, kwargs))
+            done = operation(
+                *tree_map_only(Tensor, self._newest, args),
+                **tree_map_only(Tensor, self._newest, kwargs),
+            )
             self._anew.update(zip(map(id, tree_leaves(first)), tree_leaves(done), strict=True))
         newest = self._newest(result)
         assert isinstance(newest, Tensor)
@@ -71,7 +85,9 @@ class Tape(TorchDispatchMode):
 
 
 class Replays:
-    """A ``GraphCapture`` as a CUDA graph is one: nothing of Python runs again, so numbers of the host stay what they were."""
+    """A ``GraphCapture`` as a CUDA graph is one: nothing of Python runs again, so numbers of the
+    host stay what they were.
+    """
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0

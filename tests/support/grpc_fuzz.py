@@ -10,7 +10,12 @@ from grpc import StatusCode
 
 from tramontane.proto import inference_pb2 as pb
 
-REFUSALS = {StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNIMPLEMENTED}
+REFUSALS = {
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.UNIMPLEMENTED,
+}
 METHODS = [
     (f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming)
     for service in pb.DESCRIPTOR.services_by_name.values()
@@ -43,7 +48,9 @@ def hostile_messages() -> Iterator[bytes]:
     yield pb.SubmitJobRequest(options=many).SerializeToString()
 
 
-async def code_of(channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60) -> StatusCode:
+async def code_of(
+    channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60
+) -> StatusCode:
     code, _ = await end_of(channel, method, message, timeout_s)
     return code
 
@@ -51,7 +58,9 @@ async def code_of(channel: grpc.aio.Channel, method: tuple[str, bool, bool], mes
 async def end_of(
     channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60
 ) -> tuple[StatusCode, str]:
-    """Return the status code and details of a call with only this message; its responses are read and dropped."""
+    """Return the status code and details of a call with only this message; its responses are read
+    and dropped.
+    """
     path, sends_stream, gets_stream = method
     kind = ("stream" if sends_stream else "unary") + "_" + ("stream" if gets_stream else "unary")
     call: Any = getattr(channel, kind)(path)
@@ -73,6 +82,8 @@ async def every_code(channel: grpc.aio.Channel) -> dict[StatusCode, int]:
     """Return how often each status code ended a call, over all messages and methods."""
     codes: dict[StatusCode, int] = {}
     for method in METHODS:
-        for code in await asyncio.gather(*(code_of(channel, method, message) for message in hostile_messages())):
+        for code in await asyncio.gather(
+            *(code_of(channel, method, message) for message in hostile_messages())
+        ):
             codes[code] = codes.get(code, 0) + 1
     return codes

@@ -17,7 +17,13 @@ WRONG = 1  # no answer has this token
 class GuessingDrafter:
     """Drafts by ``next_token``, which returns the right token after some text, or a wrong one."""
 
-    def __init__(self, tokens: Sequence[int], next_token: Callable[[Sequence[int]], int], share: float, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        next_token: Callable[[Sequence[int]], int],
+        share: float,
+        seed: int,
+    ) -> None:
         self._tokens, self._next_token, self._share, self._seed = tokens, next_token, share, seed
 
     def index(self, _max_tokens: int) -> int:
@@ -35,13 +41,30 @@ class GuessingDrafter:
 
 
 def guess(
-    patch: pytest.MonkeyPatch, next_token: Callable[[Sequence[int]], int], share: float, seed: int = 0, *, always: bool = True
+    patch: pytest.MonkeyPatch,
+    next_token: Callable[[Sequence[int]], int],
+    share: float,
+    seed: int = 0,
+    *,
+    always: bool = True,
 ) -> None:
     """Let all sequences draft like this. ``always``: however often their drafts were wrong."""
-    patch.setattr(batch_queues, "NgramDrafter", lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed))
+    patch.setattr(
+        batch_queues,
+        "NgramDrafter",
+        lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed),
+    )
     if always:
-        patch.setattr(AcceptanceEstimate, "num_worthwhile", lambda _, break_even, most: 0 if break_even >= 1 else max(most, 0))
-        patch.setattr(AcceptanceEstimate, "num_likely", lambda _, probability: 0 if probability >= 1 else 2**30)
+        patch.setattr(
+            AcceptanceEstimate,
+            "num_worthwhile",
+            lambda _, break_even, most: 0 if break_even >= 1 else max(most, 0),
+        )
+        patch.setattr(
+            AcceptanceEstimate,
+            "num_likely",
+            lambda _, probability: 0 if probability >= 1 else 2**30,
+        )
 
 
 def count_ahead(patch: pytest.MonkeyPatch) -> list[int]:

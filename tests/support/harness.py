@@ -34,7 +34,9 @@ def random_ids(num_tokens: int, seed: int, vocab_size: int = 96) -> list[int]:
 
 
 def _prompts() -> list[list[int]]:
-    """Return 32 prompts: lengths around every boundary of window 24 and pages of 16 and 64, and random ones up to 600."""
+    """Return 32 prompts: lengths around every boundary of window 24 and pages of 16 and 64, and
+    random ones up to 600.
+    """
     rng = random.Random(7)
     lengths = [1, 2, 3, 6, 7, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 63, 64, 65, 127, 128, 600, 599]
     lengths += [rng.randint(1, 600) for _ in range(32 - len(lengths))]
@@ -61,7 +63,13 @@ async def run_prompts(
 ) -> list[list[int]]:
     """Return the token ids of every prompt's continuation. Afterwards every page must be free."""
     answers = await run_answers(
-        chain, scheduler, prompts, sampling, together=together, observe=observe, step_timeout_s=step_timeout_s
+        chain,
+        scheduler,
+        prompts,
+        sampling,
+        together=together,
+        observe=observe,
+        step_timeout_s=step_timeout_s,
     )
     return [[event.token_id for event in answer.events] for answer in answers]
 
@@ -86,7 +94,9 @@ async def run_answers(
     observe: Callable[[StepResult], None] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[RequestOutput]:
-    """Run prompts like ``run_prompts``, and return the complete output of each. Each may have sampling parameters of its own."""
+    """Run prompts like ``run_prompts``, and return the complete output of each. Each may have
+    sampling parameters of its own.
+    """
     router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
     running = asyncio.create_task(router.run())
 
@@ -97,11 +107,17 @@ async def run_answers(
         return merge_outputs([batch async for batch in router.generate(specs)])
 
     requests = list(zip(prompts, each, strict=True))
-    outputs = list(await asyncio.gather(*starmap(one, requests))) if together else [await one(*request) for request in requests]
+    outputs = (
+        list(await asyncio.gather(*starmap(one, requests)))
+        if together
+        else [await one(*request) for request in requests]
+    )
     scheduler.check_integrity()
     assert scheduler.is_idle
     is_local = isinstance(chain, LocalStageChain)
-    assert not (is_local and router.health.num_recoveries), "a stage that fails is recovered, and the answers are the same"
+    assert not (is_local and router.health.num_recoveries), (
+        "a stage that fails is recovered, and the answers are the same"
+    )
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
@@ -109,8 +125,12 @@ async def run_answers(
 
 
 @contextmanager
-def running_chain(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
-    """``running_pipeline`` for synchronous code: an event loop in a thread renews the lease in the background."""
+def running_chain(
+    spec: PipelineSpec, report: Callable[[str], None] = lambda _: None
+) -> Iterator[ObjectStoreStageChain]:
+    """``running_pipeline`` for synchronous code: an event loop in a thread renews the lease in the
+    background.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
     thread.start()
@@ -144,7 +164,9 @@ def run_in_process(
 ) -> list[list[int]]:
     chain = LocalStageChain(workers)
     try:
-        scheduler = scheduler_for(plan, budget, FixedInFlightPolicy(max_in_flight, budget) if max_in_flight else None)
+        scheduler = scheduler_for(
+            plan, budget, FixedInFlightPolicy(max_in_flight, budget) if max_in_flight else None
+        )
         scheduler.limits = replace(scheduler.limits, async_scheduling=async_scheduling)
         return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
     finally:

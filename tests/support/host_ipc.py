@@ -1,4 +1,5 @@
-"""An ``IpcBackend`` without a GPU: shared memory of the host, for tests of channels between processes.
+"""An ``IpcBackend`` without a GPU: shared memory of the host, for tests of channels between
+processes.
 
 Shape letters: N bytes.
 """
@@ -30,7 +31,9 @@ class HostMemory:
 
 
 class HostEvent:
-    """An event that is always complete: copies on the host are synchronous, and the control socket keeps the order."""
+    """An event that is always complete: copies on the host are synchronous, and the control socket
+    keeps the order.
+    """
 
     handle = b""
 
@@ -45,7 +48,9 @@ class HostEvent:
 
 
 class HostIpc:
-    """``IpcBackend`` of the host. It needs Linux and processes that can open each other's ``/proc/PID/fd``."""
+    """``IpcBackend`` of the host. It needs Linux and processes that can open each other's
+    ``/proc/PID/fd``.
+    """
 
     def memory(self, num_bytes: int) -> SharedMemory:
         descriptor = os.memfd_create("channel")

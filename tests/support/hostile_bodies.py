@@ -1,4 +1,6 @@
-"""The largest bodies that a server reads, of every shape that costs a parser the most, for every endpoint."""
+"""The largest bodies that a server reads, of every shape that costs a parser the most, for every
+endpoint.
+"""
 
 import json
 from collections.abc import Iterator
@@ -17,9 +19,17 @@ ITEMS = {
     "big numbers": "9" * 4000 + ",",
     "long numbers": "9" * 500 + ",",
 }
-TEXTS = {"letters": "a", "escapes": "\\n", "quotes": '\\"', "code points": "\\u00e9", "backslashes": "\\\\"}
+TEXTS = {
+    "letters": "a",
+    "escapes": "\\n",
+    "quotes": '\\"',
+    "code points": "\\u00e9",
+    "backslashes": "\\\\",
+}
 FILES = {"line ends": b"\n", "returns": b"\r\n", "boundaries": b"\r\n--a", "lists": b"[1],"}
-SCHEMA = '"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":VALUE}}}'
+SCHEMA = (
+    '"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":VALUE}}}'
+)
 USER = '{"messages":[{"role":"user","content":"a"}],'
 CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"123456789","type":"function","function":{"name":"f","arguments":'
 TOOL = '"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":VALUE}}}]}'
@@ -71,7 +81,11 @@ TEMPLATES = {
         MESSAGE + '"tool_choice":VALUE}',
         MESSAGE + '"output_config":{"format":{"type":"json_schema","schema":{"enum":VALUE}}}}',
     ),
-    "/v1/messages/count_tokens": ('{"messages":[{"role":"user","content":VALUE}]}', '{"messages":VALUE}', '{"other":VALUE}'),
+    "/v1/messages/count_tokens": (
+        '{"messages":[{"role":"user","content":VALUE}]}',
+        '{"messages":VALUE}',
+        '{"other":VALUE}',
+    ),
     "/tokenize": ('{"prompt":VALUE}', '{"messages":VALUE}', USER + TOOL, '{"other":VALUE}'),
     "/detokenize": ('{"tokens":VALUE}', '{"other":VALUE}'),
     "/experts": ('{"tokens_by_layer":VALUE}', "VALUE"),
@@ -79,7 +93,9 @@ TEMPLATES = {
 
 
 def structures(num_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield names and JSON values, of about ``num_bytes``, with as many elements as there is room for."""
+    """Yield names and JSON values, of about ``num_bytes``, with as many elements as there is room
+    for.
+    """
     for name, item in ITEMS.items():
         yield f"a list of {name}", f"[{(item * (num_bytes // len(item)))[:-1]}]"
     yield "many members", "{" + "".join(f'"{n}":1,' for n in range(num_bytes // 11))[:-1] + "}"
@@ -96,7 +112,9 @@ def values(num_bytes: int) -> Iterator[tuple[str, str]]:
 
 
 def bodies(path: str, num_bytes: int = MAX_BODY) -> Iterator[tuple[str, bytes]]:
-    """Yield names and bodies for one endpoint: every value in its first template, and structures in the others."""
+    """Yield names and bodies for one endpoint: every value in its first template, and structures in
+    the others.
+    """
     for number, template in enumerate(TEMPLATES[path]):
         for name, value in (structures if number else values)(num_bytes - len(template) - 2):
             yield f"{name} in {template:.80}", template.replace(PLACE, value).encode()
@@ -112,13 +130,27 @@ def uploads(num_bytes: int = MAX_BODY) -> Iterator[tuple[str, bytes]]:
 
 def messages() -> Iterator[tuple[str, bytes]]:
     """Yield names and messages for the methods Generate and Score of gRPC, as bytes."""
-    prompt, unknown, empty_stop, ids = pb.GenerateRequest(text="a").SerializeToString(), b"\xa0\x06\x00", b"z\x00", b"\x01"
+    prompt, unknown, empty_stop, ids = (
+        pb.GenerateRequest(text="a").SerializeToString(),
+        b"\xa0\x06\x00",
+        b"z\x00",
+        b"\x01",
+    )
     biases = pb.GenerateRequest(text="a", logit_bias=dict.fromkeys(range(MAX_MESSAGE // 15), 1.0))
     yield "unknown fields", prompt + unknown * (MAX_MESSAGE // 3)
     yield "stops", prompt + empty_stop * (MAX_MESSAGE // 2)
-    yield "token ids", pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_MESSAGE)).SerializeToString()
-    yield "twice the largest", pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_GRPC)).SerializeToString()
+    yield (
+        "token ids",
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_MESSAGE)).SerializeToString(),
+    )
+    yield (
+        "twice the largest",
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_GRPC)).SerializeToString(),
+    )
     yield "biases", biases.SerializeToString()
     for name, value in values(MAX_MESSAGE - 64):
-        yield f"{name} as response_format", pb.GenerateRequest(text="a", response_format=value).SerializeToString()
+        yield (
+            f"{name} as response_format",
+            pb.GenerateRequest(text="a", response_format=value).SerializeToString(),
+        )
     yield "a text", pb.GenerateRequest(text="a" * MAX_MESSAGE).SerializeToString()

@@ -1,12 +1,14 @@
-"""Hosts on one machine: network namespaces with addresses of their own on a virtual switch, whose links can be dropped.
+"""Hosts on one machine: network namespaces with addresses of their own on a virtual switch, whose
+links can be dropped.
 
     with network() as switch:
-        one, other = switch.add_host(), switch.add_host(apart=True, own_folders={"/tmp/ray": folder})
-        other.start("python", "-m", "http.server")
+        one, other = switch.add_host(), switch.add_host(apart=True, own_folders={"/tmp/ray":
+        folder}) other.start("python", "-m", "http.server")
         other.drop_link()
 
-The network is isolated from the machine's own. At the end all of it is removed, with every process in it. If the process that
-made it is killed, the processes of hosts with ``apart`` end with it; the rest is removed when the next network is made.
+The network is isolated from the machine's own. At the end all of it is removed, with every process
+in it. If the process that made it is killed, the processes of hosts with ``apart`` end with it; the
+rest is removed when the next network is made.
 """
 
 import ctypes
@@ -25,7 +27,8 @@ SUBNET = "10.77.0"
 NAMESPACES = Path("/run/netns")
 PREFIX = "hosts"
 CLONE_NEWNET = 0x40000000
-# The first process of a host with apart=True, which adopts orphans. It ends, and with it all others, when its input closes.
+# The first process of a host with apart=True, which adopts orphans. It ends, and with it all
+# others, when its input closes.
 FIRST_PROCESS = "echo up; read -r _"
 
 
@@ -36,14 +39,20 @@ def namespaces_unavailable_reason() -> str:
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]:
         return f"network namespaces need the commands {', '.join(missing)} (iproute2, util-linux)"
     tried = f"{PREFIX}-{os.getpid()}-try"
-    made = subprocess.run(["ip", "netns", "add", tried], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", tried], capture_output=True, text=True, check=False
+    )
     subprocess.run(["ip", "netns", "delete", tried], capture_output=True, check=False)
-    return f"network namespaces cannot be made here: {made.stderr.strip()}" if made.returncode else ""
+    return (
+        f"network namespaces cannot be made here: {made.stderr.strip()}" if made.returncode else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """``first_pid`` is the PID, in the machine's namespace, of the first process of a host with ``apart``."""
+    """``first_pid`` is the PID, in the machine's namespace, of the first process of a host with
+    ``apart``.
+    """
 
     name: str
     address: str
@@ -56,18 +65,34 @@ class Host:
         """Return the command line that runs this command in the host."""
         if self.first_pid is None:
             return ["nsenter", f"--net={NAMESPACES / self.name}", *arguments]
-        return ["nsenter", "-t", str(self.first_pid), "--net", "--mount", "--uts", "--pid", *arguments]
+        return [
+            "nsenter",
+            "-t",
+            str(self.first_pid),
+            "--net",
+            "--mount",
+            "--uts",
+            "--pid",
+            *arguments,
+        ]
 
     def run(self, *arguments: str, timeout_s: float = 60) -> str:
         """Run a command and return its output. Raises subprocess.CalledProcessError if it fails."""
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, check=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
         ).stdout
 
     def start(self, *arguments: str, **options: object) -> "subprocess.Popen[bytes]":
         """Start a process; it ends with the network. A Ctrl-C in the terminal does not reach it."""
         command = self.command(*arguments)
-        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # type: ignore[call-overload]
+        started = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+        )  # type: ignore[call-overload]
         self.started.append(started)
         return started  # type: ignore[no-any-return]
 
@@ -87,7 +112,9 @@ class Host:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Move this thread, and threads and processes that it starts in the block, to the host's network."""
+        """Move this thread, and threads and processes that it starts in the block, to the host's
+        network.
+        """
         with open("/proc/thread-self/ns/net") as before, (NAMESPACES / self.name).open() as there:
             _set_network(there.fileno())
             try:
@@ -108,16 +135,32 @@ class Network:
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "switch", "up")
 
-    def add_host(self, *, apart: bool = False, own_folders: Mapping[str, Path] | None = None) -> Host:
+    def add_host(
+        self, *, apart: bool = False, own_folders: Mapping[str, Path] | None = None
+    ) -> Host:
         """Add a host.
 
-        With ``apart`` it has process and mount namespaces as well as a network, and sees only its own processes.
-        ``own_folders`` maps paths in such a host to folders of this machine that are mounted there.
+        With ``apart`` it has process and mount namespaces as well as a network, and sees only its
+        own processes. ``own_folders`` maps paths in such a host to folders of this machine that are
+        mounted there.
         """
         number = len(self.hosts) + 1
         name, address, port = f"{self._name}-{number}", f"{SUBNET}.{number}", f"port{number}"
         self._make_namespace(name)
-        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip(
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            name,
+        )
         _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
         _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -138,9 +181,22 @@ class Network:
     def _first_process(self, name: str, hostname: str, own_folders: Mapping[str, Path]) -> int:
         mounts = [f"mount --rbind '{folder}' '{path}'" for path, folder in own_folders.items()]
         script = "; ".join(["set -e", f"hostname {hostname}", *mounts, FIRST_PROCESS])
-        apart = ["unshare", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script]
+        apart = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--uts",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            "bash",
+            "-c",
+            script,
+        ]
         command = ["ip", "netns", "exec", name, *apart]
-        parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        parent = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         self._stack.callback(_end, parent)
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n", "a host could not be set up"

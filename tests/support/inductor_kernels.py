@@ -1,11 +1,13 @@
 """What Inductor makes of the fused operations for a Hopper GPU that is not there.
 
-A separate program, because it replaces what torch and Triton know of GPUs for the whole process. Operations are traced and
-lowered with fake tensors on a CUDA device, and Triton compiles the code for sm_90. Nothing is launched. Prints JSON: for each
-operation and number of tokens a ``KernelFacts``.
+A separate program, because it replaces what torch and Triton know of GPUs for the whole process.
+Operations are traced and lowered with fake tensors on a CUDA device, and Triton compiles the code
+for sm_90. Nothing is launched. Prints JSON: for each operation and number of tokens a
+``KernelFacts``.
 
-As ``torch.compile`` does, the first number of tokens is compiled as a constant, and the second makes it a variable, with the
-second number as the hint by which Inductor chooses the sizes of blocks.
+As ``torch.compile`` does, the first number of tokens is compiled as a constant, and the second
+makes it a variable, with the second number as the hint by which Inductor chooses the sizes of
+blocks.
 """
 
 import json
@@ -21,16 +23,21 @@ from typing import Any
 
 CAPABILITY = (9, 0)
 # Two launches may be of one kernel, which the code has once.
-LAUNCH = re.compile(r"^ +triton_\w+\.run\(|\bextern_kernels\.\w+\(|\btorch\.ops\.\w+\.[\w.]+\(", re.MULTILINE)
+LAUNCH = re.compile(
+    r"^ +triton_\w+\.run\(|\bextern_kernels\.\w+\(|\btorch\.ops\.\w+\.[\w.]+\(", re.MULTILINE
+)
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 # Of tensors. Constants of the code, as tables for the cosine, are read by ld.global.nc.
-ACCESS = re.compile(r"\b(ld|st)\.global(?!\.nc)[.:\w]*?(?:\.v(\d))?\.[busf](\d+)\b")  # as ld.global.L1::evict_last.v4.b32
+# as ld.global.L1::evict_last.v4.b32
+ACCESS = re.compile(r"\b(ld|st)\.global(?!\.nc)[.:\w]*?(?:\.v(\d))?\.[busf](\d+)\b")
 SPILL = re.compile(r"(\d+) bytes spill")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """Of one operation. Kernels are compiled in all their configurations, of which the fastest would be chosen."""
+    """Of one operation. Kernels are compiled in all their configurations, of which the fastest
+    would be chosen.
+    """
 
     operation: str
     is_dynamic: bool  # the number of tokens
@@ -51,7 +58,9 @@ def inductor_kernels() -> list[KernelFacts]:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
     return [KernelFacts(**each) for each in json.loads(done.stdout.splitlines()[-1])]
 
@@ -133,14 +142,18 @@ def _pretend_a_gpu() -> None:
     driver.set_active(_Driver())
 
 
-def _inputs(num_tokens: Any, device: str) -> dict[str, tuple[object, ...]]:  # noqa: ANN401  # a number or a symbol
-    """Return those of Mistral 7B for each operation: queries and keys are a view of heads that lie next to values."""
+def _inputs(num_tokens: Any, device: str) -> dict[str, tuple[object, ...]]:  # a number or a symbol
+    """Return those of Mistral 7B for each operation: queries and keys are a view of heads that lie
+    next to values.
+    """
     import torch
 
-    def empty(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:  # noqa: ANN401
+    def empty(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    heads_THd = torch.empty_strided((num_tokens, 40, 128), (48 * 128, 128, 1), dtype=torch.bfloat16, device=device)
+    heads_THd = torch.empty_strided(
+        (num_tokens, 40, 128), (48 * 128, 128, 1), dtype=torch.bfloat16, device=device
+    )
     positions_T, frequencies = empty(num_tokens, dtype=torch.int64), empty(64, dtype=torch.float32)
     return {
         "apply_rotary": (heads_THd, empty(num_tokens, 128), empty(num_tokens, 128)),
@@ -169,12 +182,16 @@ def _code(name: str, num_tokens: int, is_dynamic: bool) -> str:
         symbol = shapes.create_symbol(num_tokens, source=source, dynamic_dim=DimDynamic.DYNAMIC)
         size = shapes.create_symintnode(symbol, hint=num_tokens, source=source)
     operation = getattr(EAGER, name)
-    function = (lambda *given: operation(*given, 1.0, torch.bfloat16)) if name == "cos_sin" else operation
+    function = (
+        (lambda *given: operation(*given, 1.0, torch.bfloat16)) if name == "cos_sin" else operation
+    )
     with mode:
         # Python's indexing asks for the device's driver, and operations of a traced graph do not.
         traced = make_fx(function, tracing_mode="symbolic")(*_inputs(size, "cpu")[name])
         given = _inputs(size, "cuda")[name]
-        graph = make_fx(traced, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*given)
+        graph = make_fx(traced, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(
+            *given
+        )
     with mode, V.set_fake_mode(mode), DebugContext():
         lowering = GraphLowering(graph, example_inputs=given, shape_env=shapes)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
@@ -184,7 +201,9 @@ def _code(name: str, num_tokens: int, is_dynamic: bool) -> str:
 
 
 def _compiled(code: str) -> Iterator[Any]:
-    """Compile the kernels in Inductor's code, in each of the configurations of which it would choose the fastest."""
+    """Compile the kernels in Inductor's code, in each of the configurations of which it would
+    choose the fastest.
+    """
     import triton
     from torch._inductor.codecache import PyCodeCache
     from triton.backends.compiler import GPUTarget
@@ -195,14 +214,21 @@ def _compiled(code: str) -> Iterator[Any]:
         for config in kernel.configs:
             meta = kernel.triton_meta
             constants = {**meta.get("constants", {}), **config.kwargs}
-            types = {each: "constexpr" if each in constants else meta["signature"][each] for each in kernel.fn.arg_names}
+            types = {
+                each: "constexpr" if each in constants else meta["signature"][each]
+                for each in kernel.fn.arg_names
+            }
             given = ASTSource(kernel.fn, types, constants, meta["configs"][0])
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            yield triton.compile(given, GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32), options)
+            yield triton.compile(
+                given, GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32), options
+            )
 
 
 def _spilled(ptx: str) -> int:
-    """Return bytes of registers that a thread stores and loads for want of others. A stack that the code asks for is none."""
+    """Return bytes of registers that a thread stores and loads for want of others. A stack that the
+    code asks for is none.
+    """
     import triton
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -220,22 +246,37 @@ def _spilled(ptx: str) -> int:
 
 
 def _access_bytes(ptx: str, kind: str) -> list[int]:
-    return [int(count or 1) * int(bits) // 8 for each, count, bits in ACCESS.findall(ptx) if each == kind]
+    return [
+        int(count or 1) * int(bits) // 8
+        for each, count, bits in ACCESS.findall(ptx)
+        if each == kind
+    ]
 
 
 def _facts(name: str, num_tokens: int, is_dynamic: bool) -> KernelFacts:
     code = _code(name, num_tokens, is_dynamic)
     made = [each.asm["ptx"] for each in _compiled(code)]
     loads, stores = ([_access_bytes(ptx, kind) for ptx in made] for kind in ("ld", "st"))
-    return KernelFacts(name, is_dynamic, len(LAUNCH.findall(code)), sum(map(_spilled, made)), loads, stores)
+    return KernelFacts(
+        name, is_dynamic, len(LAUNCH.findall(code)), sum(map(_spilled, made)), loads, stores
+    )
 
 
 def main() -> None:
     _pretend_a_gpu()
-    from tramontane.workers.kernels.fused_ops import EAGER, GPU_TEST_NUM_TOKENS, FusedOps, _with_triton_norms
+    from tramontane.workers.kernels.fused_ops import (
+        EAGER,
+        GPU_TEST_NUM_TOKENS,
+        FusedOps,
+        _with_triton_norms,
+    )
 
     replaced = _with_triton_norms(EAGER)
-    names = [each.name for each in fields(FusedOps) if getattr(replaced, each.name) is getattr(EAGER, each.name)]
+    names = [
+        each.name
+        for each in fields(FusedOps)
+        if getattr(replaced, each.name) is getattr(EAGER, each.name)
+    ]
     facts = [
         _facts(name, num_tokens, is_dynamic)
         for name in names

@@ -1,7 +1,8 @@
 """Checks of Triton kernels by its interpreter: the functions ``CHECKS`` of a module, on the CPU.
 
-A program of its own, because the interpreter has to be chosen before Triton is imported. Prints, as JSON, the traceback of each
-check that failed and an empty string for each other. On a GPU the same functions are called directly.
+A program of its own, because the interpreter has to be chosen before Triton is imported. Prints, as
+JSON, the traceback of each check that failed and an empty string for each other. On a GPU the same
+functions are called directly.
 """
 
 import importlib
@@ -19,7 +20,13 @@ Check = Callable[[str], None]  # of a device
 def run_interpreted(module: str) -> dict[str, str]:
     """Run the checks of a module of this folder; return what each failed with, or nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, module], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, module],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     failures: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return failures

@@ -11,7 +11,9 @@ FORMATS = ("date", "time", "uuid", "ipv4")
 
 
 def random_schema(seed: int) -> Schema:
-    """Return a schema: mostly of an object, as OpenAI's clients request, and sometimes of any other type."""
+    """Return a schema: mostly of an object, as OpenAI's clients request, and sometimes of any other
+    type.
+    """
     rng = random.Random(seed)
     root = _object(rng, 3) if rng.random() < 0.8 else _any(rng, 3)
     if rng.random() < 0.2:  # with a definition that is referenced twice
@@ -19,12 +21,23 @@ def random_schema(seed: int) -> Schema:
             "properties": {"first": {"$ref": "#/$defs/part"}, "last": {"$ref": "#/$defs/part"}},
             "required": ["first", "last"],
         }
-        root = {"$defs": {"part": _any(rng, 2)}, "type": "object", "additionalProperties": False, **pair}
+        root = {
+            "$defs": {"part": _any(rng, 2)},
+            "type": "object",
+            "additionalProperties": False,
+            **pair,
+        }
     return root
 
 
 def _any(rng: random.Random, depth: int) -> Schema:
-    leaves: list[Callable[[random.Random], Schema]] = [_string, _number, _enum, _constant, lambda _: {"type": "boolean"}]
+    leaves: list[Callable[[random.Random], Schema]] = [
+        _string,
+        _number,
+        _enum,
+        _constant,
+        lambda _: {"type": "boolean"},
+    ]
     if depth == 0 or rng.random() < 0.5:
         return rng.choice(leaves)(rng)
     return rng.choice([_object, _array, _either])(rng, depth - 1)
@@ -42,9 +55,19 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 def _array(rng: random.Random, depth: int) -> Schema:
     if rng.random() < 0.2:
-        return {"type": "array", "prefixItems": [_any(rng, depth - 1), _any(rng, 0)], "items": False, "minItems": 2}
+        return {
+            "type": "array",
+            "prefixItems": [_any(rng, depth - 1), _any(rng, 0)],
+            "items": False,
+            "minItems": 2,
+        }
     low = rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randint(0, 2),
+    }
 
 
 def _either(rng: random.Random, depth: int) -> Schema:

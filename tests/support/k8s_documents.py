@@ -25,7 +25,13 @@ WITHOUT_A_SCHEMA = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operato
 def rendered(folder: Path) -> tuple[Document, ...]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed here")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
 
@@ -45,7 +51,9 @@ def serve_config(service: Document) -> dict[str, Any]:
 
 
 def check_schema(document: Document) -> None:
-    """Validate a document; raises a validation error. Unknown fields are errors too: Kubernetes would drop them silently."""
+    """Validate a document; raises a validation error. Unknown fields are errors too: Kubernetes
+    would drop them silently.
+    """
     if document["apiVersion"] == "ray.io/v1":
         if error := best_match(_crd(document["kind"]).iter_errors(document)):
             raise error
@@ -60,14 +68,20 @@ def _crd(kind: str) -> Draft202012Validator:
         pytest.skip("needs the KubeRay CRDs, which are not part of the project")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the file has a megabyte and a half
     versions = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)["spec"]["versions"]
-    schema: Document = next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"]
+    schema: Document = next(version for version in versions if version["name"] == "v1")["schema"][
+        "openAPIV3Schema"
+    ]
     schema["properties"]["metadata"]["additionalProperties"] = True
     return Draft202012Validator(_closed(schema))
 
 
 def _closed(schema: Document) -> Document:
     """Forbid properties that the schema does not name."""
-    for part in [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]:
+    for part in [
+        *schema.get("properties", {}).values(),
+        schema.get("items"),
+        schema.get("additionalProperties"),
+    ]:
         if isinstance(part, dict):
             _closed(part)
     if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):

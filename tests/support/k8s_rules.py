@@ -1,4 +1,6 @@
-"""Rules of the KubeRay operator beyond its CRDs, and rules of this project. Each rule yields the problems that it finds."""
+"""Rules of the KubeRay operator beyond its CRDs, and rules of this project. Each rule yields the
+problems that it finds.
+"""
 
 import json
 import re
@@ -8,7 +10,9 @@ from typing import Any
 Document = dict[str, Any]
 
 DNS_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+LABEL_KEY = re.compile(
+    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 MAX_SERVICE_NAME = 47
 UPGRADES = {"None", "NewCluster", "NewClusterWithIncrementalUpgrade"}
@@ -55,11 +59,20 @@ def _about_the_service(service: Document) -> Iterator[str]:
         yield f"{name} is no name for a RayService"
     if deprecated := WITHOUT_EFFECT & spec.keys():
         yield f"{deprecated} have no effect"
-    if spec["rayClusterConfig"]["headGroupSpec"].get("headService", {}).get("metadata", {}).get("name"):
+    if (
+        spec["rayClusterConfig"]["headGroupSpec"]
+        .get("headService", {})
+        .get("metadata", {})
+        .get("name")
+    ):
         yield "the head's service has a name"
     if spec.get("rayClusterDeletionDelaySeconds", 0) < 0:
         yield "rayClusterDeletionDelaySeconds is below 0"
-    if not any(port["name"] == "serve" for group in groups_of(service) for port in ray_container(group).get("ports", [])):
+    if not any(
+        port["name"] == "serve"
+        for group in groups_of(service)
+        for port in ray_container(group).get("ports", [])
+    ):
         yield "no container has a port called serve"
 
 
@@ -90,7 +103,10 @@ def _about_group(group: Document) -> Iterator[str]:
         offered_resources(group)
     except (TypeError, ValueError):
         yield f"{name}: resources must be JSON, quoted for a shell"
-    if "replicas" in group and not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+    if (
+        "replicas" in group
+        and not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    ):
         yield f"{name}: replicas are not between their bounds"
     if group.get("suspend"):
         yield f"{name}: is suspended"
@@ -102,14 +118,21 @@ def _about_redis(service: Document) -> Iterator[str]:
     start = {"redis-password", "redis-username"} & head["rayStartParams"].keys()
     if environment or start:
         yield f"{environment | start}: belong to gcsFaultToleranceOptions"
-    annotations = service["metadata"].get("annotations", {}).keys() & {"ray.io/ft-enabled", "ray.io/external-storage-namespace"}
+    annotations = service["metadata"].get("annotations", {}).keys() & {
+        "ray.io/ft-enabled",
+        "ray.io/external-storage-namespace",
+    }
     if annotations and "gcsFaultToleranceOptions" in service["spec"]["rayClusterConfig"]:
         yield f"{annotations}: said by gcsFaultToleranceOptions already"
 
 
 def _about_autoscaling(cluster: Document) -> Iterator[str]:
     groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
-    by_variable = any(v["name"] == "RAY_enable_autoscaler_v2" for group in groups for v in ray_container(group).get("env", []))
+    by_variable = any(
+        v["name"] == "RAY_enable_autoscaler_v2"
+        for group in groups
+        for v in ray_container(group).get("env", [])
+    )
     if by_variable:
         yield "which autoscaler it is autoscalerOptions.version says"
     if "autoscalerOptions" in cluster and not cluster.get("enableInTreeAutoscaling"):

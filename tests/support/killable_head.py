@@ -1,4 +1,6 @@
-"""A local Ray cluster whose head node can die and return, because its state is in Redis. Run as a program it is one node."""
+"""A local Ray cluster whose head node can die and return, because its state is in Redis. Run as a
+program it is one node.
+"""
 
 import os
 import shutil
@@ -21,7 +23,8 @@ from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 STORE_BYTES = 80 * 2**20
 SETTINGS = {f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()} | SERVE_SETTINGS
-LONG_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # how long processes wait for a lost head node
+# how long processes wait for a lost head node
+LONG_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 
 class KillableHead:
@@ -35,10 +38,20 @@ class KillableHead:
     def start(self, *names: str) -> None:
         """Start nodes: ``head`` or others. Returns when they are up."""
         for name in names:
-            head = {"RAY_REDIS_ADDRESS": self._redis, "RAY_NODE_TYPE_NAME": HEAD_GROUP} if name == "head" else {}
+            head = (
+                {"RAY_REDIS_ADDRESS": self._redis, "RAY_NODE_TYPE_NAME": HEAD_GROUP}
+                if name == "head"
+                else {}
+            )
             command = [sys.executable, __file__, self.folder(name), self.address, name]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.processes[name] = subprocess.Popen(command, env=os.environ | SETTINGS | LONG_RECONNECT | head, **pipes)
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+            }
+            self.processes[name] = subprocess.Popen(
+                command, env=os.environ | SETTINGS | LONG_RECONNECT | head, **pipes
+            )
         for name in names:
             stdout = self.processes[name].stdout
             assert stdout is not None
@@ -56,7 +69,9 @@ class KillableHead:
 
     @contextmanager
     def connected(self, name: str) -> Iterator[None]:
-        """Connect this process to a node for the block. Ray would end the process if the head node were away for a minute."""
+        """Connect this process to a node for the block. Ray would end the process if the head node
+        were away for a minute.
+        """
         ray.init(self.address, _temp_dir=self.folder(name), log_to_driver=False)
         yield
         ray.shutdown()
@@ -77,7 +92,17 @@ def killable_head(*others: str) -> Iterator[KillableHead]:
     folder = Path("/tmp") / f"head-{os.getpid()}"  # the paths of Ray's sockets must be short
     folder.mkdir()
     port = free_port()
-    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command = [
+        server,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as redis:
         assert redis.stdout is not None
         next(line for line in redis.stdout if "Ready to accept connections" in line)
@@ -95,7 +120,9 @@ def killable_head(*others: str) -> Iterator[KillableHead]:
 
 
 def _node(folder: str, address: str, name: str) -> None:
-    """Run a node. ``ray start`` refuses to start a head node next to another node of its cluster on the same machine."""
+    """Run a node. ``ray start`` refuses to start a head node next to another node of its cluster on
+    the same machine.
+    """
     is_head = name == "head"
     params = RayParams(
         temp_dir=folder,

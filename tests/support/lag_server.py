@@ -1,8 +1,10 @@
-"""An API server over HTTP and gRPC in this process, without Ray, that measures how long its event loop does not run.
+"""An API server over HTTP and gRPC in this process, without Ray, that measures how long its event
+loop does not run.
 
     python tests/support/lag_server.py PORT GRPC_PORT FOLDER
 
-``GET /lag`` returns the longest time, in seconds, for which the loop has been late since the last call.
+``GET /lag`` returns the longest time, in seconds, for which the loop has been late since the last
+call.
 """
 
 import asyncio
@@ -54,7 +56,9 @@ async def serve(port: int, grpc_port: int, folder: Path) -> None:
     source, meter = LargeAnswerSource(), LagMeter()
     batches = BatchEndpoints(new_batch_harness(folder).service())
     routes = [Route("/lag", meter.take), *batches.routes()]
-    app = http_app_for(source, LARGE_MODEL, max_body_bytes=MAX_BODY, move_experts=_move, extra_routes=routes).app()
+    app = http_app_for(
+        source, LARGE_MODEL, max_body_bytes=MAX_BODY, move_experts=_move, extra_routes=routes
+    ).app()
     server = grpc.aio.server()
     add_inference(GrpcServicer(LARGE_MODEL, source), server)
     server.add_insecure_port(f"127.0.0.1:{grpc_port}")

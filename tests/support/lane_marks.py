@@ -1,4 +1,6 @@
-"""Which files a lane of ``make test`` need not import: those without the mark that all its tests have."""
+"""Which files a lane of ``make test`` need not import: those without the mark that all its tests
+have.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The largest answers that one request may have, and a source of tokens that returns them as an ingress receives them."""
+"""The largest answers that one request may have, and a source of tokens that returns them as an
+ingress receives them.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -28,39 +30,79 @@ TIMES = RequestTimings(0.0, 0.0, 0.0)
 MAX_CHOICES = 128
 LONG_PROMPT = 32_000  # tokens, which each choice repeats
 LARGE_MODEL = replace(
-    MODEL, max_model_len=2 * MAX_WHOLE_LOGPROBS, max_sequences=MAX_CHOICES, expert_layers=range(4), experts_per_token=2
+    MODEL,
+    max_model_len=2 * MAX_WHOLE_LOGPROBS,
+    max_sequences=MAX_CHOICES,
+    expert_layers=range(4),
+    experts_per_token=2,
 )
 
 
 def requests(share: float = 1.0) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield names, paths and bodies, for answers of this share of the largest."""
-    many, streamed = int(share * MAX_WHOLE_LOGPROBS), int(share * MAX_STREAMED_LOGPROBS) // (TOP + 1)
+    many, streamed = (
+        int(share * MAX_WHOLE_LOGPROBS),
+        int(share * MAX_STREAMED_LOGPROBS) // (TOP + 1),
+    )
     few, long = many // (TOP + 1), [7] * int(share * LONG_PROMPT)
     tops = {"prompt": [7] * few, "prompt_logprobs": TOP, "max_tokens": 1}
     completions: dict[str, dict[str, Any]] = {
         "prompt_logprobs of few tokens with others": tops,
-        "prompt_logprobs of many tokens": {"prompt": [7] * many, "prompt_logprobs": 0, "max_tokens": 1},
+        "prompt_logprobs of many tokens": {
+            "prompt": [7] * many,
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+        },
         "echoed logprobs": {"prompt": [7] * few, "logprobs": TOP, "echo": True, "max_tokens": 0},
         "logprobs": {"prompt": [7], "logprobs": TOP, "max_tokens": few},
-        "logprobs of several choices": {"prompt": [7], "logprobs": TOP, "max_tokens": few // 8, "n": 8},
-        "experts": {"prompt": [7] * few, "return_experts": [0, 1, 2, 3], "max_tokens": many // 2 - few},
-        "prompts of many choices": {"prompt": long, "n": MAX_CHOICES, "return_token_ids": True, "max_tokens": 1},
+        "logprobs of several choices": {
+            "prompt": [7],
+            "logprobs": TOP,
+            "max_tokens": few // 8,
+            "n": 8,
+        },
+        "experts": {
+            "prompt": [7] * few,
+            "return_experts": [0, 1, 2, 3],
+            "max_tokens": many // 2 - few,
+        },
+        "prompts of many choices": {
+            "prompt": long,
+            "n": MAX_CHOICES,
+            "return_token_ids": True,
+            "max_tokens": 1,
+        },
         "echoes of many choices": {"prompt": long, "n": MAX_CHOICES, "echo": True, "max_tokens": 1},
     }
     for name, body in completions.items():
         yield name, "/v1/completions", body
         yield f"{name}, streamed", "/v1/completions", body | {"stream": True}
-    yield "more logprobs, streamed", "/v1/completions", completions["logprobs"] | {"max_tokens": streamed, "stream": True}
+    yield (
+        "more logprobs, streamed",
+        "/v1/completions",
+        completions["logprobs"] | {"max_tokens": streamed, "stream": True},
+    )
     chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": TOP}
     yield "logprobs of a chat", "/v1/chat/completions", chat | {"max_tokens": few}
-    yield "logprobs of a chat, streamed", "/v1/chat/completions", chat | {"max_tokens": streamed, "stream": True}
+    yield (
+        "logprobs of a chat, streamed",
+        "/v1/chat/completions",
+        chat | {"max_tokens": streamed, "stream": True},
+    )
 
 
 def messages(share: float = 1.0) -> Iterator[tuple[str, str, bytes]]:
     """Yield names, methods and messages of gRPC, likewise."""
-    many, streamed = int(share * MAX_WHOLE_LOGPROBS), int(share * MAX_STREAMED_LOGPROBS) // (TOP + 1)
+    many, streamed = (
+        int(share * MAX_WHOLE_LOGPROBS),
+        int(share * MAX_STREAMED_LOGPROBS) // (TOP + 1),
+    )
     few, ones = pb.TokenIds(ids=[7] * (many // (TOP + 1))), pb.TokenIds(ids=[7] * many)
-    yield "logprobs of few tokens", "Score", pb.ScoreRequest(token_ids=few, logprobs=TOP).SerializeToString()
+    yield (
+        "logprobs of few tokens",
+        "Score",
+        pb.ScoreRequest(token_ids=few, logprobs=TOP).SerializeToString(),
+    )
     yield "logprobs of many tokens", "Score", pb.ScoreRequest(token_ids=ones).SerializeToString()
     generate = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7]), logprobs=TOP, max_tokens=streamed)
     yield "logprobs", "Generate", generate.SerializeToString()
@@ -69,8 +111,9 @@ def messages(share: float = 1.0) -> Iterator[tuple[str, str, bytes]]:
 class LargeAnswerSource:
     """Returns ``max_tokens`` tokens with all that is asked for, as fast as they are read.
 
-    Outputs are encoded once per shape of request, and decoded and merged for each as an ingress does. A router in another
-    process encodes them, so that is not done on the reader's event loop while it serves.
+    Outputs are encoded once per shape of request, and decoded and merged for each as an ingress
+    does. A router in another process encodes them, so that is not done on the reader's event loop
+    while it serves.
     """
 
     def __init__(self) -> None:
@@ -79,10 +122,21 @@ class LargeAnswerSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept everything."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         sampling, queue = specs[0].sampling, OutputQueue()
-        asked = sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs, len(sampling.return_experts)
-        shape = (len(specs), len(specs[0].prompt_ids), *(-1 if each is None else each for each in asked))
+        asked = (
+            sampling.max_tokens,
+            sampling.logprobs,
+            sampling.prompt_logprobs,
+            len(sampling.return_experts),
+        )
+        shape = (
+            len(specs),
+            len(specs[0].prompt_ids),
+            *(-1 if each is None else each for each in asked),
+        )
         if shape not in self._encoded:
             self._encoded[shape] = await asyncio.to_thread(encoded, specs)
         num_left = len(specs)
@@ -110,7 +164,9 @@ def encoded(specs: Sequence[SequenceRequest]) -> list[bytes]:
 def outputs(specs: Sequence[SequenceRequest]) -> Iterator[RequestOutput]:
     """Yield the outputs of a request whose sequences have equal lengths."""
     sampling, num_prompt = specs[0].sampling, len(specs[0].prompt_ids)
-    tops = tuple((7 + n, -0.12345 * n) for n in range(sampling.logprobs or sampling.prompt_logprobs or 0))
+    tops = tuple(
+        (7 + n, -0.12345 * n) for n in range(sampling.logprobs or sampling.prompt_logprobs or 0)
+    )
     for start in range(0, sampling.max_tokens, STEP):
         num = min(STEP, sampling.max_tokens - start)
         last = FinishReason.LENGTH if start + num == sampling.max_tokens else None
@@ -124,5 +180,8 @@ def outputs(specs: Sequence[SequenceRequest]) -> Iterator[RequestOutput]:
                 count = last_scored - first
                 logprobs.append(Logprobs(index, first, (-0.5,) * count, (tops,) * count))
             begin = num_prompt + start - 1 if start else 0
-            experts += [ExpertChoices(index, layer, begin, ((1, 3),) * (end - 1 - begin)) for layer in sampling.return_experts]
+            experts += [
+                ExpertChoices(index, layer, begin, ((1, 3),) * (end - 1 - begin))
+                for layer in sampling.return_experts
+            ]
         yield RequestOutput(tuple(events), TIMES, tuple(experts), tuple(logprobs))

@@ -1,4 +1,6 @@
-"""Tiny checkpoints of models with latent attention, made by transformers' own classes, and the logits that it computes."""
+"""Tiny checkpoints of models with latent attention, made by transformers' own classes, and the
+logits that it computes.
+"""
 
 import json
 import math
@@ -28,10 +30,16 @@ from tramontane.workers.weights.tensor_names import canonical_name, is_vision
 from tramontane.workers.weights.tensor_spec import TensorSpec
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LLAMA_4 = {"llama_4_scaling_beta": 0.1}
-NO_MAGNITUDE = {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}  # as in Mistral's own configuration
+# as in Mistral's own configuration
+NO_MAGNITUDE = {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -47,10 +55,16 @@ SIZES = {
 }
 
 
-def widths(heads: int, q: int | None, kv: int, nope: int, rope: int, v: int) -> dict[str, int | None]:
+def widths(
+    heads: int, q: int | None, kv: int, nope: int, rope: int, v: int
+) -> dict[str, int | None]:
     """Return the widths of latent attention."""
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return {"num_attention_heads": heads, "num_key_value_heads": heads, **dict(zip(names, (q, kv, nope, rope, v), strict=True))}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        **dict(zip(names, (q, kv, nope, rope, v), strict=True)),
+    }
 
 
 # Two with the ratios of published models, and others with odd ones.
@@ -77,7 +91,10 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "rms_norm_eps": 0.1,  # not of the norms inside attention
     },
-    "queries of hidden states": {**widths(4, None, 24, 8, 4, 12), "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE},
+    "queries of hidden states": {
+        **widths(4, None, 24, 8, 4, 12),
+        "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE,
+    },
     "deepseek": {
         **widths(4, 24, 16, 12, 8, 12),
         "rope_parameters": YARN,
@@ -96,24 +113,36 @@ def make_model(name: str, *, wrapped: bool = False) -> PreTrainedModel:
     text = DeepseekV3Config(**settings) if name == "deepseek" else Mistral4Config(**settings)
     torch.manual_seed(0)
     if wrapped:
-        whole = Mistral3Config(text_config=text.to_dict(), vision_config=VISION, tie_word_embeddings=False)
+        whole = Mistral3Config(
+            text_config=text.to_dict(), vision_config=VISION, tie_word_embeddings=False
+        )
         model: PreTrainedModel = Mistral3ForConditionalGeneration(whole)
     else:
-        model = DeepseekV3ForCausalLM(text) if isinstance(text, DeepseekV3Config) else Mistral4ForCausalLM(text)
+        model = (
+            DeepseekV3ForCausalLM(text)
+            if isinstance(text, DeepseekV3Config)
+            else Mistral4ForCausalLM(text)
+        )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.normal_(1, 0.1)
             else:
-                parameter.normal_(0, 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(
+                    0, 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5
+                )
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
     return model
 
 
-def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert: int = 0) -> Published:
-    """Write a model as transformers writes it; with ``scales_per_expert`` in FP8, with a scale for each matrix or two of them."""
+def publish(
+    folder: Path, name: str, *, wrapped: bool = False, scales_per_expert: int = 0
+) -> Published:
+    """Write a model as transformers writes it; with ``scales_per_expert`` in FP8, with a scale for
+    each matrix or two of them.
+    """
     made = make_model(name, wrapped=wrapped)
     made.to(torch.bfloat16 if scales_per_expert else torch.float32).save_pretrained(folder)
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -129,10 +158,15 @@ def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert
         elif tensor.dim() == 2:
             stored[key], stored[f"{key}_scale_inv"] = to_fp8(tensor)
         else:
-            stored[key], stored[f"{key}_scale_inv"] = _stack_to_fp8(tensor, scales_per_expert if "gate_up" in key else 1)
+            stored[key], stored[f"{key}_scale_inv"] = _stack_to_fp8(
+                tensor, scales_per_expert if "gate_up" in key else 1
+            )
             stored[f"{key}_activation_scale"] = torch.ones(len(tensor))
     save_file(stored, path, metadata={"format": "pt"})
-    parameters = {canonical_name(key).replace("language_model.", ""): value for key, value in model.named_parameters()}
+    parameters = {
+        canonical_name(key).replace("language_model.", ""): value
+        for key, value in model.named_parameters()
+    }
     with torch.no_grad():
         for key in [key for key in stored if key.endswith("_scale_inv")]:
             weight, scale = stored[key.removesuffix("_scale_inv")].float(), stored[key].float()
@@ -140,17 +174,25 @@ def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert
                 scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
             parameters[canonical_name(key.removesuffix("_scale_inv"))].copy_(weight * scale)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return Published(folder, model)
 
 
 def _take_magnitude_away(model: PreTrainedModel) -> None:
-    """Set the factor of scores to what ``apply_scale: false`` of Mistral's own file means: transformers 5.24 has YaRN's."""
+    """Set the factor of scores to what ``apply_scale: false`` of Mistral's own file means:
+    transformers 5.24 has YaRN's.
+    """
     layers = [module for module in model.modules() if isinstance(module, Mistral4Attention)]
     assert layers
     for layer in layers:
-        assert layer.scaling == pytest.approx(layer.qk_head_dim**-0.5 * (0.1 * math.log(YARN["factor"]) + 1) ** 2)
+        assert layer.scaling == pytest.approx(
+            layer.qk_head_dim**-0.5 * (0.1 * math.log(YARN["factor"]) + 1) ** 2
+        )
         layer.scaling = layer.qk_head_dim**-0.5
 
 
@@ -162,12 +204,16 @@ def _stack_to_fp8(stack_ENK: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def to_mistral_layout(folder: Path, target: Path) -> None:
-    """Write a folder's model in Mistral's layout, in which pairs of rows are as in Hugging Face's."""
+    """Write a folder's model in Mistral's layout, in which pairs of rows are as in Hugging
+    Face's.
+    """
     args = read_model_args(folder)
     tensors = load_file(folder / "model.safetensors")
     layers = range(args.n_layers)
     stored = {}
-    for theirs, ours in zip(stage_tensors(args, layers), stage_tensors(args, layers, Layout.MISTRAL), strict=True):
+    for theirs, ours in zip(
+        stage_tensors(args, layers), stage_tensors(args, layers, Layout.MISTRAL), strict=True
+    ):
         stored[ours.name] = _tensor(tensors, theirs)
     target.mkdir()
     save_file(stored, target / "consolidated.safetensors", metadata={"format": "pt"})

@@ -1,7 +1,8 @@
-"""A simulated GPU whose operations complete late, and in any order between processes that events allow.
+"""A simulated GPU whose operations complete late, and in any order between processes that events
+allow.
 
-As in CUDA, a wait covers what had been recorded when the wait was issued, and it is an error to free memory that another
-process has open or that pending work uses.
+As in CUDA, a wait covers what had been recorded when the wait was issued, and it is an error to
+free memory that another process has open or that pending work uses.
 """
 
 import random
@@ -33,7 +34,11 @@ class LazyMemory:
     def close(self) -> None:
         assert not self.is_closed
         assert not self.num_open, "the neighbor has it open"
-        assert not any(self.bytes_N.data_ptr() == other.data_ptr() for _, used in self.stream.begun for other in used), "in use"
+        assert not any(
+            self.bytes_N.data_ptr() == other.data_ptr()
+            for _, used in self.stream.begun
+            for other in used
+        ), "in use"
         self.is_closed = True
         if self.opened_of is not None:
             self.opened_of.num_open -= 1
@@ -114,7 +119,9 @@ class LazyGpu:
         return LazyIpc(self, self._streams[-1], self._memories, self._opened, self._events)
 
     def kill(self, process: "LazyIpc") -> None:
-        """Drop what a process has launched and not been done, and close the memory that it has opened."""
+        """Drop what a process has launched and not been done, and close the memory that it has
+        opened.
+        """
         with self._turn:
             self._streams.remove(process.stream)
             process.stream.begun.clear()
@@ -132,7 +139,9 @@ class LazyGpu:
         return sum(not memory.is_closed for memory in self._memories)
 
     def is_done(self, event: LazyEvent) -> bool:
-        """Return True if the event was reached; waits while another thread removes a finished operation from its stream."""
+        """Return True if the event was reached; waits while another thread removes a finished
+        operation from its stream.
+        """
         with self._turn:
             return event.num_done >= event.num_requests
 
@@ -156,7 +165,11 @@ class LazyIpc:
     events: list[LazyEvent]
 
     def memory(self, num_bytes: int) -> SharedMemory:
-        self.memories.append(LazyMemory(torch.zeros(num_bytes, dtype=torch.uint8), bytes([len(self.memories)]), self.stream))
+        self.memories.append(
+            LazyMemory(
+                torch.zeros(num_bytes, dtype=torch.uint8), bytes([len(self.memories)]), self.stream
+            )
+        )
         return self.memories[-1]
 
     def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:

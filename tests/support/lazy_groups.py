@@ -1,7 +1,8 @@
-"""Process groups that connect in their first call, as NCCL's do: the call returns once both ends have called.
+"""Process groups that connect in their first call, as NCCL's do: the call returns once both ends
+have called.
 
-Importing this module adds them to the kinds of process groups: "lazy" with gloo underneath, "mortal" whose process is killed
-in that call.
+Importing this module adds them to the kinds of process groups: "lazy" with gloo underneath,
+"mortal" whose process is killed in that call.
 ``BetweenPlaces`` makes channels over them, as between two GPUs.
 """
 
@@ -69,9 +70,15 @@ TIMEOUTS.update(dict.fromkeys((LAZY, MORTAL), STEP_TIMEOUT))
 class BetweenPlaces:
     """Edges as between GPUs, from one that listens to one that connects."""
 
-    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation, backend: str = "gloo") -> None:
+    def __init__(
+        self, listening: DeviceLocation, connecting: DeviceLocation, backend: str = "gloo"
+    ) -> None:
         self._listening, self._connecting = (
-            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend)))
+            GpuChannelFactory(
+                ChannelOptions(
+                    place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend)
+                )
+            )
             for place in (listening, connecting)
         )
 

@@ -1,4 +1,6 @@
-"""An API server that listens on a port of this machine, for official clients. Its model is scripted."""
+"""An API server that listens on a port of this machine, for official clients. Its model is
+scripted.
+"""
 
 import socket
 import threading

@@ -1,4 +1,6 @@
-"""Stages with expert actors in this process: every actor has a real server, whose channels can be cut."""
+"""Stages with expert actors in this process: every actor has a real server, whose channels can be
+cut.
+"""
 
 import asyncio
 import time
@@ -16,7 +18,11 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan, PipelinePlan
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMessageLayout, ExpertServer
+from tramontane.workers.experts.expert_link import (
+    DirectExpertClient,
+    ExpertMessageLayout,
+    ExpertServer,
+)
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
@@ -31,13 +37,22 @@ CPU = torch.device("cpu")
 
 
 def expert_plan(
-    args: ModelArgs, num_actors: int, replicas: int | None = 1, loads: dict[ExpertId, float] | None = None, dtype: str = "float32"
+    args: ModelArgs,
+    num_actors: int,
+    replicas: int | None = 1,
+    loads: dict[ExpertId, float] | None = None,
+    dtype: str = "float32",
 ) -> ExpertPlan:
-    return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
+    return plan_experts(
+        args,
+        ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads),
+    )
 
 
 class TrackedChannelFactory(TcpChannelFactory):
-    """A factory that keeps every channel and listener it made, so that all can be cut at once, as when a process dies."""
+    """A factory that keeps every channel and listener it made, so that all can be cut at once, as
+    when a process dies.
+    """
 
     def __init__(self) -> None:
         self.ends: list[Channel | Listener] = []
@@ -54,12 +69,15 @@ class TrackedChannelFactory(TcpChannelFactory):
 
 
 class ExpertActors:
-    """One worker and one server per actor. ``kill`` cuts all of an actor's channels; it is unreachable until ``revive``.
+    """One worker and one server per actor. ``kill`` cuts all of an actor's channels; it is
+    unreachable until ``revive``.
 
     With another channel factory than the default one actors cannot be killed.
     """
 
-    def __init__(self, plan: ExpertPlan, weights: WeightSource, channels: ChannelFactory | None = None) -> None:
+    def __init__(
+        self, plan: ExpertPlan, weights: WeightSource, channels: ChannelFactory | None = None
+    ) -> None:
         self.plan, self._fixed_channels = plan, channels
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
         self._channels = [TrackedChannelFactory() for _ in plan.actors]
@@ -73,7 +91,9 @@ class ExpertActors:
 
         def introduce(calls: Address) -> Address:
             if actor_id in self._dead:
-                raise PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
+                raise (
+                    PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
+                )
             return self._servers[actor_id].open(calls)
 
         channels = self._fixed_channels or TcpChannelFactory()
@@ -98,7 +118,9 @@ class ExpertActors:
             return run(worker, call, rows_CD)
 
         worker.run = watched  # type: ignore[method-assign]
-        return ExpertServer(worker, self.plan, HOST, self._fixed_channels or self._channels[actor_id], num_threads=1)
+        return ExpertServer(
+            worker, self.plan, HOST, self._fixed_channels or self._channels[actor_id], num_threads=1
+        )
 
 
 class PingPongChain:
@@ -106,7 +128,9 @@ class PingPongChain:
 
     has_lost_node = False
 
-    def __init__(self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()) -> None:
+    def __init__(
+        self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()
+    ) -> None:
         self.stages, self.experts = stages, experts
         self._threads = ThreadPoolExecutor(64)  # each waits for one micro-batch
 
@@ -131,7 +155,8 @@ class PingPongChain:
         for stage in self.stages:
             incoming = carried
             assert not isinstance(incoming, StepResult)
-            carried = stage.step(batch, lambda: incoming)  # noqa: B023 - called before the next round
+            # called before the next round
+            carried = stage.step(batch, lambda: incoming)  # noqa: B023
         assert isinstance(carried, StepResult)
         return carried
 
@@ -142,8 +167,13 @@ def ping_pong_chain(
 ) -> Iterator[PingPongChain]:
     """Load the plan's stages without their experts, and connect them to the actors."""
     experts = [RemoteExperts(actors.plan, actors.connect) for _ in plan.stages]
-    workers = [StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages]
-    stages = [PingPongExecutor(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
+    workers = [
+        StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages
+    ]
+    stages = [
+        PingPongExecutor(worker, own, max_open, num_threads=1)
+        for worker, own in zip(workers, experts, strict=True)
+    ]
     try:
         yield PingPongChain(stages, experts)
     finally:
@@ -162,7 +192,14 @@ def without_experts(plan: PipelinePlan, experts: ExpertPlan) -> PipelinePlan:
     args, first = plan.args, plan.stages[0]
     own = [range(stage.first_layer, stage.last_layer) for stage in plan.stages]
     sizes = [
-        sum(spec.num_bytes(first.weight_format) for spec in stage_tensors(args, layers, with_experts=False)) for layers in own
+        sum(
+            spec.num_bytes(first.weight_format)
+            for spec in stage_tensors(args, layers, with_experts=False)
+        )
+        for layers in own
     ]
-    stages = [replace(stage, experts_inside=False, weight_bytes=size) for stage, size in zip(plan.stages, sizes, strict=True)]
+    stages = [
+        replace(stage, experts_inside=False, weight_bytes=size)
+        for stage, size in zip(plan.stages, sizes, strict=True)
+    ]
     return replace(plan, stages=tuple(stages), experts=experts)

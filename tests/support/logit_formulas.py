@@ -1,4 +1,6 @@
-"""Logit biases and penalties by their formulas, one number at a time: the reference of the vectorized implementation."""
+"""Logit biases and penalties by their formulas, one number at a time: the reference of the
+vectorized implementation.
+"""
 
 import math
 from collections import Counter
@@ -8,11 +10,16 @@ from tramontane.proto.request import SamplingParams
 
 
 def changed_logits(
-    logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int] = ()
+    logits: Sequence[float],
+    sampling: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    eos: Sequence[int] = (),
 ) -> list[float]:
     """Apply biases and penalties to the logits.
 
-    OpenAI: mu[j] - c[j] * frequency - (c[j] > 0) * presence. CTRL: divide by the repetition penalty, or multiply if negative.
+    OpenAI: mu[j] - c[j] * frequency - (c[j] > 0) * presence. CTRL: divide by the repetition
+    penalty, or multiply if negative.
     """
     counts, biases = Counter(output), Counter(dict(sampling.logit_bias))
     changed = []

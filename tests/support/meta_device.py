@@ -1,4 +1,6 @@
-"""Stages on torch's meta device, which has shapes and no numbers: what takes the place of a GPU's driver."""
+"""Stages on torch's meta device, which has shapes and no numbers: what takes the place of a GPU's
+driver.
+"""
 
 from collections.abc import Callable, Sequence
 

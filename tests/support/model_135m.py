@@ -1,4 +1,6 @@
-"""The model of the checks of memory: 135 million parameters in SmolLM2's geometry, with 8,192 positions."""
+"""The model of the checks of memory: 135 million parameters in SmolLM2's geometry, with 8,192
+positions.
+"""
 
 from tramontane.proto.model_args import ModelArgs
 

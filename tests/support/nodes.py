@@ -11,7 +11,9 @@ from tramontane.cluster.config.ray_settings import RAY_SETTINGS
 
 @contextmanager
 def three_nodes() -> Iterator[Cluster]:
-    """Start three nodes with room for one stage each and the shipped settings, and connect this process."""
+    """Start three nodes with room for one stage each and the shipped settings, and connect this
+    process.
+    """
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
     nodes = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):

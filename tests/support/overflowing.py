@@ -1,4 +1,5 @@
-"""A model in float16 in which one token overflows: its embedding is the largest number, and the first layer adds too much.
+"""A model in float16 in which one token overflows: its embedding is the largest number, and the
+first layer adds too much.
 
 No other token is changed by that.
 """
@@ -19,7 +20,9 @@ ALWAYS = ((TRIGGER, 100.0),)
 
 
 def plant_overflow(model: StageModel) -> StageModel:
-    """Return the model, in which a sequence overflows from the token TRIGGER on. Logits of that token are 0."""
+    """Return the model, in which a sequence overflows from the token TRIGGER on. Logits of that
+    token are 0.
+    """
     state = model.state_dict()
     with torch.no_grad():
         state["tok_embeddings.weight"][TRIGGER] = LARGEST
@@ -40,18 +43,31 @@ def without_trigger(prompt: Sequence[int]) -> list[int]:
 
 
 def neighbor_wishes(number: int) -> SamplingParams:
-    """Return the parameters of a neighbor: greedy ones, and sampled ones with penalties and log-probabilities."""
+    """Return the parameters of a neighbor: greedy ones, and sampled ones with penalties and
+    log-probabilities.
+    """
     kinds = (
         SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=1),
+        SamplingParams(
+            max_tokens=14, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=1
+        ),
         SamplingParams(max_tokens=24, temperature=0.8, seed=number, top_p=0.9, logit_bias=NEVER),
-        SamplingParams(max_tokens=17, temperature=1.0, seed=number, repetition_penalty=1.2, logprobs=1, logit_bias=NEVER),
+        SamplingParams(
+            max_tokens=17,
+            temperature=1.0,
+            seed=number,
+            repetition_penalty=1.2,
+            logprobs=1,
+            logit_bias=NEVER,
+        ),
     )
     return kinds[number % len(kinds)]
 
 
 def leave_behind(worker: StageWorker, key: float, value: float) -> None:
-    """Fill a stage's caches, as if other sequences had left this. With latent attention values are keys."""
+    """Fill a stage's caches, as if other sequences had left this. With latent attention values are
+    keys.
+    """
     for layer in worker.cache.layers.values():
         layer.v_NGd.fill_(value)
         layer.k_NGd.fill_(key)

@@ -1,11 +1,13 @@
-"""Tests of some combinations of parameters in place of all: of those that hold each pair of two parameters' values.
+"""Tests of some combinations of parameters in place of all: of those that hold each pair of two
+parameters' values.
 
-A test with the mark ``pairwise`` runs with these combinations only, unless pytest has the option ``--full-products``. Most faults
-need one value of one parameter, or two of two; few need three.
+A test with the mark ``pairwise`` runs with these combinations only, unless pytest has the option
+``--full-products``. Most faults need one value of one parameter, or two of two; few need three.
 
-The choice is greedy, as that of Cohen et al., "The AETG System" (1997): again and again the combination with most pairs that no
-chosen one has. Of 3 x 2 x 2 combinations these are 6: each value of the first parameter with each of the second, and the values
-of the third in turns. Packages for this make rows of a full product; these are of those that a test has, with holes and marks.
+The choice is greedy, as that of Cohen et al., "The AETG System" (1997): again and again the
+combination with most pairs that no chosen one has. Of 3 x 2 x 2 combinations these are 6: each
+value of the first parameter with each of the second, and the values of the third in turns. Packages
+for this make rows of a full product; these are of those that a test has, with holes and marks.
 """
 
 from collections import defaultdict
@@ -18,7 +20,9 @@ Row = tuple[int, ...]  # the number of each parameter's value
 
 
 def covering(rows: Sequence[Row]) -> list[Row]:
-    """Choose rows that have all pairs of values of two parameters which the given ones have, the first and the last row too."""
+    """Choose rows that have all pairs of values of two parameters which the given ones have, the
+    first and the last row too.
+    """
     rows = sorted(rows)
     chosen, missing = [], {pair for row in rows for pair in _pairs(row)}
     corners = iter((rows[0], rows[-1]))
@@ -41,11 +45,17 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         if item.get_closest_marker("pairwise"):
             tests[item.nodeid.partition("[")[0]].append(item)
     rows = [_by_row(each) for each in tests.values()]
-    return {item for each in rows for item in set(each.values()) - {each[row] for row in covering([*each])}}
+    return {
+        item
+        for each in rows
+        for item in set(each.values()) - {each[row] for row in covering([*each])}
+    }
 
 
 def _by_row(items: Sequence[pytest.Item]) -> dict[Row, pytest.Item]:
-    """Return the items of a test by the numbers of their values, which count from 0 in the order of the items."""
+    """Return the items of a test by the numbers of their values, which count from 0 in the order of
+    the items.
+    """
     numbers, found = defaultdict[str, dict[int, int]](dict), {}
     for item in items:
         parameters: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ STEPS = ((8, 0), (4, 1), (0, 2))  # prefill tokens, decodes
 def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
     """Return a log with one step per second.
 
-    The first stage computes for half a second. The second one takes as long, half of which it waits for experts.
+    The first stage computes for half a second. The second one takes as long, half of which it waits
+    for experts.
     """
     now = [BEGAN_AT]
     log = ActivityLog(lambda: now[0])
@@ -21,13 +22,18 @@ def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
         now[0] = began + 1
         chunks = (Chunk(9, 0, (1,) * prefill, ((),), None, needs_sample=True),) if prefill else ()
         batch = MicroBatch(5, step, chunks, (), DecodeColumns(*([tuple(range(decodes))] * 3)))
-        timings = (StageTiming(0, began, 0.5, prefill + decodes), StageTiming(1, began + 0.5, 0.25, prefill + decodes, 0.5))
+        timings = (
+            StageTiming(0, began, 0.5, prefill + decodes),
+            StageTiming(1, began + 0.5, 0.25, prefill + decodes, 0.5),
+        )
         log.record(batch, StepResult(5, step, (5,) * len(batch.sampled_seq_ids), timings))
     now[0] = ENDED_AT
     return log
 
 
-def pipeline_activity(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> PipelineActivity:
+def pipeline_activity(
+    name: str = "app-1", log: ActivityLog | None = None, after: int | None = None
+) -> PipelineActivity:
     """Return what ``RouterReplica.activity`` returns."""
     numbers = {
         "running": 2,
@@ -42,10 +48,16 @@ def pipeline_activity(name: str = "app-1", log: ActivityLog | None = None, after
         "epoch": 5,
         "recoveries": 1,
     }
-    stages = [StageInfo(label=f"Stage {1 + i}/2 layers {4 * i}-{4 * i + 3}", stage=i) for i in range(2)]
-    return PipelineActivity(name=name, stages=stages, **numbers, **(log or log_of()).as_data(2, after))
+    stages = [
+        StageInfo(label=f"Stage {1 + i}/2 layers {4 * i}-{4 * i + 3}", stage=i) for i in range(2)
+    ]
+    return PipelineActivity(
+        name=name, stages=stages, **numbers, **(log or log_of()).as_data(2, after)
+    )
 
 
-def pipeline_data(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> dict[str, Any]:
+def pipeline_data(
+    name: str = "app-1", log: ActivityLog | None = None, after: int | None = None
+) -> dict[str, Any]:
     """Return it as in the response of ``GET /activity``."""
     return pipeline_activity(name, log, after).model_dump()

@@ -1,6 +1,8 @@
-"""Tiny checkpoints of the models that Mistral has published since March 2025, made by transformers' own classes.
+"""Tiny checkpoints of the models that Mistral has published since March 2025, made by transformers'
+own classes.
 
-With the encoder of images, in ``bfloat16`` or in FP8, in both layouts; and the logits that transformers computes from them.
+With the encoder of images, in ``bfloat16`` or in FP8, in both layouts; and the logits that
+transformers computes from them.
 """
 
 import json
@@ -46,7 +48,13 @@ VISION = {
     "patch_size": 4,
     "image_size": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32, "beta_fast": 32.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+}
 YARN |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 LOUDER = {**YARN, "factor": 64.0, "beta_fast": 4.0, "mscale_all_dim": 0.0}  # with YaRN's magnitude
 MAX_FP8 = 448.0
@@ -55,7 +63,9 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes one published model from the others: its rotary embedding, and whether it has an encoder of images."""
+    """What distinguishes one published model from the others: its rotary embedding, and whether it
+    has an encoder of images.
+    """
 
     rope: Mapping[str, Any] = field(default_factory=lambda: YARN)
     has_vision: bool = True
@@ -79,20 +89,30 @@ SHAPES = {
 
 def make_model(shape: Shape) -> PreTrainedModel:
     """Return a random model, its weights rounded to bfloat16."""
-    config: dict[str, Any] = {**SIZES, "rms_norm_eps": 1e-3, "sliding_window": None, "tie_word_embeddings": shape.tied}
+    config: dict[str, Any] = {
+        **SIZES,
+        "rms_norm_eps": 1e-3,
+        "sliding_window": None,
+        "tie_word_embeddings": shape.tied,
+    }
     config |= {"rope_parameters": dict(shape.rope), "attn_implementation": "eager"}
     text = (MistralConfig if shape.is_plain else Ministral3Config)(**config)
     torch.manual_seed(0)
     if shape.has_vision:
-        whole = Mistral3Config(vision_config=VISION, text_config=text.to_dict(), tie_word_embeddings=shape.tied)
+        whole = Mistral3Config(
+            vision_config=VISION, text_config=text.to_dict(), tie_word_embeddings=shape.tied
+        )
         model: PreTrainedModel = Mistral3ForConditionalGeneration(whole)
         model.set_attn_implementation("eager")
     else:
         assert isinstance(text, Ministral3Config)
         model = Ministral3ForCausalLM(text)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms differ from one, or swapping two of them would not show
-            parameter.normal_(1.0, 0.3) if parameter.dim() == 1 else parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+        # norms differ from one, or swapping two of them would not show
+        for parameter in model.parameters():
+            parameter.normal_(1.0, 0.3) if parameter.dim() == 1 else parameter.normal_(
+                0.0, 1.5 * parameter.shape[-1] ** -0.5
+            )
     return model.to(torch.bfloat16).eval()
 
 
@@ -110,19 +130,27 @@ class Published:
         return logits
 
 
-def publish(folder: Path, shape: Shape, *, fp8: bool, scheme: str = "static", max_shard_size: str = "5GB") -> Published:
-    """Write a model as transformers writes it, and as FP8 as Mistral publishes it: one scale for each matrix of a layer."""
+def publish(
+    folder: Path, shape: Shape, *, fp8: bool, scheme: str = "static", max_shard_size: str = "5GB"
+) -> Published:
+    """Write a model as transformers writes it, and as FP8 as Mistral publishes it: one scale for
+    each matrix of a layer.
+    """
     made = make_model(shape)
     made.save_pretrained(folder, max_shard_size=max_shard_size)
     # Read again, because rounding the model rounded the frequencies of its rotary embedding, too.
-    model = type(made).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = (
+        type(made).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    )
     if not fp8:
         return Published(folder, model)
     _round_model(model)
     for path in folder.glob("*.safetensors"):
         save_file(_quantized(load_file(path), scheme), path, metadata={"format": "pt"})
     if (index := folder / "model.safetensors.index.json").exists():
-        names = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
+        names = {
+            name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)
+        }
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
@@ -143,7 +171,11 @@ def to_fp8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_quantized(name: str) -> bool:
-    return ".layers." in name and "language_model" in name + "language_model" * name.startswith("model.layers") and "proj" in name
+    return (
+        ".layers." in name
+        and "language_model" in name + "language_model" * name.startswith("model.layers")
+        and "proj" in name
+    )
 
 
 def _quantized(tensors: dict[str, Tensor], scheme: str) -> dict[str, Tensor]:
@@ -154,7 +186,9 @@ def _quantized(tensors: dict[str, Tensor], scheme: str) -> dict[str, Tensor]:
             continue
         stored[name], stored[f"{name}_scale_inv"] = to_fp8(tensor)
         if scheme == "static":
-            stored[name.replace("weight", "activation_scale")] = torch.tensor(0.01, dtype=torch.bfloat16)
+            stored[name.replace("weight", "activation_scale")] = torch.tensor(
+                0.01, dtype=torch.bfloat16
+            )
     return stored
 
 
@@ -168,14 +202,23 @@ def _round_model(model: nn.Module) -> None:
 
 
 def to_mistral_layout(folder: Path, target: Path) -> None:
-    """Write a folder's text model in Mistral's layout, with tensors that have the names of an encoder of images."""
+    """Write a folder's text model in Mistral's layout, with tensors that have the names of an
+    encoder of images.
+    """
     args = read_model_args(folder)
     tensors = {}
     for path in folder.glob("*.safetensors"):
-        tensors |= {name.removeprefix("language_model."): tensor for name, tensor in load_file(path).items()}
+        tensors |= {
+            name.removeprefix("language_model."): tensor for name, tensor in load_file(path).items()
+        }
     layers = range(args.n_layers)
-    stored = {"vision_encoder.ln_pre.weight": torch.ones(4), "patch_merger.merging_layer.weight": torch.ones(4, 4)}
-    for theirs, ours in zip(stage_tensors(args, layers), stage_tensors(args, layers, Layout.MISTRAL), strict=True):
+    stored = {
+        "vision_encoder.ln_pre.weight": torch.ones(4),
+        "patch_merger.merging_layer.weight": torch.ones(4, 4),
+    }
+    for theirs, ours in zip(
+        stage_tensors(args, layers), stage_tensors(args, layers, Layout.MISTRAL), strict=True
+    ):
         tensor, heads = tensors[theirs.name], ours.interleaved_heads
         stored[ours.name] = interleave_rows(tensor, heads) if heads else tensor
         if ours.scale:

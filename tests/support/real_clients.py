@@ -1,4 +1,6 @@
-"""Programs of AutoGen's users and commands of guidellm, run in environments of their own against a server."""
+"""Programs of AutoGen's users and commands of guidellm, run in environments of their own against a
+server.
+"""
 
 import json
 import os
@@ -36,9 +38,17 @@ asyncio.run(main(sys.argv[1]))
 
 
 def run_autogen(url: str) -> str:
-    """Let two agents talk, one of them with a stream; return how many messages there were, and of whom."""
+    """Let two agents talk, one of them with a stream; return how many messages there were, and of
+    whom.
+    """
     python = client_python(AUTOGEN)
-    result = subprocess.run([str(python), "-c", AUTOGEN_PROGRAM, url], capture_output=True, text=True, check=False, timeout=240)
+    result = subprocess.run(
+        [str(python), "-c", AUTOGEN_PROGRAM, url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.strip()
 
@@ -46,17 +56,36 @@ def run_autogen(url: str) -> str:
 def run_guidellm(url: str, folder: Path, endpoint: str, num_requests: int) -> dict[str, Any]:
     """Benchmark a server with two requests at a time; return guidellm's totals of requests."""
     python = client_python(GUIDELLM)
-    prompts = [{"prompt": f"What news {number}?", "output_tokens_count": 8} for number in range(num_requests)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
+    prompts = [
+        {"prompt": f"What news {number}?", "output_tokens_count": 8}
+        for number in range(num_requests)
+    ]
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8"
+    )
     report = folder / "report.json"
     command = [
         *(str(python.parent / "guidellm"), "run", "--disable-console-interactive"),
         *("--backend", f"kind=openai_http,target={url},request_format={endpoint}"),
-        *("--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={num_requests}"),
-        *("--data", f"kind=json_file,path={folder / 'prompts.jsonl'}", "--output", f"kind=json,path={report}"),
+        *(
+            "--profile",
+            "kind=concurrent,streams=2",
+            "--constraint",
+            f"kind=max_requests,count={num_requests}",
+        ),
+        *(
+            "--data",
+            f"kind=json_file,path={folder / 'prompts.jsonl'}",
+            "--output",
+            f"kind=json,path={report}",
+        ),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
-    totals: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]["metrics"]["request_totals"]
+    totals: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0][
+        "metrics"
+    ]["request_totals"]
     return totals

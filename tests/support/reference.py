@@ -1,4 +1,5 @@
-"""The oracle of the equivalence tests: full attention with the window's mask, recomputed at every token.
+"""The oracle of the equivalence tests: full attention with the window's mask, recomputed at every
+token.
 
 Written against the checkpoint's weights by name, without any of the engine's layers or caches.
 """
@@ -23,7 +24,10 @@ def _rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate pairs (i, i + d/2) as complex numbers."""
     tokens, _, d = x.shape
     angles = torch.arange(tokens)[:, None] * theta ** (-torch.arange(0, d, 2).float() / d)[None, :]
-    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+    turned = (
+        torch.complex(x[..., : d // 2], x[..., d // 2 :])
+        * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -33,7 +37,9 @@ def _swiglu(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
 
 
 def _mixture(x: Tensor, w: dict[str, Tensor], args: ModelArgs, layer: int) -> Tensor:
-    """Apply every expert to every token, weighted by the softmax over the chosen ones and 0 for the rest."""
+    """Apply every expert to every token, weighted by the softmax over the chosen ones and 0 for the
+    rest.
+    """
     assert args.moe is not None
     scores = x @ w[f"layers.{layer}.gate.scores.weight"].T
     best = scores.topk(args.moe.num_experts_per_tok, dim=-1).values[:, -1:]
@@ -42,8 +48,12 @@ def _mixture(x: Tensor, w: dict[str, Tensor], args: ModelArgs, layer: int) -> Te
     return sum(weights[:, e, None] * out for e, out in enumerate(outs))  # type: ignore[return-value]
 
 
-def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], gates: list[Tensor] | None = None) -> Tensor:
-    """Return the logits [T, V] of every position. Each layer's expert scores [T, E] are appended to ``gates``."""
+def reference_logits(
+    w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], gates: list[Tensor] | None = None
+) -> Tensor:
+    """Return the logits [T, V] of every position. Each layer's expert scores [T, E] are appended to
+    ``gates``.
+    """
     h = w["tok_embeddings.weight"][token_ids]
     tokens = len(token_ids)
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
@@ -57,7 +67,9 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
         window = args.windows[layer] or tokens
         hidden_keys = (distance < 0) | (distance >= window)
         scores = torch.einsum("thd,shd->hts", q, k) / args.head_dim**0.5
-        out = torch.einsum("hts,shd->thd", scores.masked_fill(hidden_keys, -torch.inf).softmax(-1), v)
+        out = torch.einsum(
+            "hts,shd->thd", scores.masked_fill(hidden_keys, -torch.inf).softmax(-1), v
+        )
         h = h + out.reshape(tokens, -1) @ w[f"{p}.attention.wo.weight"].T
         x = _norm(h, w[f"{p}.ffn_norm.weight"], args.norm_eps)
         if gates is not None:
@@ -66,8 +78,12 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
     return _norm(h, w["norm.weight"], args.norm_eps) @ w["output.weight"].T
 
 
-def assert_best_experts(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], chosen: dict[int, list[list[int]]]) -> None:
-    """Check that ``chosen``, experts of each token by layer, are those with the best scores, best first, up to a close call."""
+def assert_best_experts(
+    w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], chosen: dict[int, list[list[int]]]
+) -> None:
+    """Check that ``chosen``, experts of each token by layer, are those with the best scores, best
+    first, up to a close call.
+    """
     gates: list[Tensor] = []
     reference_logits(w, args, token_ids, gates)
     for layer, expert_ids in chosen.items():
@@ -80,7 +96,9 @@ def assert_best_experts(w: dict[str, Tensor], args: ModelArgs, token_ids: list[i
 
 @dataclass(frozen=True)
 class Expected:
-    """A greedy continuation, and for each step the second best token and the gap between the two logits."""
+    """A greedy continuation, and for each step the second best token and the gap between the two
+    logits.
+    """
 
     token_ids: list[int]
     seconds: list[int]
@@ -90,16 +108,27 @@ class Expected:
 close_calls: list[str] = []  # listed at the end of the run (conftest.py)
 
 
-def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tokens: int, guess: Sequence[int] = ()) -> Expected:
+def greedy(
+    w: dict[str, Tensor],
+    args: ModelArgs,
+    prompt_ids: list[int],
+    num_tokens: int,
+    guess: Sequence[int] = (),
+) -> Expected:
     """Return the greedy continuation of a prompt.
 
-    ``guess`` is a likely continuation: the model runs once for all of its tokens that are right, instead of once for each.
+    ``guess`` is a likely continuation: the model runs once for all of its tokens that are right,
+    instead of once for each.
     """
     found: list[int] = []
     seconds, gaps = [], []
     while len(found) < num_tokens:
-        ahead = list(guess[len(found) : num_tokens - 1]) if list(guess[: len(found)]) == found else []
-        rows = reference_logits(w, args, [*prompt_ids, *found, *ahead])[len(prompt_ids) + len(found) - 1 :]
+        ahead = (
+            list(guess[len(found) : num_tokens - 1]) if list(guess[: len(found)]) == found else []
+        )
+        rows = reference_logits(w, args, [*prompt_ids, *found, *ahead])[
+            len(prompt_ids) + len(found) - 1 :
+        ]
         for row, guessed in zip(rows, [*ahead, None], strict=True):
             top = row.topk(2)
             found.append(int(top.indices[0]))
@@ -111,14 +140,18 @@ def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tok
 
 
 def assert_same_tokens(name: str, got: list[int], expected: Expected) -> None:
-    """Check that the tokens are equal, or equal up to a close call: the second best token, almost as good as the best.
+    """Check that the tokens are equal, or equal up to a close call: the second best token, almost
+    as good as the best.
 
     Close calls are listed at the end of the test run.
     """
     for step, (ours, theirs) in enumerate(zip(got, expected.token_ids, strict=False)):
         if ours != theirs:
             gap = expected.gaps[step]
-            text = f"{name}: token {step} is {ours}, expected {theirs}; the best two logits were {gap:.2e} apart"
+            text = (
+                f"{name}: token {step} is {ours}, expected {theirs}; the best two logits were"
+                f" {gap:.2e} apart"
+            )
             assert gap < CLOSE_CALL, text
             assert ours == expected.seconds[step], text
             close_calls.append(text)
@@ -127,13 +160,16 @@ def assert_same_tokens(name: str, got: list[int], expected: Expected) -> None:
 
 
 def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int | None) -> Tensor:
-    """Compute masked softmax(q k / sqrt(d)) v of one sequence, its last T positions against all S, [T, H, d].
+    """Compute masked softmax(q k / sqrt(d)) v of one sequence, its last T positions against all S,
+    [T, H, d].
 
     The definition that tests compare kernels with.
     """
     groups = q_THd.shape[1] // k_SGd.shape[1]
     k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
-    scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
+    scores_HTS = (
+        torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
+    )
     mask = causal_window_mask(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
     weights_HTS = scores_HTS.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hts,shd->thd", weights_HTS, v_SHd.float()).to(q_THd.dtype)

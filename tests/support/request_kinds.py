@@ -21,32 +21,65 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
 
-PIECES = tuple(chr(32 + i).encode() for i in range(95))  # of the tiny model, whose vocabulary is larger by one
+# of the tiny model, whose vocabulary is larger by one
+PIECES = tuple(chr(32 + i).encode() for i in range(95))
 RHYMES = {
     "type": "object",
     "properties": {"rhymes": {"type": "array", "items": {"enum": ["moon", "june"]}, "maxItems": 1}},
     "required": ["rhymes"],
 }
-GRAMMAR = build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}))
+GRAMMAR = build_grammar(
+    ResponseFormat.model_validate(
+        {"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}
+    )
+)
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 WISHES = (
     GREEDY,
     SamplingParams(max_tokens=30, temperature=0.8, seed=5, top_p=0.9),
-    SamplingParams(max_tokens=24, temperature=0.9, seed=5, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-    SamplingParams(max_tokens=20, temperature=0.7, seed=6, logprobs=2, prompt_logprobs=1, stop_token_ids=(7, 8, 9)),
-    SamplingParams(max_tokens=40, temperature=1.0, seed=7, min_tokens=9, stop_token_ids=tuple(range(20)), logprobs=1),
+    SamplingParams(
+        max_tokens=24,
+        temperature=0.9,
+        seed=5,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+    ),
+    SamplingParams(
+        max_tokens=20,
+        temperature=0.7,
+        seed=6,
+        logprobs=2,
+        prompt_logprobs=1,
+        stop_token_ids=(7, 8, 9),
+    ),
+    SamplingParams(
+        max_tokens=40,
+        temperature=1.0,
+        seed=7,
+        min_tokens=9,
+        stop_token_ids=tuple(range(20)),
+        logprobs=1,
+    ),
     SamplingParams(max_tokens=40, temperature=1.0, seed=8, grammar=GRAMMAR),
-    SamplingParams(max_tokens=40, temperature=1.0, seed=9, grammar=GRAMMAR, presence_penalty=1.0, logprobs=0),
+    SamplingParams(
+        max_tokens=40, temperature=1.0, seed=9, grammar=GRAMMAR, presence_penalty=1.0, logprobs=0
+    ),
     SamplingParams(max_tokens=12, temperature=0.8, seed=5, return_experts=(1,)),
     SamplingParams(max_tokens=30, temperature=0.8, seed=5, choice=1),
 )
-PROMPTS = [tuple(random_ids(length, seed)) for seed, length in enumerate((5, 17, 40, 70, 16, 9, 30, 23, 17))]
+PROMPTS = [
+    tuple(random_ids(length, seed))
+    for seed, length in enumerate((5, 17, 40, 70, 16, 9, 30, 23, 17))
+]
 
-Answer = tuple[Values, FinishReason | None, tuple[tuple[int, ...], ...]]  # with the experts of all tokens in the order of layers
+# with the experts of all tokens in the order of layers
+Answer = tuple[Values, FinishReason | None, tuple[tuple[int, ...], ...]]
 
 
 class FailingChain(LocalStageChain):
-    """Stages that fail in the micro-batches with these numbers, before or after they have computed them, and are fenced again.
+    """Stages that fail in the micro-batches with these numbers, before or after they have computed
+    them, and are fenced again.
 
     Their caches are lost, and with them nodes, so that no request is to blame.
     """
@@ -99,14 +132,20 @@ async def _ask(chain: LocalStageChain, scheduler: Scheduler, chosen: Sequence[in
     finally:
         scheduler.check_integrity()
         is_failing = isinstance(chain, FailingChain)
-        assert is_failing == (router.health.num_recoveries > 0), "a stage that fails is recovered, and the answers are the same"
+        assert is_failing == (router.health.num_recoveries > 0), (
+            "a stage that fails is recovered, and the answers are the same"
+        )
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
 
 
 def _experts(choices: Sequence[ExpertChoices]) -> tuple[tuple[int, ...], ...]:
-    return tuple(ids for each in sorted(choices, key=lambda each: (each.layer, each.start)) for ids in each.expert_ids)
+    return tuple(
+        ids
+        for each in sorted(choices, key=lambda each: (each.layer, each.start))
+        for ids in each.expert_ids
+    )
 
 
 def answers_of(
@@ -117,7 +156,9 @@ def answers_of(
     make_chain: Callable[[Sequence[StageWorker]], LocalStageChain] = LocalStageChain,
 ) -> list[Answer]:
     """Return the answers to the chosen requests, sent together to a new pipeline."""
-    chain = make_chain([StageWorker.load(stage, folder, read_pieces=lambda: PIECES) for stage in plan.stages])
+    chain = make_chain(
+        [StageWorker.load(stage, folder, read_pieces=lambda: PIECES) for stage in plan.stages]
+    )
     try:
         return asyncio.run(_ask(chain, scheduler, chosen))
     finally:
@@ -127,5 +168,9 @@ def answers_of(
 def with_scarce_pages(plan: PipelinePlan) -> PipelinePlan:
     """Return the plan with pages for one and a half sequences, so that some are preempted."""
     longest = -(-plan.max_model_len // plan.cache.page_size)
-    classes = tuple(replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes)
-    return replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
+    classes = tuple(
+        replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes
+    )
+    return replace(
+        plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages)
+    )

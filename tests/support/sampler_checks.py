@@ -20,7 +20,13 @@ CUTS = [
     *SAMPLINGS,
     *(
         replace(PLAIN, **changes)
-        for changes in ({"top_p": 1e-9}, {"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.999999})
+        for changes in (
+            {"top_p": 1e-9},
+            {"top_p": 1e-300},
+            {"top_k": 1},
+            {"min_p": 1.0},
+            {"top_p": 0.999999},
+        )
     ),  # type: ignore[arg-type]
     *(replace(PLAIN, temperature=temperature) for temperature in (1e-9, 1e-3, 1e300)),
     replace(PLAIN, temperature=1e300, top_k=3),
@@ -49,9 +55,13 @@ HARD = {
 
 
 def _random(rows: int, vocab: int, seed: int) -> Tensor:
-    """Return logits of which many are equal in one of three rows, and many masked in one of five."""
+    """Return logits of which many are equal in one of three rows, and many masked in one of
+    five.
+    """
     generator = torch.Generator().manual_seed(seed)
-    logits_SV = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 8
+    logits_SV = (
+        torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 8
+    )
     logits_SV[::3] = (logits_SV[::3] * 2).round() / 2
     is_masked_SV = torch.rand(logits_SV[::5].shape, generator=generator) < 0.7
     logits_SV[::5][is_masked_SV] = -torch.inf
@@ -59,14 +69,20 @@ def _random(rows: int, vocab: int, seed: int) -> Tensor:
     return logits_SV
 
 
-def _check(logits_SV: Tensor, params: list[SamplingParams], uniforms: list[float], device: str, block: int) -> Tensor:
-    """Return the tokens. The ``block`` is that of this check, so that a small vocabulary has several."""
+def _check(
+    logits_SV: Tensor, params: list[SamplingParams], uniforms: list[float], device: str, block: int
+) -> Tensor:
+    """Return the tokens. The ``block`` is that of this check, so that a small vocabulary has
+    several.
+    """
     logits_SV, params_S5 = logits_SV.to(device), row_params(params, uniforms, torch.device(device))
     with patch.object(triton_sampler, "BLOCK", block):
         found_S = choose_tokens(logits_SV, params_S5)
     expected_S = choose_plainly(logits_SV, params_S5)
     for row in (found_S != expected_S).nonzero()[:, 0].tolist():
-        raise AssertionError(f"{params[row]}, {uniforms[row]}: {int(found_S[row])}, not {int(expected_S[row])}")
+        raise AssertionError(
+            f"{params[row]}, {uniforms[row]}: {int(found_S[row])}, not {int(expected_S[row])}"
+        )
     return found_S.cpu()
 
 
@@ -78,7 +94,8 @@ def check_random_rows(vocab: int, block: int, device: str) -> None:
 
 
 def check_hard_rows(device: str) -> None:
-    """Of every kind, by every way of choosing, also where the temperature makes the largest number infinite.
+    """Of every kind, by every way of choosing, also where the temperature makes the largest number
+    infinite.
 
     Rows that are not finite end, and no other one does.
     """
@@ -91,19 +108,28 @@ def check_hard_rows(device: str) -> None:
         replace(PLAIN, top_k=3, top_p=0.7, min_p=0.1),
     ]
     logits_SV = torch.tensor(list(HARD.values()))
-    _check(logits_SV, [GREEDY] * len(logits_SV), [0.0] * len(logits_SV), device, 2)  # of equal ones the first, in any block
+    # of equal ones the first, in any block
+    _check(logits_SV, [GREEDY] * len(logits_SV), [0.0] * len(logits_SV), device, 2)
     ends_S = ~(logits_SV.amax(-1).isfinite() & ~logits_SV.isnan().any(-1))
     for params in kinds:
-        tokens_S = _check(logits_SV, [params] * len(logits_SV), [0.7] * len(logits_SV), device, 4096)
+        tokens_S = _check(
+            logits_SV, [params] * len(logits_SV), [0.7] * len(logits_SV), device, 4096
+        )
         assert torch.equal(tokens_S == NOT_FINITE_TOKEN, ends_S)
         chosen_S = logits_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
         assert chosen_S[~ends_S].isfinite().all()
 
 
 def check_borders(device: str) -> None:
-    """Random numbers at and next to the border of two tokens, in blocks of which the second begins there; and of ties."""
+    """Random numbers at and next to the border of two tokens, in blocks of which the second begins
+    there; and of ties.
+    """
     row_V = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -60.0])  # the last one has no weight
-    uniforms = [min(max(part / 6 + change, 0.0), 1 - 2**-53) for part in range(7) for change in (-(2**-35), 0.0, 2**-35)]
+    uniforms = [
+        min(max(part / 6 + change, 0.0), 1 - 2**-53)
+        for part in range(7)
+        for change in (-(2**-35), 0.0, 2**-35)
+    ]
     _check(row_V.expand(len(uniforms), -1), [PLAIN] * len(uniforms), uniforms, device, 2)
     few = [0.0, 1 / 3, 0.4, 2 / 3, 0.99]
     for params in (replace(PLAIN, top_p=0.5), replace(PLAIN, top_k=5, top_p=0.8)):
@@ -113,15 +139,23 @@ def check_borders(device: str) -> None:
 def check_company(device: str) -> None:
     """The tokens of 256 rows are those of a row alone, whatever its number."""
     kinds = [GREEDY, GREEDY, PLAIN, GREEDY, replace(PLAIN, top_p=0.9)]
-    params, uniforms = [kinds[row % len(kinds)] for row in range(256)], [(row * 0.618) % 1 for row in range(256)]
+    params, uniforms = (
+        [kinds[row % len(kinds)] for row in range(256)],
+        [(row * 0.618) % 1 for row in range(256)],
+    )
     logits_SV = _random(256, 7, seed=1)
     tokens_S = _check(logits_SV, params, uniforms, device, 8)
     for row in (0, 1, 4, 100, 255):
-        assert _check(logits_SV[row, None], [params[row]], [uniforms[row]], device, 8).tolist() == [tokens_S[row]]
+        assert _check(logits_SV[row, None], [params[row]], [uniforms[row]], device, 8).tolist() == [
+            tokens_S[row]
+        ]
 
 
 CHECKS: dict[str, Check] = {
-    **{f"{vocab} in blocks of {block}": partial(check_random_rows, vocab, block) for vocab, block in SIZES},
+    **{
+        f"{vocab} in blocks of {block}": partial(check_random_rows, vocab, block)
+        for vocab, block in SIZES
+    },
     "hard rows": check_hard_rows,
     "borders": check_borders,
     "in company": check_company,

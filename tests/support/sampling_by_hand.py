@@ -22,7 +22,9 @@ SAMPLINGS = [
 
 
 def kept_by_hand(logits: list[float], p: SamplingParams) -> list[tuple[int, float]]:
-    """Return (token, probability) after temperature, then min-p, top-k and top-p, likeliest first."""
+    """Return (token, probability) after temperature, then min-p, top-k and top-p, likeliest
+    first.
+    """
     top = max(logits)
     ranked = [(math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)]
     ranked.sort(key=lambda each: (-each[0], each[1]))  # of equal ones the first
@@ -38,7 +40,9 @@ def kept_by_hand(logits: list[float], p: SamplingParams) -> list[tuple[int, floa
 
 
 def pick_by_hand(kept: list[tuple[int, float]], u: float) -> tuple[int, float]:
-    """Return the token in whose share of [0, 1) u falls, and how close u is to the border of that share."""
+    """Return the token in whose share of [0, 1) u falls, and how close u is to the border of that
+    share.
+    """
     ends = list(itertools.accumulate(probability for _, probability in kept))
     rank = min(sum(end <= u for end in ends), len(kept) - 1)
     return kept[rank][0], min(abs(u - end) for end in ends)

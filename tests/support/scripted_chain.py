@@ -1,4 +1,6 @@
-"""Stage chains without a model: the test decides what happens between a micro-batch and its result."""
+"""Stage chains without a model: the test decides what happens between a micro-batch and its
+result.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,10 +15,15 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
-    """Return the batch's chunks and its decodes as chunks of one token; decodes without new pages have ``()`` as pages."""
+    """Return the batch's chunks and its decodes as chunks of one token; decodes without new pages
+    have ``()`` as pages.
+    """
     pages = dict(batch.decodes.new_pages)
     columns = enumerate(zip(*batch.decodes[:3], strict=True))
-    decodes = (Chunk(seq_id, start, (token_id,), pages.get(i, ()), None, True) for i, (seq_id, start, token_id) in columns)
+    decodes = (
+        Chunk(seq_id, start, (token_id,), pages.get(i, ()), None, True)
+        for i, (seq_id, start, token_id) in columns
+    )
     return *batch.chunks, *decodes
 
 
@@ -55,7 +62,8 @@ class VerifyingChain(ScriptedChain):
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
-        self.next_position: dict[int, int] = {}  # of each sequence's next token, once it has decoded
+        # of each sequence's next token, once it has decoded
+        self.next_position: dict[int, int] = {}
 
     async def _run(self, batch: MicroBatch) -> StepResult:
         result = await super()._run(batch)
@@ -88,13 +96,17 @@ def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 
 class StatefulChain(ScriptedChain):
-    """A chain that keeps the tokens of every sequence since the last fence, as stages do, and samples by them."""
+    """A chain that keeps the tokens of every sequence since the last fence, as stages do, and
+    samples by them.
+    """
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
         self.known: dict[int, list[int]] = {}
-        self.pages: dict[int, dict[int, int]] = {}  # of each sequence, of the first window class, by index
-        self.in_page: dict[int, list[int]] = {}  # of the first window class: all tokens up to its end
+        # of each sequence, of the first window class, by index
+        self.pages: dict[int, dict[int, int]] = {}
+        # of the first window class: all tokens up to its end
+        self.in_page: dict[int, list[int]] = {}
         self.num_failed = 0
 
     async def fence(self) -> int:
@@ -120,15 +132,24 @@ class StatefulChain(ScriptedChain):
         return self._through(batch, tuple(sampled))
 
     def _begin(self, chunk: Chunk) -> None:
-        """Begin a sequence with what is in the last page of its cached prefix. Chunks are no longer than a ring."""
-        num_given, num_pages = chunk.start // PAGE_SIZE, -(-(chunk.start + chunk.num_tokens) // PAGE_SIZE)
+        """Begin a sequence with what is in the last page of its cached prefix. Chunks are no longer
+        than a ring.
+        """
+        num_given, num_pages = (
+            chunk.start // PAGE_SIZE,
+            -(-(chunk.start + chunk.num_tokens) // PAGE_SIZE),
+        )
         self.pages[chunk.seq_id] = {}
         self.known[chunk.seq_id] = []
         if num_given:
             self.known[chunk.seq_id] += self.in_page[chunk.new_pages[0][num_given - 1 - num_pages]]
 
     def _fill_pages(self, chunk: Chunk) -> None:
-        known, pages, new = self.known[chunk.seq_id], self.pages[chunk.seq_id], chunk.new_pages[0] if chunk.new_pages else ()
+        known, pages, new = (
+            self.known[chunk.seq_id],
+            self.pages[chunk.seq_id],
+            chunk.new_pages[0] if chunk.new_pages else (),
+        )
         num_pages = -(-len(known) // PAGE_SIZE)
         pages.update(zip(range(num_pages - len(new), num_pages), new, strict=True))
         for index in range(chunk.start // PAGE_SIZE, len(known) // PAGE_SIZE):
@@ -144,12 +165,20 @@ class StatefulChain(ScriptedChain):
 
 
 class ReportingChain(StatefulChain):
-    """A chain that reports log-probabilities (minus the position) and expert choices of layer 3 (the position)."""
+    """A chain that reports log-probabilities (minus the position) and expert choices of layer 3
+    (the position).
+    """
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
         chunks = all_chunks(batch)
-        experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
-        logprobs = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
+        experts = [
+            ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens)))
+            for c in chunks
+        ]
+        logprobs = [
+            Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens)))
+            for c in chunks
+        ]
         result = await super()._through(batch, sampled)
         return replace(result, expert_choices=tuple(experts), logprobs=tuple(logprobs))
 

@@ -1,4 +1,6 @@
-"""A token source for API servers in tests: it yields scripted tokens and records the requests that it gets."""
+"""A token source for API servers in tests: it yields scripted tokens and records the requests that
+it gets.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -13,7 +15,14 @@ from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -30,18 +39,24 @@ OTHER_ID = 300  # the token with the second best log-probability
 
 
 class ScriptedSource:
-    """A source that yields these tokens for every sequence, one at a time, up to its ``max_tokens``.
+    """A source that yields these tokens for every sequence, one at a time, up to its
+    ``max_tokens``.
 
-    If ``failure`` is set it is raised instead of token ``fails_at``, 0 being the first. Attributes may change between requests.
+    If ``failure`` is set it is raised instead of token ``fails_at``, 0 being the first. Attributes
+    may change between requests.
     """
 
     def __init__(
-        self, token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:], failure: TramontaneError | None = None, fails_at: int = 0
+        self,
+        token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:],
+        failure: TramontaneError | None = None,
+        fails_at: int = 0,
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.fingerprint = ""  # of the pipeline
         self.num_cached = 0  # tokens of the prompt
-        self.drafts: tuple[int, int] | None = None  # with each token: how many, and the right ones; None without speculation
+        # with each token: how many, and the right ones; None without speculation
+        self.drafts: tuple[int, int] | None = None
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
         self.requested: list[Sequence[SequenceRequest]] = []
 
@@ -49,7 +64,9 @@ class ScriptedSource:
         if isinstance(self.failure, OverloadedError) and self.is_known_full:
             raise self.failure
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.requested.append(specs)
         ends = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
         for step in range(max(ends)):
@@ -61,7 +78,9 @@ class ScriptedSource:
             logprobs = [self._logprobs(specs[index], index, step) for index in running]
             fingerprint, num_cached = ("", 0) if step else (self.fingerprint, self.num_cached)
             scores = tuple(each for each in logprobs if each is not None)
-            drafts = () if self.drafts is None else tuple((index, *self.drafts) for index in running)
+            drafts = (
+                () if self.drafts is None else tuple((index, *self.drafts) for index in running)
+            )
             yield RequestOutput(events, TIMES, (), scores, fingerprint, num_cached, drafts)
 
     def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:

@@ -1,4 +1,6 @@
-"""Routers in this process behind the real client, balancing and token streams of an ingress. Without Ray."""
+"""Routers in this process behind the real client, balancing and token streams of an ingress.
+Without Ray.
+"""
 
 import asyncio
 import math
@@ -22,7 +24,12 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.activity_log import PipelineActivity
-from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting, PrefixDigest, make_digest
+from tramontane.router.engine.prefix_aware_routing import (
+    Known,
+    PrefixAwareRouting,
+    PrefixDigest,
+    make_digest,
+)
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -35,7 +42,9 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 class RefenceableChain(ScriptedChain):
-    """A chain whose fences wait until ``may_fence`` is set, as they do while a stage loads its weights."""
+    """A chain whose fences wait until ``may_fence`` is set, as they do while a stage loads its
+    weights.
+    """
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
@@ -50,11 +59,19 @@ class RefenceableChain(ScriptedChain):
 class Replica:
     """A Router replica without Ray Serve; ``call_counts`` has the calls by method."""
 
-    def __init__(self, name: str, gate: Gate = no_gate, limits: SchedulerLimits = LIMITS, cache: CachePlan = CACHE) -> None:
+    def __init__(
+        self,
+        name: str,
+        gate: Gate = no_gate,
+        limits: SchedulerLimits = LIMITS,
+        cache: CachePlan = CACHE,
+    ) -> None:
         self.name, self.call_counts = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
         self.chain = RefenceableChain(gate)
-        self.router = Router(Scheduler(cache, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now)
+        self.router = Router(
+            Scheduler(cache, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now
+        )
         self._channels = IngressStreams(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it has none
@@ -63,7 +80,8 @@ class Replica:
         self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
         self._kept: list[AsyncIterator[bytes]] = []
 
-    def generate(self, ingress: str, number: int, *request: Any) -> Awaitable[bytes]:  # noqa: ANN401 - as in IngressStreams
+    # as in IngressStreams
+    def generate(self, ingress: str, number: int, *request: Any) -> Awaitable[bytes]:
         return self._channels.generate(self.router, ingress, number, *request)
 
     def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
@@ -102,7 +120,11 @@ class Replica:
     async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
-        return (pipeline_activity(self.pipeline, after=after.get(self.pipeline)) if self.pipeline else None), self.name
+        return (
+            pipeline_activity(self.pipeline, after=after.get(self.pipeline))
+            if self.pipeline
+            else None
+        ), self.name
 
     async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
         if self.is_dead:
@@ -118,10 +140,10 @@ class Response:
     def __init__(self, task: "asyncio.Task[Any]") -> None:
         self._task = task
 
-    def __await__(self) -> Any:  # noqa: ANN401
+    def __await__(self) -> Any:
         return self._task.__await__()
 
-    async def get_async(self) -> Any:  # noqa: ANN401
+    async def get_async(self) -> Any:
         return await self._task
 
     def cancel(self) -> None:
@@ -151,11 +173,11 @@ def policy() -> LeastLoadedRouter:
     return made
 
 
-def replicas_named(*names: str) -> Any:  # noqa: ANN401 - of Ray Serve's class as far as the policy looks at it
+def replicas_named(*names: str) -> Any:  # of Ray Serve's class as far as the policy looks at it
     return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
 
 
-def pending(wish: str = "") -> Any:  # noqa: ANN401 - likewise
+def pending(wish: str = "") -> Any:  # likewise
     metadata = SimpleNamespace(session_id=wish, internal_request_id=uuid.uuid4().hex)
     return SimpleNamespace(metadata=metadata, future=asyncio.get_running_loop().create_future())
 
@@ -168,18 +190,23 @@ class Handle:
     wish: dict[str, Any] = field(default_factory=dict)
     policy: LeastLoadedRouter = field(default_factory=policy)
 
-    def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
+    def options(self, **wish: Any) -> "Handle":
         return replace(self, wish=wish)
 
-    def remote(self, *args: Any) -> Any:  # noqa: ANN401
+    def remote(self, *args: Any) -> Any:
         if self.wish.get("stream"):
             return self._stream(*args)
         return Response(asyncio.ensure_future(self._call(*args)))
 
-    def broadcast(self, method: str, *args: Any) -> Broadcast:  # noqa: ANN401
-        return Broadcast([Response(asyncio.ensure_future(_answer(each, method, *args))) for each in self.replicas])
+    def broadcast(self, method: str, *args: Any) -> Broadcast:
+        return Broadcast(
+            [
+                Response(asyncio.ensure_future(_answer(each, method, *args)))
+                for each in self.replicas
+            ]
+        )
 
-    async def _call(self, *args: Any) -> Any:  # noqa: ANN401
+    async def _call(self, *args: Any) -> Any:
         async with self._chosen() as replica:
             return await getattr(replica, self.wish["method_name"])(*args)
 
@@ -193,7 +220,9 @@ class Handle:
         if not self.replicas:
             await asyncio.Event().wait()
         request = pending(self.wish["session_id"])
-        ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
+        ((chosen,),) = await self.policy.choose_replicas(
+            replicas_named(*(each.name for each in self.replicas)), request
+        )
         replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
         replica.call_counts[self.wish["method_name"]] += 1
         if replica.is_cut_off:
@@ -203,10 +232,12 @@ class Handle:
         try:
             yield replica
         finally:
-            self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
+            self.policy.on_request_completed(
+                chosen.replica_id, request.metadata.internal_request_id
+            )
 
 
-async def _answer(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
+async def _answer(replica: Replica, method: str, *args: Any) -> Any:
     replica.call_counts[method] += 1
     if replica.is_cut_off:
         try:
@@ -243,7 +274,9 @@ async def driven(replicas: list[Replica]) -> AsyncIterator[None]:
                 await task
 
 
-async def request_tokens(routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
+async def request_tokens(
+    routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)
+) -> int:
     """How many tokens came."""
     specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences
     return sum([len(batch.events) async for batch in routers.generate(specs)])
@@ -254,4 +287,7 @@ async def stuck(_batch: MicroBatch) -> None:
 
 
 def fill(replica: Replica) -> None:
-    replica.router.submit([SequenceRequest((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None)  # 8 places, 4 may wait
+    # 8 places, 4 may wait
+    replica.router.submit(
+        [SequenceRequest((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None
+    )

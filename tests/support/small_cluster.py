@@ -6,12 +6,17 @@ from typing import Any
 
 import ray
 
-from tramontane.cluster.ray_internals.accessors import assume_dashboard_packages, leave_out_dashboard
+from tramontane.cluster.ray_internals.accessors import (
+    assume_dashboard_packages,
+    leave_out_dashboard,
+)
 
 
 @contextmanager
-def small_cluster(num_cpus: int, **system_config: Any) -> Iterator[None]:  # noqa: ANN401
-    """Run a cluster without a dashboard while the block runs; a dead actor is reported at once, as by ``local_ray_cluster``."""
+def small_cluster(num_cpus: int, **system_config: Any) -> Iterator[None]:
+    """Run a cluster without a dashboard while the block runs; a dead actor is reported at once, as
+    by ``local_ray_cluster``.
+    """
     with assume_dashboard_packages(), leave_out_dashboard():
         ray.init(
             address="local",

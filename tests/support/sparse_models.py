@@ -1,4 +1,6 @@
-"""Tiny checkpoints of models with sparse latent attention (Mistral Large 4), made by transformers' own class."""
+"""Tiny checkpoints of models with sparse latent attention (Mistral Large 4), made by transformers'
+own class.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,17 +9,35 @@ from typing import Any
 import torch
 from latent_models import SIZES, widths
 from published_models import VISION, Published
-from transformers import MistralLarge4Config, MistralLarge4ForConditionalGeneration, MistralLarge4TextConfig
+from transformers import (
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
+    MistralLarge4TextConfig,
+)
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-# Enough heads of the indexer that few keys have the score 0 in all of them: of equal scores transformers takes any.
-INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 24, "rope_parameters": YARN, "first_k_dense_replace": 1}
+# Enough heads of the indexer that few keys have the score 0 in all of them: of equal scores
+# transformers takes any.
+INDEXER = {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "rope_parameters": YARN,
+    "first_k_dense_replace": 1,
+}
 
 SHAPES: Mapping[str, dict[str, Any]] = {
-    # A layer in four without rotary embedding, and an indexer in every layer, as in transformers' defaults.
+    # A layer in four without rotary embedding, and an indexer in every layer, as in transformers'
+    # defaults.
     "defaults": {**widths(4, None, 32, 8, 8, 16), "no_rope_layers": [1, 1, 1, 0]},
-    # Layers that use the cache of others, or the choice, or both; odd widths. Stages can begin with layers 0, 2, 4 and 6.
+    # Layers that use the cache of others, or the choice, or both; odd widths. Stages can begin with
+    # layers 0, 2, 4 and 6.
     "shared": {
         **widths(3, None, 18, 6, 10, 14),
         "num_hidden_layers": 7,
@@ -53,7 +73,9 @@ def text_config(name: str) -> MistralLarge4TextConfig:
 def make_sparse_model(name: str) -> MistralLarge4ForConditionalGeneration:
     """Make a random model, all of whose parts count."""
     torch.manual_seed(0)
-    whole = MistralLarge4Config(text_config=text_config(name).to_dict(), vision_config=VISION, tie_word_embeddings=False)
+    whole = MistralLarge4Config(
+        text_config=text_config(name).to_dict(), vision_config=VISION, tie_word_embeddings=False
+    )
     model = MistralLarge4ForConditionalGeneration(whole)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -62,7 +84,9 @@ def make_sparse_model(name: str) -> MistralLarge4ForConditionalGeneration:
             elif parameter.dim() == 1:
                 parameter.normal_(1, 0.1)
             else:
-                parameter.normal_(0, 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(
+                    0, 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5
+                )
     return model
 
 
@@ -71,4 +95,6 @@ def publish_sparse(folder: Path, name: str) -> Published:
     made = make_sparse_model(name)
     made.to(torch.float32).save_pretrained(folder)
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return Published(folder, type(made).from_pretrained(folder, dtype=torch.float32, **settings).eval())
+    return Published(
+        folder, type(made).from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    )

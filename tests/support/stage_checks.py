@@ -1,4 +1,6 @@
-"""Checks of whole stages that compute by Triton's kernels: as a GPU's, and on a CPU by the interpreter."""
+"""Checks of whole stages that compute by Triton's kernels: as a GPU's, and on a CPU by the
+interpreter.
+"""
 
 import re
 from dataclasses import replace
@@ -22,7 +24,9 @@ from tramontane.workers.weights import loader
 
 ARGS = tiny_args(n_layers=1, windows=(24,))
 _LATENT = latent_args(n_layers=1)
-LATENT_ARGS = replace(_LATENT, n_heads=2, moe=_LATENT.moe and replace(_LATENT.moe, first_k_dense_replace=0))
+LATENT_ARGS = replace(
+    _LATENT, n_heads=2, moe=_LATENT.moe and replace(_LATENT.moe, first_k_dense_replace=0)
+)
 
 
 def load(plan: StagePlan, device: str) -> StageWorker:
@@ -48,17 +52,27 @@ def check_stage(plan: StagePlan, device: str) -> None:
 
 def check_latent_stage(device: str) -> None:
     """The same with latent attention, where the keys of most tokens have several parts."""
-    with patch.object(triton_latent, "FIXED_PARTS", 2), patch.object(triton_latent, "LEAST_KEYS", 32):
+    with (
+        patch.object(triton_latent, "FIXED_PARTS", 2),
+        patch.object(triton_latent, "LEAST_KEYS", 32),
+    ):
         check_stage(tiny_plan(LATENT_ARGS, dtype="bfloat16").stages[0], device)
 
 
 def check_refusal(device: str) -> None:
     """Let one kernel be wrong: the stage says so."""
-    plan, right = tiny_plan(ARGS, batch_invariant=True).stages[0], triton_attention.TritonDecode.attend
+    plan, right = (
+        tiny_plan(ARGS, batch_invariant=True).stages[0],
+        triton_attention.TritonDecode.attend,
+    )
     with patch.object(triton_attention.TritonDecode, "attend", lambda *given: 1.1 * right(*given)):
         _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.1)")
     with patch.object(triton_attention.TritonDecode, "attend", lambda *given: right(*given) + 1e-5):
-        _assert_refused(plan, device, "layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks")
+        _assert_refused(
+            plan,
+            device,
+            "layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks",
+        )
     multiply = triton_linear.tiled_linear
 
     def other_alone(x_CK: Tensor, *given: Tensor, tile: triton_linear.Tile) -> Tensor:
@@ -66,8 +80,14 @@ def check_refusal(device: str) -> None:
 
     with patch.object(triton_linear, "tiled_linear", other_alone):
         matrix = "a matrix of 64 x 32"
-        _assert_refused(plan, device, f"the product of 1 of 67 tokens and {matrix} has other bits than among all of them")
-    with patch.object(row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")):
+        _assert_refused(
+            plan,
+            device,
+            f"the product of 1 of 67 tokens and {matrix} has other bits than among all of them",
+        )
+    with patch.object(
+        row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")
+    ):
         _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.2)")
 
 
@@ -79,8 +99,12 @@ def _assert_refused(plan: StagePlan, device: str, reason: str) -> None:
 
 CHECKS: dict[str, Check] = {
     "experts in bfloat16": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16").stages[0]),
-    "experts in int8": partial(check_stage, tiny_plan(ARGS, dtype="float32", quantize="int8").stages[0]),
-    "keys and values in fp8": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16", kv_cache_dtype="fp8").stages[0]),
+    "experts in int8": partial(
+        check_stage, tiny_plan(ARGS, dtype="float32", quantize="int8").stages[0]
+    ),
+    "keys and values in fp8": partial(
+        check_stage, tiny_plan(ARGS, dtype="bfloat16", kv_cache_dtype="fp8").stages[0]
+    ),
     "latent attention": check_latent_stage,
     "refusal": check_refusal,
 }

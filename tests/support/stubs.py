@@ -1,4 +1,6 @@
-"""Generator of the stubs of ``proto/inference.proto``: ``python tests/support/stubs.py`` (``make proto``) writes them."""
+"""Generator of the stubs of ``proto/inference.proto``: ``python tests/support/stubs.py`` (``make
+proto``) writes them.
+"""
 
 import subprocess
 import sys
@@ -9,11 +11,23 @@ PROTO = Path(__file__).parents[2] / "proto"
 
 
 def generated() -> dict[str, str]:
-    """Return the stubs by file name. They import ``tramontane.proto`` because of the path that is passed to protoc."""
+    """Return the stubs by file name. They import ``tramontane.proto`` because of the path that is
+    passed to protoc.
+    """
     with TemporaryDirectory() as folder:
         kinds = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
         path = "tramontane/proto/inference.proto"
-        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-Itramontane/proto={PROTO}", *kinds, path], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "grpc_tools.protoc",
+                f"-Itramontane/proto={PROTO}",
+                *kinds,
+                path,
+            ],
+            check=True,
+        )
         return {file.name: file.read_text(encoding="utf-8") for file in Path(folder).rglob("*.py*")}
 
 

@@ -1,4 +1,5 @@
-"""Targets of benchmarks: the table, the list in the JSON, and the exit status of every program in ``tests/bench``.
+"""Targets of benchmarks: the table, the list in the JSON, and the exit status of every program in
+``tests/bench``.
 
 ``main`` of a program ends with ``conclude``, also with ``--json`` and without a target.
 """
@@ -22,7 +23,9 @@ VERDICTS = {True: "yes", False: "NO", None: ""}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure and what it should be. NaN, for a figure that could not be measured, misses every target."""
+    """A figure and what it should be. NaN, for a figure that could not be measured, misses every
+    target.
+    """
 
     name: str
     figure: float
@@ -57,7 +60,9 @@ def at_least(name: str, figure: float, limit: float, unit: str = "") -> Target:
 
 
 def none_of(name: str, found: Sized) -> Target:
-    """Return the target that a list is empty: failed requests, lost tokens, resources that were not released."""
+    """Return the target that a list is empty: failed requests, lost tokens, resources that were not
+    released.
+    """
     return at_most(name, len(found), 0)
 
 
@@ -68,7 +73,12 @@ def exit_status(targets: Sequence[Target]) -> int:
 def as_data(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Return the targets as JSON has them. A figure that is no finite number is null."""
     return [
-        {"name": t.name, "figure": t.figure if abs(t.figure) < float("inf") else None, "target": t.wanted, "met": t.is_met}
+        {
+            "name": t.name,
+            "figure": t.figure if abs(t.figure) < float("inf") else None,
+            "target": t.wanted,
+            "met": t.is_met,
+        }
         for t in targets
     ]
 
@@ -81,17 +91,25 @@ def target_table(targets: Sequence[Target]) -> Table:
 
 
 def conclude(
-    targets: Sequence[Target], *tables: RenderableType, data: Mapping[str, Any] | None = None, as_json: bool = False
+    targets: Sequence[Target],
+    *tables: RenderableType,
+    data: Mapping[str, Any] | None = None,
+    as_json: bool = False,
 ) -> NoReturn:
-    """Print the results, the processor and the targets, and exit: with status 1 if a target is missed.
+    """Print the results, the processor and the targets, and exit: with status 1 if a target is
+    missed.
 
-    With ``as_json`` the standard output gets one JSON object, the data with ``processor`` and the list ``targets``, and the
-    tables go to stderr.
+    With ``as_json`` the standard output gets one JSON object, the data with ``processor`` and the
+    list ``targets``, and the tables go to stderr.
     """
     console = Console(stderr=as_json, highlight=False, width=130)
     processor = describe_processor()
     for each in [*tables, f"processor: {processor}", *([target_table(targets)] if targets else [])]:
         console.print(each)
     if as_json:
-        print(json.dumps({**(data or {}), "processor": processor, "targets": as_data(targets)}, indent=1))
+        print(
+            json.dumps(
+                {**(data or {}), "processor": processor, "targets": as_data(targets)}, indent=1
+            )
+        )
     sys.exit(exit_status(targets))

@@ -1,4 +1,6 @@
-"""Models that think, as an API server knows them: with markers that are tokens, added tokens or plain text."""
+"""Models that think, as an API server knows them: with markers that are tokens, added tokens or
+plain text.
+"""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 
 @dataclass(frozen=True)
 class ThinkingModel:
-    """A model with its template; ``say`` makes its tokens of a text in which the markers are spelled as <think> and </think>."""
+    """A model with its template; ``say`` makes its tokens of a text in which the markers are
+    spelled as <think> and </think>.
+    """
 
     model: ServedModel
     chat: ChatTemplate
@@ -90,7 +94,13 @@ def _write_template(folder: Path, kind: Kind) -> None:
     for content in (BEGIN, END) if kind in ("added", "special") else ():
         token_id = len(data["model"]["vocab"])
         data["model"]["vocab"][content] = token_id
-        data["added_tokens"].append({"id": token_id, "content": content, "special": kind == "special"} | FLAGS)
+        data["added_tokens"].append(
+            {"id": token_id, "content": content, "special": kind == "special"} | FLAGS
+        )
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": OPENED if kind == "opened" else MESSAGES}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": OPENED if kind == "opened" else MESSAGES,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, SparseArgs, WeightFormat, YarnScaling
+from tramontane.proto.model_args import (
+    GateScores,
+    LatentArgs,
+    ModelArgs,
+    MoeArgs,
+    SparseArgs,
+    WeightFormat,
+    YarnScaling,
+)
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
@@ -57,23 +65,46 @@ def tiny_args(
     )
 
 
-def latent_args(*, n_layers: int = 8, max_seq_len: int = 1024, is_sigmoid: bool = False) -> ModelArgs:
-    """Return a geometry with latent attention, a layer without experts, a shared expert, and odd ratios."""
-    latent = LatentArgs(None if is_sigmoid else 50, kv_lora_rank=34, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=18)
-    softmax = MoeArgs(5, 3, expert_dim=70, n_shared_experts=1, first_k_dense_replace=1, scores=GateScores.SOFTMAX)
-    sigmoid = replace(softmax, num_experts=6, num_experts_per_tok=2, scores=GateScores.SIGMOID, n_group=3, topk_group=2)
+def latent_args(
+    *, n_layers: int = 8, max_seq_len: int = 1024, is_sigmoid: bool = False
+) -> ModelArgs:
+    """Return a geometry with latent attention, a layer without experts, a shared expert, and odd
+    ratios.
+    """
+    latent = LatentArgs(
+        None if is_sigmoid else 50,
+        kv_lora_rank=34,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=18,
+    )
+    softmax = MoeArgs(
+        5, 3, expert_dim=70, n_shared_experts=1, first_k_dense_replace=1, scores=GateScores.SOFTMAX
+    )
+    sigmoid = replace(
+        softmax,
+        num_experts=6,
+        num_experts_per_tok=2,
+        scores=GateScores.SIGMOID,
+        n_group=3,
+        topk_group=2,
+    )
     return replace(
         tiny_args(n_layers=n_layers, window=None, max_seq_len=max_seq_len),
         n_kv_heads=1,
         head_dim=latent.cached_dim,
         latent=latent,
         moe=replace(sigmoid, routed_scaling_factor=1.5) if is_sigmoid else softmax,
-        rope_scaling=YarnScaling(factor=8.0, original_max_seq_len=32, llama4_beta=0.1, score_factor=1.4),
+        rope_scaling=YarnScaling(
+            factor=8.0, original_max_seq_len=32, llama4_beta=0.1, score_factor=1.4
+        ),
     )
 
 
 def sparse_args(*, max_seq_len: int = 1024) -> ModelArgs:
-    """Return a geometry with sparse attention, of which stages can begin with layers 0, 1, 2 and 4."""
+    """Return a geometry with sparse attention, of which stages can begin with layers 0, 1, 2 and
+    4.
+    """
     base = latent_args(n_layers=5, max_seq_len=max_seq_len)
     assert base.latent is not None
     return replace(
@@ -103,12 +134,20 @@ ATTENTION_KINDS = {
 
 
 def few_experts(args: ModelArgs) -> ModelArgs:
-    """Return a geometry with 16 experts in a layer at most: 128 small ones take seconds to load, and show no more."""
-    return replace(args, moe=replace(args.moe, num_experts=min(args.moe.num_experts, 16))) if args.moe else args
+    """Return a geometry with 16 experts in a layer at most: 128 small ones take seconds to load,
+    and show no more.
+    """
+    return (
+        replace(args, moe=replace(args.moe, num_experts=min(args.moe.num_experts, 16)))
+        if args.moe
+        else args
+    )
 
 
 def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
-    """Return a complete model in float32, with weights large enough that its logits differ clearly."""
+    """Return a complete model in float32, with weights large enough that its logits differ
+    clearly.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = StageModel(args, range(args.n_layers))
     for name, parameter in model.named_parameters():
@@ -127,7 +166,10 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
 
 
 def split_model(
-    whole: StageModel, plan: PipelinePlan, read_pieces: LoadVocabulary = tuple, backend: DeviceBackend | None = None
+    whole: StageModel,
+    plan: PipelinePlan,
+    read_pieces: LoadVocabulary = tuple,
+    backend: DeviceBackend | None = None,
 ) -> list[StageWorker]:
     """Return stages that share the complete model's weights."""
     workers = []
@@ -144,7 +186,9 @@ def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> S
     """Return the model with its experts contiguous in memory."""
     args = model.args
     name = str(dtype).removeprefix("torch.")
-    places = allocate_contiguous(stage_tensors(args, model.global_layers), WeightFormat(name, stored=name), "cpu")
+    places = allocate_contiguous(
+        stage_tensors(args, model.global_layers), WeightFormat(name, stored=name), "cpu"
+    )
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name, place in places.items():
         state[name] = place.copy_(state[name])
@@ -163,8 +207,14 @@ def groups_of(sizes: Sequence[int]) -> ExpertPermutation:
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
     """Return a stage's weights by parameter name, with packed ones in plain order."""
-    packed = {name: module for name, module in worker.model.named_modules() if isinstance(module, PackedLinear)}
-    return worker.model.state_dict() | {f"{name}.weight": unpacked(module) for name, module in packed.items()}
+    packed = {
+        name: module
+        for name, module in worker.model.named_modules()
+        if isinstance(module, PackedLinear)
+    }
+    return worker.model.state_dict() | {
+        f"{name}.weight": unpacked(module) for name, module in packed.items()
+    }
 
 
 def unpacked(linear: PackedLinear) -> torch.Tensor:
@@ -175,7 +225,13 @@ def unpacked(linear: PackedLinear) -> torch.Tensor:
     return (weight_KN.round() if is_integer else weight_KN).T.contiguous().to(linear.weight.dtype)
 
 
-def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> PipelinePlan:  # noqa: ANN401
+def tiny_plan(
+    args: ModelArgs,
+    num_stages: int = 1,
+    page_size: int = 16,
+    max_num_seqs: int = 64,
+    **changes: Any,
+) -> PipelinePlan:
     request = PlanRequest(
         budgets=(StageBudget(4 * GIB),) * num_stages,
         dtype="float32",
@@ -187,16 +243,24 @@ def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num
 
 
 def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
-    """Write a checkpoint in the Hugging Face layout, without a tokenizer; with random weights if no model is given."""
+    """Write a checkpoint in the Hugging Face layout, without a tokenizer; with random weights if no
+    model is given.
+    """
     state = (model or random_model(args)).state_dict()
-    tensors = {s.name: state[s.parameter][s.rows].clone() for s in stage_tensors(args, range(args.n_layers))}
+    tensors = {
+        s.name: state[s.parameter][s.rows].clone()
+        for s in stage_tensors(args, range(args.n_layers))
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(to_hf_config(args)))
     return folder
 
 
-SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
+SAMPLE = (
+    "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of"
+    " times.\n"
+)
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:

@@ -1,4 +1,6 @@
-"""A tokenizer with pieces that a test chooses; ``ids`` are the ids of all pieces in order, from 0."""
+"""A tokenizer with pieces that a test chooses; ``ids`` are the ids of all pieces in order, from
+0.
+"""
 
 from collections.abc import Sequence
 

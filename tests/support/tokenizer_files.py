@@ -1,4 +1,6 @@
-"""Published tokenizer files: Mistral's come with mistral-common; Hugging Face's are converted from those."""
+"""Published tokenizer files: Mistral's come with mistral-common; Hugging Face's are converted from
+those.
+"""
 
 import json
 from collections.abc import Sequence
@@ -54,7 +56,9 @@ AWKWARD = [
 
 
 def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
-    """Write the published tekken.json with fewer pieces: the complete file takes seconds to read and to convert."""
+    """Write the published tekken.json with fewer pieces: the complete file takes seconds to read
+    and to convert.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "tekken.json").write_text(_small_tekken(num_pieces), encoding="utf-8")
     return folder / "tekken.json"
@@ -71,21 +75,41 @@ def _small_tekken(num_pieces: int) -> str:
     return json.dumps(data)
 
 
-NEWER_TOKENS = {32: "[ARGS]", 33: "[CALL_ID]", 34: "[THINK]", 35: "[/THINK]", 36: "[MODEL_SETTINGS]", 37: "[/MODEL_SETTINGS]"}
+NEWER_TOKENS = {
+    32: "[ARGS]",
+    33: "[CALL_ID]",
+    34: "[THINK]",
+    35: "[/THINK]",
+    36: "[MODEL_SETTINGS]",
+    37: "[/MODEL_SETTINGS]",
+}
 THINK, END_THINK = 34, 35
 
 
 def thinking_tekken(folder: Path, version: str = "v13", efforts: Sequence[str] = ()) -> Path:
-    """Write a small tekken.json of a later version, with the markers of thoughts. ``efforts``: the first is the default."""
+    """Write a small tekken.json of a later version, with the markers of thoughts. ``efforts``: the
+    first is the default.
+    """
     path = small_tekken(folder)
     data = json.loads(path.read_text(encoding="utf-8"))
     data["config"]["version"] = version
     older = [dict(token) for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
-    newer = [NEWER_TOKENS.get(rank, f"<SPECIAL_{rank}>") for rank in range(len(older), max(NEWER_TOKENS) + 1)]
-    named = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(newer, start=len(older))]
+    newer = [
+        NEWER_TOKENS.get(rank, f"<SPECIAL_{rank}>")
+        for rank in range(len(older), max(NEWER_TOKENS) + 1)
+    ]
+    named = [
+        {"rank": rank, "token_str": name, "is_control": True}
+        for rank, name in enumerate(newer, start=len(older))
+    ]
     data["special_tokens"] = older + named
     if efforts:
-        builder = {"type": "enum", "accepts_none": True, "default": efforts[0], "values": list(efforts)}
+        builder = {
+            "type": "enum",
+            "accepts_none": True,
+            "default": efforts[0],
+            "values": list(efforts),
+        }
         data["model_settings_builder"] = {"reasoning_effort": builder}
     path.write_text(json.dumps(data), encoding="utf-8")
     return path
@@ -103,11 +127,24 @@ def _json_of_sentencepiece(path: Path) -> str:
     pieces = extractor.proto.pieces
     vocab = {piece.piece: token_id for token_id, piece in enumerate(pieces)}
     merges = generate_merges(vocab, {piece.piece: piece.score for piece in pieces}, ())
-    controls = [AddedToken(piece.piece, normalized=False, special=True) for piece in pieces if piece.type == CONTROL]
-    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    controls = [
+        AddedToken(piece.piece, normalized=False, special=True)
+        for piece in pieces
+        if piece.type == CONTROL
+    ]
+    backend = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.add_special_tokens([AddedToken("<unk>", normalized=False), *controls])
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])

@@ -20,13 +20,18 @@ class _InstantSelector(selectors.SelectSelector):
         self.num_turns: float = 0  # since the last jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing is ready and no timer is set: the test would wait forever"
+        assert timeout is not None, (
+            "nothing is ready and no timer is set: the test would wait forever"
+        )
         if not (ready := super().select(0)):
             self.now += timeout
         self.num_turns = 0 if timeout else self.num_turns + 1
         if self.num_turns > MAX_TURNS:
             self.num_turns = -math.inf  # the tasks can still be cancelled
-            raise AssertionError(f"the event loop has run {MAX_TURNS} turns without a jump of its clock: tasks run in circles")
+            raise AssertionError(
+                f"the event loop has run {MAX_TURNS} turns without a jump of its clock: tasks run"
+                " in circles"
+            )
         if self.now > self.limit_s:
             self.limit_s = math.inf  # the tasks can still be cancelled
             raise TimeoutError(f"the test has not ended after {LIMIT_S:g} s of virtual time")
@@ -44,7 +49,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._instant.now
 
     def block(self, seconds: float) -> None:
-        """Let time pass in which the loop runs nothing, as a callback does that computes for so long."""
+        """Let time pass in which the loop runs nothing, as a callback does that computes for so
+        long.
+        """
         self._instant.now += seconds
 
 

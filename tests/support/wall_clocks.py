@@ -1,4 +1,6 @@
-"""Wall clocks of processes that a test can set, each by itself: the library ``wall_clock.c``, preloaded into all of them."""
+"""Wall clocks of processes that a test can set, each by itself: the library ``wall_clock.c``,
+preloaded into all of them.
+"""
 
 import os
 import subprocess
@@ -26,10 +28,15 @@ class WallClocks:
 
 @contextmanager
 def settable_clocks() -> Iterator[WallClocks]:
-    """Give all processes that are started in the block, and theirs, a wall clock that can be set."""
+    """Give all processes that are started in the block, and theirs, a wall clock that can be
+    set.
+    """
     with TemporaryDirectory() as folder:
         library = Path(folder) / "wall_clock.so"
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"], check=True)
+        subprocess.run(
+            ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"],
+            check=True,
+        )
         before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "WALL_CLOCKS")}
         os.environ |= {"LD_PRELOAD": str(library), "WALL_CLOCKS": folder}
         try:

@@ -1,4 +1,6 @@
-"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's attention, by their speed."""
+"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's
+attention, by their speed.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,9 +13,20 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.kernel_cases import KernelCase, check_rotation, check_writes, correctness_cases, timing_cases
+from tramontane.workers.attention.kernel_cases import (
+    KernelCase,
+    check_rotation,
+    check_writes,
+    correctness_cases,
+    timing_cases,
+)
 from tramontane.workers.attention.native_backend import native_kernels
-from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
+from tramontane.workers.attention.sdpa_backend import (
+    BatchSizeDispatch,
+    PagedDecode,
+    SdpaPrefill,
+    cpu_kernels,
+)
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
@@ -25,14 +38,21 @@ MakeCases = Callable[[], list[KernelCase]]
 
 NUM_CORRECTNESS_TOKENS = 4
 CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
-# On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's fastest kernel is used.
+# On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's
+# fastest kernel is used.
 TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 64), (2, 8, 32)
-ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
+# PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4
+# times as long
+ADVANTAGE = 1.5
 
 
 @torch.inference_mode()
-def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> AttentionKernels:
-    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention, or whatever they raise."""
+def try_kernels(
+    plan: StagePlan, device: torch.device, kernels: AttentionKernels
+) -> AttentionKernels:
+    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention,
+    or whatever they raise.
+    """
     for case in correctness_cases(plan, device, NUM_CORRECTNESS_TOKENS):
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
         for out, expected in zip(outs, case.expected, strict=True):
@@ -43,59 +63,89 @@ def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels
     return kernels
 
 
-def select_kernels(plan: StagePlan, device: torch.device, selector: KernelSelector) -> AttentionKernels:
-    """Choose the kernels of a stage: by speed on its device, or PyTorch's where no other can be used.
+def select_kernels(
+    plan: StagePlan, device: torch.device, selector: KernelSelector
+) -> AttentionKernels:
+    """Choose the kernels of a stage: by speed on its device, or PyTorch's where no other can be
+    used.
 
-    On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are and PyTorch's are not.
+    On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are
+    and PyTorch's are not.
     """
     if device.type == "cpu":
         return _select_for_cpu(plan, selector)
     prefills, decodes = _gpu_candidates(plan, device)
     with torch.inference_mode():
-        correctness, timing = (partial(cases, plan, device) for cases in (correctness_cases, timing_cases))
+        correctness, timing = (
+            partial(cases, plan, device) for cases in (correctness_cases, timing_cases)
+        )
         prefill = _choose_prefill(selector, plan, correctness(1), partial(timing, 1), prefills)
         kernels = tuple(
-            _choose_decode(selector, plan, correctness(num_tokens), partial(timing, num_tokens), decodes(num_tokens))
+            _choose_decode(
+                selector,
+                plan,
+                correctness(num_tokens),
+                partial(timing, num_tokens),
+                decodes(num_tokens),
+            )
             for num_tokens in TIMED_TOKENS
         )
-    return _with_triton_writes(AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS)), plan, device)
+    return _with_triton_writes(
+        AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS)), plan, device
+    )
 
 
 def _gpu_candidates(
     plan: StagePlan, device: torch.device
 ) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:
-    """Return the kernels for prompts, and a function that returns those for a number of single tokens."""
+    """Return the kernels for prompts, and a function that returns those for a number of single
+    tokens.
+    """
     prefills: dict[str, PrefillKernel] = {}
     try:
-        from tramontane.workers.attention.varlen_backend import VarlenPrefill  # needs torch's flash attention
+        # needs torch's flash attention
+        from tramontane.workers.attention.varlen_backend import VarlenPrefill
 
         prefills["torch's varlen"] = VarlenPrefill()
     except (ImportError, OSError) as error:
-        logger.warning("torch's attention for prompts of several lengths cannot be imported (%s)", error)
+        logger.warning(
+            "torch's attention for prompts of several lengths cannot be imported (%s)", error
+        )
     try:
-        from tramontane.workers.attention.xformers_backend import prefill_kernels  # xformers is not on every platform
+        # xformers is not on every platform
+        from tramontane.workers.attention.xformers_backend import prefill_kernels
 
         prefills |= prefill_kernels()
     except (ImportError, OSError) as error:
         logger.warning("xformers' kernels for attention of prompts cannot be imported (%s)", error)
     try:
-        if plan.args.latent:  # for whose keys the other kernel needs minutes to compile, and more registers than there are
+        # for whose keys the other kernel needs minutes to compile, and more registers than there
+        # are
+        if plan.args.latent:
             from tramontane.workers.attention.triton_latent import (  # neither is Triton
                 latent_decode_kernels,
                 latent_prefill_kernels,
             )
 
             prefills |= latent_prefill_kernels(plan, device)
-            return prefills, lambda num_tokens: dict(latent_decode_kernels(num_tokens, plan, device))
+            return prefills, lambda num_tokens: dict(
+                latent_decode_kernels(num_tokens, plan, device)
+            )
         from tramontane.workers.attention.triton_decode import split_k_kernels
     except (ImportError, OSError) as error:
-        logger.warning("Triton's kernels for attention of single tokens cannot be imported (%s)", error)
+        logger.warning(
+            "Triton's kernels for attention of single tokens cannot be imported (%s)", error
+        )
         return prefills, lambda _num_tokens: {}
     return prefills, lambda num_tokens: dict(split_k_kernels(num_tokens, plan.args.n_kv_heads))
 
 
-def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Return the kernels with Triton's writes to the cache, or as they are where those are not right; logs why."""
+def _with_triton_writes(
+    kernels: AttentionKernels, plan: StagePlan, device: torch.device
+) -> AttentionKernels:
+    """Return the kernels with Triton's writes to the cache, or as they are where those are not
+    right; logs why.
+    """
     try:
         from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
             cache_rows,
@@ -106,15 +156,21 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
         )
     except ImportError:
         return kernels
-    ours = replace(kernels, write=write_rows, read=read_rows, read_back=read_back, cache_rows=cache_rows)
+    ours = replace(
+        kernels, write=write_rows, read=read_rows, read_back=read_back, cache_rows=cache_rows
+    )
     if reason := try_or_reason(lambda: check_writes(plan, device, ours)):
-        logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
+        logger.warning(
+            "keys and values are written by PyTorch, with several kernels each: %s", reason
+        )
         return kernels
     kernels = ours
     if plan.args.latent:  # whose keys are not heads of a product
         return kernels
     if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):
-        logger.warning("queries and keys of single tokens are rotated by a kernel of its own: %s", reason)
+        logger.warning(
+            "queries and keys of single tokens are rotated by a kernel of its own: %s", reason
+        )
         return kernels
     return replace(kernels, rotate_and_write=rotate_and_write)
 
@@ -123,13 +179,17 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
 def _select_for_cpu(plan: StagePlan, selector: KernelSelector) -> AttentionKernels:
     """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
 
-    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way.
+    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in
+    either way.
     """
     device, others = torch.device("cpu"), cpu_kernels()
     try:
         native = native_kernels(plan)
     except CompilerError as error:
-        logger.info("attention is computed by PyTorch, two to four times as slow as the kernels in C: %s", error)
+        logger.info(
+            "attention is computed by PyTorch, two to four times as slow as the kernels in C: %s",
+            error,
+        )
         return others
     with torch.inference_mode():
         correctness = correctness_cases(plan, device, CPU_TOKENS)
@@ -151,14 +211,26 @@ def _select_for_cpu(plan: StagePlan, selector: KernelSelector) -> AttentionKerne
 
             return prepare
 
-        kernels = {"C": native, "PyTorch": others} if plan.batch_invariant is False else {"C": native}
+        kernels = (
+            {"C": native, "PyTorch": others} if plan.batch_invariant is False else {"C": native}
+        )
         wanted, shapes = torch.cat(expected), _shapes(plan)
-        return selector.fastest("attention", shapes, kernels, prepare, prepare_timed, wanted, ADVANTAGE) or others
+        return (
+            selector.fastest(
+                "attention", shapes, kernels, prepare, prepare_timed, wanted, ADVANTAGE
+            )
+            or others
+        )
 
 
-def _both_on_all(cases: list[KernelCase]) -> Callable[[AttentionKernels], Callable[[], list[Tensor]]]:
+def _both_on_all(
+    cases: list[KernelCase],
+) -> Callable[[AttentionKernels], Callable[[], list[Tensor]]]:
     """Return a function that prepares prefill and decode for all cases."""
-    prepare_prefill, prepare_decode = _on_all(cases, KernelCase.prefill), _on_all(cases, KernelCase.decode)
+    prepare_prefill, prepare_decode = (
+        _on_all(cases, KernelCase.prefill),
+        _on_all(cases, KernelCase.decode),
+    )
 
     def prepare(kernels: AttentionKernels) -> Callable[[], list[Tensor]]:
         prefill, decode = prepare_prefill(kernels.prefill), prepare_decode(kernels.decode)
@@ -176,8 +248,14 @@ def _choose_prefill(
 ) -> PrefillKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
     expected = _concat([case.expected[0] for case in correctness])
-    prepare, prepare_timed = _on_all(correctness, KernelCase.prefill), lambda: _on_all(timing(), KernelCase.prefill)
-    return selector.fastest("prefill", _shapes(plan), kernels, prepare, prepare_timed, expected) or SdpaPrefill()
+    prepare, prepare_timed = (
+        _on_all(correctness, KernelCase.prefill),
+        lambda: _on_all(timing(), KernelCase.prefill),
+    )
+    return (
+        selector.fastest("prefill", _shapes(plan), kernels, prepare, prepare_timed, expected)
+        or SdpaPrefill()
+    )
 
 
 def _choose_decode(
@@ -188,9 +266,18 @@ def _choose_decode(
     kernels: Mapping[str, DecodeKernel],
 ) -> DecodeKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
-    job, expected = f"decode of {len(correctness[0].q_BHd)}", _concat([case.expected[1] for case in correctness])
-    prepare, prepare_timed = _on_all(correctness, KernelCase.decode), lambda: _on_all(timing(), KernelCase.decode)
-    return selector.fastest(job, _shapes(plan), kernels, prepare, prepare_timed, expected) or PagedDecode()
+    job, expected = (
+        f"decode of {len(correctness[0].q_BHd)}",
+        _concat([case.expected[1] for case in correctness]),
+    )
+    prepare, prepare_timed = (
+        _on_all(correctness, KernelCase.decode),
+        lambda: _on_all(timing(), KernelCase.decode),
+    )
+    return (
+        selector.fastest(job, _shapes(plan), kernels, prepare, prepare_timed, expected)
+        or PagedDecode()
+    )
 
 
 def _shapes(plan: StagePlan) -> str:
@@ -198,7 +285,10 @@ def _shapes(plan: StagePlan) -> str:
 
     ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``.
     """
-    args, windows = plan.args, ", ".join(str(window_class.window) for window_class in plan.cache.classes)
+    args, windows = (
+        plan.args,
+        ", ".join(str(window_class.window) for window_class in plan.cache.classes),
+    )
     heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
     if args.latent:
         heads += f" with values of {args.latent.kv_lora_rank}"
@@ -206,7 +296,9 @@ def _shapes(plan: StagePlan) -> str:
     return f"{heads}, pages of {plan.cache.page_size}, windows {windows}{cached}"
 
 
-def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]) -> Callable[[K], Compute]:
+def _on_all(
+    cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]
+) -> Callable[[K], Compute]:
     """Return a function that prepares a kernel for all cases."""
 
     def prepare_all(kernel: K) -> Compute:

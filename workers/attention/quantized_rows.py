@@ -1,8 +1,9 @@
-"""Keys and values in 8 bits: each vector of a head is float8_e4m3fn numbers times a scale of its own, in float32.
+"""Keys and values in 8 bits: each vector of a head is float8_e4m3fn numbers times a scale of its
+own, in float32.
 
-A scale is a 448th of the vector's largest magnitude (times float32's 1/448, as GPUs divide by a constant), so nothing is
-calibrated and nothing depends on another token. A vector with an element that is not finite is NaN throughout. Kernels that
-quantize give the same bits as ``quantize``.
+A scale is a 448th of the vector's largest magnitude (times float32's 1/448, as GPUs divide by a
+constant), so nothing is calibrated and nothing depends on another token. A vector with an element
+that is not finite is NaN throughout. Kernels that quantize give the same bits as ``quantize``.
 
 Shape letters: ... any shape of vectors, N rows of a cache, G key/value heads, d head_dim.
 """
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 PER_LARGEST = 1 / torch.finfo(FP8).max  # of FP8, 448
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, and of vectors that would need a smaller one
+# of zeros, and of vectors that would need a smaller one
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,13 @@ class RowScales:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers [..., d] and scales [...]. (896, 2, -1): the scale is 2, and the numbers are 448, 1 and -0.5."""
+    """Return numbers [..., d] and scales [...]. (896, 2, -1): the scale is 2, and the numbers are
+    448, 1 and -0.5.
+    """
     largest = x.float().abs().amax(dim=-1)
-    scales = torch.where(largest.isfinite(), (largest * PER_LARGEST).clamp(min=SMALLEST_SCALE), torch.nan)
+    scales = torch.where(
+        largest.isfinite(), (largest * PER_LARGEST).clamp(min=SMALLEST_SCALE), torch.nan
+    )
     return (x.float() / scales[..., None]).to(FP8), scales
 
 
@@ -41,7 +47,11 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def gather_numbers(numbers_NGd: Tensor, rows: Tensor) -> Tensor:
     """Return rows, of any shape. PyTorch gathers bytes, not FP8."""
-    return F.embedding(rows, numbers_NGd.view(torch.uint8).flatten(1)).view(FP8).view(*rows.shape, *numbers_NGd.shape[1:])
+    return (
+        F.embedding(rows, numbers_NGd.view(torch.uint8).flatten(1))
+        .view(FP8)
+        .view(*rows.shape, *numbers_NGd.shape[1:])
+    )
 
 
 def put_numbers(numbers_NGd: Tensor, rows_W: Tensor, numbers_WGd: Tensor) -> None:

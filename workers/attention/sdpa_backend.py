@@ -1,7 +1,8 @@
-"""Attention by PyTorch's scaled_dot_product_attention, on any device. The keys of single tokens are gathered first.
+"""Attention by PyTorch's scaled_dot_product_attention, on any device. The keys of single tokens are
+gathered first.
 
-Shape letters: T tokens, B single tokens, S keys of a packed row, L keys per single token, N pages of a table of P rows,
-H query heads, G key/value heads, d head_dim.
+Shape letters: T tokens, B single tokens, S keys of a packed row, L keys per single token, N pages
+of a table of P rows, H query heads, G key/value heads, d head_dim.
 """
 
 from bisect import bisect_left
@@ -27,7 +28,9 @@ MIN_BLOCK_QUERIES = 64  # of a chunk that is longer than its window
 
 @dataclass(frozen=True, slots=True)
 class MaskBlock:
-    """Queries and keys of one sequence inside packed rows; ``mask`` is None where plain causal attention suffices."""
+    """Queries and keys of one sequence inside packed rows; ``mask`` is None where plain causal
+    attention suffices.
+    """
 
     queries: slice
     keys: slice
@@ -35,10 +38,11 @@ class MaskBlock:
 
 
 class SdpaPrefill:
-    """Prefill kernel that attends sequence by sequence, and in a chunk that is longer than its window block by block.
+    """Prefill kernel that attends sequence by sequence, and in a chunk that is longer than its
+    window block by block.
 
-    It computes what ``BlockDiagonalMask.make_causal_from_bottomright`` of xformers describes, with a window
-    ``make_local_attention_from_bottomright``.
+    It computes what ``BlockDiagonalMask.make_causal_from_bottomright`` of xformers describes, with
+    a window ``make_local_attention_from_bottomright``.
     """
 
     def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
@@ -47,8 +51,16 @@ class SdpaPrefill:
         for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
             for queries, keys in split_by_window(num_queries, num_keys, index.window):
                 num_rows, num_columns = queries.stop - queries.start, keys.stop - keys.start
-                is_causal = num_rows == num_columns and (index.window is None or num_columns <= index.window)
-                mask = None if is_causal else causal_window_mask(num_rows, num_columns, index.window, index.cached_rows.device)
+                is_causal = num_rows == num_columns and (
+                    index.window is None or num_columns <= index.window
+                )
+                mask = (
+                    None
+                    if is_causal
+                    else causal_window_mask(
+                        num_rows, num_columns, index.window, index.cached_rows.device
+                    )
+                )
                 blocks.append(MaskBlock(_shifted(queries, query), _shifted(keys, key), mask))
             query, key = query + num_queries, key + num_keys
         return blocks
@@ -57,17 +69,25 @@ class SdpaPrefill:
         """Compute the output [T, H, d]."""
         outs = []
         for block in mask:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q_THd[block.queries], k_SGd[block.keys], v_SGd[block.keys]))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, enable_gqa=True)
+            q, k, v = (
+                x.transpose(0, 1)[None]
+                for x in (q_THd[block.queries], k_SGd[block.keys], v_SGd[block.keys])
+            )
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=block.mask, is_causal=block.mask is None, enable_gqa=True
+            )
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
 
-def split_by_window(num_queries: int, num_keys: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return blocks of queries and the keys that they see: as many queries as a window has, so at most twice as many keys.
+def split_by_window(
+    num_queries: int, num_keys: int, window: int | None
+) -> list[tuple[slice, slice]]:
+    """Return blocks of queries and the keys that they see: as many queries as a window has, so at
+    most twice as many keys.
 
-    200 queries after 50 earlier keys, W = 100. The first 100 queries are at keys 50 to 149 and see keys 0 to 149, the
-    others at 150 to 249 see 51 to 249: [(0:100, 0:150), (100:200, 51:250)].
+    200 queries after 50 earlier keys, W = 100. The first 100 queries are at keys 50 to 149 and see
+    keys 0 to 149, the others at 150 to 249 see 51 to 249: [(0:100, 0:150), (100:200, 51:250)].
     """
     if window is None or num_queries <= window:
         return [(slice(0, num_queries), slice(0, num_keys))]
@@ -95,19 +115,25 @@ class GatheredKeys:
 
 
 def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Tensor:
-    """Gather keys and values and attend to them. Query heads of a group become its queries, so that nothing is repeated."""
+    """Gather keys and values and attend to them. Query heads of a group become its queries, so that
+    nothing is repeated.
+    """
     batch, heads, head_dim = q_BHd.shape
     k_BLGd, v_BLGd = cached.read(keys.rows_BL)
     q = q_BHd.view(batch, k_BLGd.shape[2], -1, head_dim)
-    out = F.scaled_dot_product_attention(q, k_BLGd.transpose(1, 2), v_BLGd.transpose(1, 2), attn_mask=keys.mask)
+    out = F.scaled_dot_product_attention(
+        q, k_BLGd.transpose(1, 2), v_BLGd.transpose(1, 2), attn_mask=keys.mask
+    )
     return out.reshape(batch, heads, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """B single tokens of similar numbers of keys, up to L each: their indices [B] among those of the micro-batch.
+    """B single tokens of similar numbers of keys, up to L each: their indices [B] among those of
+    the micro-batch.
 
-    The rows of ``keys`` are in position order. Those past a token's last key repeat the token's own row.
+    The rows of ``keys`` are in position order. Those past a token's last key repeat the token's own
+    row.
     """
 
     tokens: Tensor
@@ -115,7 +141,9 @@ class LengthBucket:
 
 
 class GatheredDecode:
-    """Decode kernel for CPUs: tokens are padded to the longest of their bucket, so buckets have similar lengths."""
+    """Decode kernel for CPUs: tokens are padded to the longest of their bucket, so buckets have
+    similar lengths.
+    """
 
     def build_mask(self, index: DecodeMetadata) -> list[LengthBucket]:
         """Build the buckets."""
@@ -132,26 +160,35 @@ class GatheredDecode:
 
 
 def bucket_decodes(index: DecodeMetadata) -> list[LengthBucket]:
-    """Put every single token of a micro-batch into one bucket. A single bucket keeps their order."""
+    """Put every single token of a micro-batch into one bucket. A single bucket keeps their
+    order.
+    """
     ring, device = index.ring, index.positions.device
     key_lens = [1 + num_cached_keys(start, ring.window) for start in index.starts]
     buckets = []
     for members in group_by_length(key_lens):
         tokens = tensor_on(members, torch.int64, device)
-        own_B, lens_B = index.positions[tokens], tensor_on([key_lens[i] for i in members], torch.int64, device)
+        own_B, lens_B = (
+            index.positions[tokens],
+            tensor_on([key_lens[i] for i in members], torch.int64, device),
+        )
         offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
         oldest_B = own_B - lens_B + 1
         key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
         rows_BL = ring.rows(tokens[:, None], key_positions_BL)
-        buckets.append(LengthBucket(tokens, GatheredKeys(rows_BL, (offsets_L < lens_B[:, None])[:, None, None, :])))
+        buckets.append(
+            LengthBucket(
+                tokens, GatheredKeys(rows_BL, (offsets_L < lens_B[:, None])[:, None, None, :])
+            )
+        )
     return buckets
 
 
 def group_by_length(lens: list[int]) -> list[list[int]]:
     """Return the members of each bucket: [300, 9000, 7, 310] -> [[2], [0, 3], [1]].
 
-    Padding to the longest of a bucket at most doubles a length above 256, and no bucket of several gathers more than
-    32,768 keys.
+    Padding to the longest of a bucket at most doubles a length above 256, and no bucket of several
+    gathers more than 32,768 keys.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lens)), key=lens.__getitem__):
@@ -164,7 +201,8 @@ def group_by_length(lens: list[int]) -> list[list[int]]:
 
 
 class PagedDecode:
-    """Decode kernel that gathers as many rows as the page tables have: the reference for kernels that read pages in place.
+    """Decode kernel that gathers as many rows as the page tables have: the reference for kernels
+    that read pages in place.
 
     What it does depends on shapes alone, so a CUDA graph can hold it.
     """
@@ -172,10 +210,14 @@ class PagedDecode:
     def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
         """Build the rows of the page tables, and which of them each token sees.
 
-        In the places of the others stands the token's own row: other rows of its pages, and entries past them, may hold what
-        another sequence has left, and what is masked is multiplied by 0, which NaN and infinity survive.
+        In the places of the others stands the token's own row: other rows of its pages, and entries
+        past them, may hold what another sequence has left, and what is masked is multiplied by 0,
+        which NaN and infinity survive.
         """
-        table, page_size = page_table(index.ring, index.positions, index.num_pages), index.ring.page_size
+        table, page_size = (
+            page_table(index.ring, index.positions, index.num_pages),
+            index.ring.page_size,
+        )
         rows_P = torch.arange(page_size, device=index.positions.device)
         rows_BL = (table.pages_BN.long()[:, :, None] * page_size + rows_P).flatten(1)
         keys_L = torch.arange(rows_BL.shape[1], device=index.positions.device)
@@ -190,9 +232,11 @@ class PagedDecode:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeDispatch:
-    """Decode kernel that uses another kernel for each number of single tokens: the first for up to ``limits[0]``, and so on.
+    """Decode kernel that uses another kernel for each number of single tokens: the first for up to
+    ``limits[0]``, and so on.
 
-    The last one is for all larger numbers. Limits 2 and 8: one token is the first one's, 8 are the second's, 9 the third's.
+    The last one is for all larger numbers. Limits 2 and 8: one token is the first one's, 8 are the
+    second's, 9 the third's.
     """
 
     kernels: tuple[DecodeKernel, ...]
@@ -203,11 +247,11 @@ class BatchSizeDispatch:
         """Whether all of them find pages themselves, without a page table."""
         return all(getattr(kernel, "finds_pages", False) for kernel in self.kernels)
 
-    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
+    def build_mask(self, index: DecodeMetadata) -> Any:
         """Build the mask of the kernel for so many tokens."""
         return self._for(len(index.slots)).build_mask(index)
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:
         """Compute the output [B, H, d]."""
         return self._for(len(q_BHd)).attend(q_BHd, cached, mask)
 

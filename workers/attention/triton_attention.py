@@ -1,17 +1,21 @@
-"""Attention on GPUs by one Triton kernel, for prompts and single tokens, which reads the cache's pages in place.
+"""Attention on GPUs by one Triton kernel, for prompts and single tokens, which reads the cache's
+pages in place.
 
-A tile is some consecutive tokens of one sequence for one key/value head, or one single token. Keys are in blocks that begin at
-multiples of ``KEYS`` positions of the sequence. Each block has a softmax of its own, and blocks are added in their order, one
-after the other, as in FlashAttention (Dao et al., 2022); what a query does not see leaves its sums as they are. So the result of
-a query depends on the keys that it sees alone, bit for bit: not on other queries, on where the keys are stored, nor on whether
-its token is decoded or part of a prompt. For these it is not only the same program but the same compiled kernel: keys of a prompt
-are in pages too, one after the other.
+A tile is some consecutive tokens of one sequence for one key/value head, or one single token. Keys
+are in blocks that begin at multiples of ``KEYS`` positions of the sequence. Each block has a
+softmax of its own, and blocks are added in their order, one after the other, as in FlashAttention
+(Dao et al., 2022); what a query does not see leaves its sums as they are. So the result of a query
+depends on the keys that it sees alone, bit for bit: not on other queries, on where the keys are
+stored, nor on whether its token is decoded or part of a prompt. For these it is not only the same
+program but the same compiled kernel: keys of a prompt are in pages too, one after the other.
 
-Where there are few single tokens several programs share the blocks of each, as in Flash-Decoding (Dao et al., 2023), and a second
-kernel adds them in the same way and order. How many programs changes nothing but the speed.
+Where there are few single tokens several programs share the blocks of each, as in Flash-Decoding
+(Dao et al., 2023), and a second kernel adds them in the same way and order. How many programs
+changes nothing but the speed.
 
-Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads, G key/value heads,
-d head_dim, I tiles, R pages of a ring, P blocks of a token's keys; r queries (or query heads), k keys and e elements of a tile.
+Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
+G key/value heads, d head_dim, I tiles, R pages of a ring, P blocks of a token's keys; r queries (or
+query heads), k keys and e elements of a tile.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +37,8 @@ ROWS = 64  # queries of a tile, at least; with 4 query heads for each key/value 
 KEYS = {2: 64, 4: 32}  # of a block, by the bytes of an element
 WARPS, STAGES = 8, 3
 COMBINE_WARPS = 4
-MIN_PROGRAMS = 128  # one for each of an H100's multiprocessors, nearly: with fewer several share the keys of a token
+# one for each of an H100's multiprocessors, nearly: with fewer several share the keys of a token
+MIN_PROGRAMS = 128
 MAX_KEPT_BYTES = 2**26  # of blocks that a second kernel adds, for all tokens
 NO_WINDOW = 2**30
 LOG2_E = 1.4426950408889634
@@ -64,7 +69,9 @@ def triton_kernels(plan: StagePlan) -> AttentionKernels:
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    """Prefill kernel for heads of which ``group`` share their keys. ``page_size``: of the cache of single tokens."""
+    """Prefill kernel for heads of which ``group`` share their keys. ``page_size``: of the cache of
+    single tokens.
+    """
 
     group: int
     page_size: int = field(repr=False)  # which changes no bits: not part of the kernel's name
@@ -74,21 +81,35 @@ class TritonPrefill:
         device, step = index.cached_rows.device, _rows_of_tile(self.group) // self.group
         tiles: list[list[int]] = []
         first_query = first_key = 0
-        for num_queries, num_keys, start in zip(index.query_lens, index.key_lens, index.starts, strict=True):
+        for num_queries, num_keys, start in zip(
+            index.query_lens, index.key_lens, index.starts, strict=True
+        ):
             shift = first_key - (start + num_queries - num_keys)
             offsets = range(0, num_queries, step)
-            tiles += [[first_query + i, min(step, num_queries - i), start + i, shift] for i in offsets]
+            tiles += [
+                [first_query + i, min(step, num_queries - i), start + i, shift] for i in offsets
+            ]
             first_query, first_key = first_query + num_queries, first_key + num_keys
-        ends = (start + num_queries for start, num_queries in zip(index.starts, index.query_lens, strict=True))
+        ends = (
+            start + num_queries
+            for start, num_queries in zip(index.starts, index.query_lens, strict=True)
+        )
         pages_1R = torch.arange(-(-max(ends, default=0) // self.page_size), device=device)[None]
-        return TileMask(index.window or NO_WINDOW, self.page_size, tensor_on(tiles, torch.int32, device), pages_1R)
+        return TileMask(
+            index.window or NO_WINDOW,
+            self.page_size,
+            tensor_on(tiles, torch.int32, device),
+            pages_1R,
+        )
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: TileMask) -> Tensor:
         """Compute the output [T, H, d]."""
         return self.attend_fp8(q_THd, LayerCache(k_SGd, v_SGd), mask)
 
     def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: TileMask) -> Tensor:
-        """Compute the output [T, H, d], also of keys and values in FP8, as ``TritonDecode`` does."""
+        """Compute the output [T, H, d], also of keys and values in FP8, as ``TritonDecode``
+        does.
+        """
         return _launch(q_THd, keys, mask, num_blocks=0, shares=1)
 
 
@@ -96,13 +117,21 @@ class TritonPrefill:
 class TritonDecode:
     """Decode kernel. Everything that it needs is computed on the device."""
 
-    finds_pages: ClassVar[bool] = True  # in page rings, so there is no table whose width would matter
+    # in page rings, so there is no table whose width would matter
+    finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> TileMask:
         """Build a tile of each token."""
-        ones_B, rows_B = torch.ones_like(index.positions), torch.arange(len(index.positions), device=index.positions.device)
-        tiles_B4 = torch.stack((rows_B, ones_B, index.positions, torch.zeros_like(ones_B)), dim=1).int()
-        return TileMask(index.ring.window or NO_WINDOW, index.ring.page_size, tiles_B4, index.ring.pages_BR)
+        ones_B, rows_B = (
+            torch.ones_like(index.positions),
+            torch.arange(len(index.positions), device=index.positions.device),
+        )
+        tiles_B4 = torch.stack(
+            (rows_B, ones_B, index.positions, torch.zeros_like(ones_B)), dim=1
+        ).int()
+        return TileMask(
+            index.ring.window or NO_WINDOW, index.ring.page_size, tiles_B4, index.ring.pages_BR
+        )
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: TileMask) -> Tensor:
         """Compute the output [B, H, d]."""
@@ -115,16 +144,19 @@ class TritonDecode:
 def max_blocks(mask: TileMask, k_block: int) -> int:
     """Return how many blocks the keys of a single token may be in.
 
-    A ring of 8 pages of 16 has 128 positions, which are in 3 blocks of 64 if the oldest is within one.
+    A ring of 8 pages of 16 has 128 positions, which are in 3 blocks of 64 if the oldest is within
+    one.
     """
     return -(-mask.pages_IR.shape[1] * mask.page_size // k_block) + 1
 
 
-def num_programs(num_tokens: int, num_heads: int, head_dim: int, kv_heads: int, num_blocks: int) -> int:
+def num_programs(
+    num_tokens: int, num_heads: int, head_dim: int, kv_heads: int, num_blocks: int
+) -> int:
     """Return how many programs share the keys of a single token and key/value head, a power of two.
 
-    32 heads of 128, 8 of them with keys, and 17 blocks: 16 for one token, 2 for 8, and one for more. With 2,000 blocks, which are
-    31 MiB of a token, one for 3.
+    32 heads of 128, 8 of them with keys, and 17 blocks: 16 for one token, 2 for 8, and one for
+    more. With 2,000 blocks, which are 31 MiB of a token, one for 3.
     """
     kept_bytes = 4 * num_tokens * num_heads * head_dim * num_blocks
     if kept_bytes > MAX_KEPT_BYTES:
@@ -138,23 +170,54 @@ def _rows_of_tile(group: int) -> int:
     return max(ROWS, int(triton.next_power_of_2(group)))
 
 
-def _launch(q_THd: Tensor, cached: LayerCache, mask: TileMask, num_blocks: int, shares: int) -> Tensor:
-    """Attend with ``shares`` programs for each tile and key/value head: several only if tiles are tokens of ``num_blocks``."""
+def _launch(
+    q_THd: Tensor, cached: LayerCache, mask: TileMask, num_blocks: int, shares: int
+) -> Tensor:
+    """Attend with ``shares`` programs for each tile and key/value head: several only if tiles are
+    tokens of ``num_blocks``.
+    """
     q_THd, k_NGd, v_NGd = (aligned(x) for x in (q_THd, cached.k_NGd, cached.v_NGd))
-    scales = (None, None) if cached.scales is None else (aligned(cached.scales.k_NG), aligned(cached.scales.v_NG))
+    scales = (
+        (None, None)
+        if cached.scales is None
+        else (aligned(cached.scales.k_NG), aligned(cached.scales.v_NG))
+    )
     (num_tokens, num_heads, head_dim), kv_heads = q_THd.shape, k_NGd.shape[1]
-    group, out_THd, ring_pages = num_heads // kv_heads, torch.empty_like(q_THd), mask.pages_IR.shape[1]
+    group, out_THd, ring_pages = (
+        num_heads // kv_heads,
+        torch.empty_like(q_THd),
+        mask.pages_IR.shape[1],
+    )
     kept = (num_tokens, num_heads, num_blocks) if shares > 1 else (0, 0, 0)
     blocks_THPd = q_THd.new_empty(*kept, head_dim, dtype=torch.float32)
     sums_2THP = q_THd.new_empty(2, *kept, dtype=torch.float32)
-    sizes = ring_pages if num_blocks else 0, ring_pages, mask.window, num_blocks  # chunks have one row of pages
+    # chunks have one row of pages
+    sizes = ring_pages if num_blocks else 0, ring_pages, mask.window, num_blocks
     constants = group, kv_heads, head_dim, max(int(triton.next_power_of_2(head_dim)), 16)
     k_block = KEYS[q_THd.element_size()]
     if len(mask.tiles_I4):
-        with torch.cuda.device_of(out_THd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_THd):  # type: ignore[no-untyped-call]
             _kernel[len(mask.tiles_I4), kv_heads, shares](
-                *(q_THd, k_NGd, v_NGd, mask.tiles_I4, mask.pages_IR, out_THd, blocks_THPd, sums_2THP),
-                *(*sizes, LOG2_E / head_dim**0.5, *scales, *constants, _rows_of_tile(group), k_block, mask.page_size),
+                *(
+                    q_THd,
+                    k_NGd,
+                    v_NGd,
+                    mask.tiles_I4,
+                    mask.pages_IR,
+                    out_THd,
+                    blocks_THPd,
+                    sums_2THP,
+                ),
+                *(
+                    *sizes,
+                    LOG2_E / head_dim**0.5,
+                    *scales,
+                    *constants,
+                    _rows_of_tile(group),
+                    k_block,
+                    mask.page_size,
+                ),
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
@@ -192,14 +255,17 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     k_block: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """Attend with the queries of one tile to all of its keys, or to those of some blocks, which are kept.
+    """Attend with the queries of one tile to all of its keys, or to those of some blocks, which are
+    kept.
 
-    Row r is query head r % group of token r // group. Window 100, 16 tokens from position 130 on: keys 31 to 145 are read, in
-    blocks of 64 from positions 0, 64 and 128 on; the token at position 131 does not see key 31. Two programs for the last token
-    alone, which sees keys 46 to 145: the first has two blocks, the other the third.
+    Row r is query head r % group of token r // group. Window 100, 16 tokens from position 130 on:
+    keys 31 to 145 are read, in blocks of 64 from positions 0, 64 and 128 on; the token at position
+    131 does not see key 31. Two programs for the last token alone, which sees keys 46 to 145: the
+    first has two blocks, the other the third.
 
-    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None. A row that sees a value that is not finite becomes NaN. Such
-    values are taken out, because rows that do not see them would multiply them by 0.
+    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None. A row that sees a value that is not
+    finite becomes NaN. Such values are taken out, because rows that do not see them would multiply
+    them by 0.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     share, shares = tl.program_id(2), tl.num_programs(2)
@@ -211,7 +277,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     e = tl.arange(0, e_block)
     query_r = position + r // group
     is_query_r = r < num_tokens * group
-    first_head = (first_token.to(tl.int64) * kv_heads + head) * group  # what is added to it for a row fits into 32 bits
+    # what is added to it for a row fits into 32 bits
+    first_head = (first_token.to(tl.int64) * kv_heads + head) * group
     rows_re = (r // group * kv_heads * group + r % group)[:, None] * head_dim + e[None, :]
     is_inside_re = is_query_r[:, None] & (e < head_dim)[None, :]
     q_re = tl.load(q_THd + first_head * head_dim + rows_re, mask=is_inside_re, other=0.0)
@@ -224,7 +291,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     share_begin = (first_block + share * blocks_of_share) * k_block
     end = tl.minimum(share_begin + blocks_of_share * k_block, position + num_tokens)
     pages = pages_IR + tile.to(tl.int64) * table_stride
-    first_page = oldest // page_size // ring_pages * ring_pages  # of the ring's round in which the oldest key is
+    # of the ring's round in which the oldest key is
+    first_page = oldest // page_size // ring_pages * ring_pages
     for begin in range(share_begin, end, k_block):
         key_k = begin + tl.arange(0, k_block)
         is_read_k = (key_k >= oldest) & (key_k < end)
@@ -232,7 +300,9 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
             page = tl.load(pages + _entry(begin // page_size - first_page, ring_pages))
             row_k = page * page_size + key_k % page_size
         else:
-            page_k = tl.load(pages + _entry(key_k // page_size - first_page, ring_pages), mask=is_read_k, other=0)
+            page_k = tl.load(
+                pages + _entry(key_k // page_size - first_page, ring_pages), mask=is_read_k, other=0
+            )
             row_k = page_k * page_size + key_k % page_size
         row_k = (row_k + shift) * kv_heads + head
         if k_NG is not None:
@@ -247,7 +317,9 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         is_finite_ke = tl.abs(v_ke.to(tl.float32)) < float("inf")
         is_bad_k = tl.min(is_finite_ke.to(tl.int32), axis=1) == 0
         v_ke = tl.where(is_finite_ke, v_ke, 0.0).to(v_ke.dtype)
-        is_seen_rk = (key_k[None, :] <= query_r[:, None]) & (key_k[None, :] > query_r[:, None] - window)
+        is_seen_rk = (key_k[None, :] <= query_r[:, None]) & (
+            key_k[None, :] > query_r[:, None] - window
+        )
         is_seen_rk = is_seen_rk & is_query_r[:, None]
         is_lost_r = tl.max((is_seen_rk & is_bad_k[None, :]).to(tl.int32), axis=1) > 0
         if k_NG is None:
@@ -255,34 +327,51 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         else:
             score_rk = tl.dot(q_re, k_ek, input_precision="ieee") * k_scale_k[None, :]
         score_rk = tl.where(is_seen_rk, score_rk, LOWEST)
-        block_highest_r = tl.maximum(tl.max(score_rk, axis=1), tl.full((r_block,), LOWEST, dtype=tl.float32))
+        block_highest_r = tl.maximum(
+            tl.max(score_rk, axis=1), tl.full((r_block,), LOWEST, dtype=tl.float32)
+        )
         weight_rk = tl.where(is_seen_rk, tl.exp2(score_rk - block_highest_r[:, None]), 0.0)
         block_sum_r = tl.where(is_lost_r, float("nan"), tl.sum(weight_rk, axis=1))
         if v_NG is not None:
             weight_rk = weight_rk * tl.where(is_bad_k, 0.0, v_scale_k)[None, :]
         block_re = tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         if shares > 1:
-            kept = first_head * num_blocks + begin // k_block - first_block  # of the first of some query heads of one token
+            # of the first of some query heads of one token
+            kept = first_head * num_blocks + begin // k_block - first_block
             sums = sums_2THP + kept + r * num_blocks
             tl.store(sums, block_highest_r, mask=is_query_r)
-            tl.store(sums + tl.num_programs(0).to(tl.int64) * kv_heads * group * num_blocks, block_sum_r, mask=is_query_r)
+            tl.store(
+                sums + tl.num_programs(0).to(tl.int64) * kv_heads * group * num_blocks,
+                block_sum_r,
+                mask=is_query_r,
+            )
             kept_re = (r * num_blocks * head_dim)[:, None] + e[None, :]
             tl.store(blocks_THPd + kept * head_dim + kept_re, block_re, mask=is_inside_re)
-        highest_r, sum_r, out_re = _add_block(highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re)
+        highest_r, sum_r, out_re = _add_block(
+            highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re
+        )
     if shares == 1:
         out_re = out_re / tl.where(is_query_r, sum_r, 1.0)[:, None]
-        tl.store(out_THd + first_head * head_dim + rows_re, out_re.to(out_THd.dtype.element_ty), mask=is_inside_re)
+        tl.store(
+            out_THd + first_head * head_dim + rows_re,
+            out_re.to(out_THd.dtype.element_ty),
+            mask=is_inside_re,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _blocks(oldest, end, k_block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first block of keys that are read, and how many there are: of keys 31 to 145 and blocks of 64, 0 and 3."""
+    """Return the first block of keys that are read, and how many there are: of keys 31 to 145 and
+    blocks of 64, 0 and 3.
+    """
     return oldest // k_block, (end + k_block - 1) // k_block - oldest // k_block
 
 
 @triton.jit
 def _entry(page, ring_pages):  # type: ignore[no-untyped-def]
-    """Return the entry in the ring of a page that is counted from the beginning of a round. Of 8 entries page 11 has number 3."""
+    """Return the entry in the ring of a page that is counted from the beginning of a round. Of 8
+    entries page 11 has number 3.
+    """
     return tl.where(page >= ring_pages, page - ring_pages, page)
 
 
@@ -290,9 +379,11 @@ def _entry(page, ring_pages):  # type: ignore[no-untyped-def]
 def _add_block(  # type: ignore[no-untyped-def]
     highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re
 ):
-    """Return the sums with one more block. One of which a row sees no key has zeros, and leaves its sums as they are.
+    """Return the sums with one more block. One of which a row sees no key has zeros, and leaves its
+    sums as they are.
 
-    What is multiplied and added at once is written out, as it must be the same wherever blocks are added.
+    What is multiplied and added at once is written out, as it must be the same wherever blocks are
+    added.
     """
     top_r = tl.maximum(highest_r, block_highest_r)
     earlier_r = tl.where(top_r == highest_r, 1.0, tl.exp2(highest_r - top_r))
@@ -317,7 +408,9 @@ def _combine(  # type: ignore[no-untyped-def]
     r_block: tl.constexpr,
     k_block: tl.constexpr,
 ):
-    """Add the blocks of one single token and key/value head, in their order, for its ``group`` query heads."""
+    """Add the blocks of one single token and key/value head, in their order, for its ``group``
+    query heads.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(tiles_I4 + token * 4 + 2)
     _, blocks = _blocks(tl.maximum(position - window + 1, 0), position + 1, k_block)
@@ -333,7 +426,15 @@ def _combine(  # type: ignore[no-untyped-def]
         kept_r = heads_r * num_blocks + block
         block_highest_r = tl.load(sums_2THP + kept_r, mask=r < group, other=LOWEST)
         block_sum_r = tl.load(sums + kept_r, mask=r < group, other=0.0)
-        block_re = tl.load(blocks_THPd + kept_r[:, None] * head_dim + e[None, :], mask=is_inside_re, other=0.0)
-        highest_r, sum_r, out_re = _add_block(highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re)
+        block_re = tl.load(
+            blocks_THPd + kept_r[:, None] * head_dim + e[None, :], mask=is_inside_re, other=0.0
+        )
+        highest_r, sum_r, out_re = _add_block(
+            highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re
+        )
     out_re = out_re / tl.where(r < group, sum_r, 1.0)[:, None]
-    tl.store(out_THd + heads_r[:, None] * head_dim + e[None, :], out_re.to(out_THd.dtype.element_ty), mask=is_inside_re)
+    tl.store(
+        out_THd + heads_r[:, None] * head_dim + e[None, :],
+        out_re.to(out_THd.dtype.element_ty),
+        mask=is_inside_re,
+    )

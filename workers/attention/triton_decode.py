@@ -1,14 +1,16 @@
-"""Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and splits each token's keys.
+"""Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and
+splits each token's keys.
 
-Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or Flash-Decoding (Dao et al., 2023).
-Each part has a softmax of its own, and the program that ends last combines the parts. A program needs nothing but a token's
-position and the copy of its page ring: it finds pages itself, so the host prepares nothing and a CUDA graph may hold the kernel.
+Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or
+Flash-Decoding (Dao et al., 2023). Each part has a softmax of its own, and the program that ends
+last combines the parts. A program needs nothing but a token's position and the copy of its page
+ring: it finds pages itself, so the host prepares nothing and a CUDA graph may hold the kernel.
 
-Of a cache in FP8 a program converts numbers to the dtype of the queries, which is exact, and multiplies scores by the scales of
-keys and weights by those of values: no tile is dequantized.
+Of a cache in FP8 a program converts numbers to the dtype of the queries, which is exact, and
+multiplies scores by the scales of keys and weights by those of values: no tile is dequantized.
 
-Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, R pages of a ring, P parts;
-r queries, h query heads, k keys, e elements and p parts of a program.
+Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, R
+pages of a ring, P parts; r queries, h query heads, k keys, e elements and p parts of a program.
 """
 
 from dataclasses import dataclass
@@ -22,18 +24,23 @@ from torch import Tensor
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache
 
-VARIANTS = ((64, 4, 3), (128, 4, 2))  # keys at a time, warps and stages: the fastest of six on an H200
+# keys at a time, warps and stages: the fastest of six on an H200
+VARIANTS = ((64, 4, 3), (128, 4, 2))
 PARTS = (1, 2, 4, 8, 16, 32, 64)
-PARTS_AT_A_TIME = 16  # that are combined: with 4 query heads of 128 numbers these are 64 registers of a thread
+# that are combined: with 4 query heads of 128 numbers these are 64 registers of a thread
+PARTS_AT_A_TIME = 16
 NO_WINDOW = 2**30
-MIN_ROWS = 16  # of a tensor core's product; with 4 query heads for each key/value head 12 of them are empty
+# of a tensor core's product; with 4 query heads for each key/value head 12 of them are empty
+MIN_ROWS = 16
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and finite
 
 
 @dataclass(frozen=True, slots=True)
 class SplitMask:
-    """Which tokens there are, and how many parts of each token and key/value head have ended, [B, G]: 0 between kernels."""
+    """Which tokens there are, and how many parts of each token and key/value head have ended, [B,
+    G]: 0 between kernels.
+    """
 
     index: DecodeMetadata
     ended_BG: Tensor
@@ -41,17 +48,22 @@ class SplitMask:
 
 @dataclass(frozen=True, slots=True)
 class SplitKDecode:
-    """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` of them share the keys of a token."""
+    """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` of them
+    share the keys of a token.
+    """
 
     kv_heads: int
     block: int
     parts: int
     warps: int
     stages: int
-    finds_pages: ClassVar[bool] = True  # in page rings, so there is no table whose width would matter
+    # in page rings, so there is no table whose width would matter
+    finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> SplitMask:
-        """Return the counters of ended parts, for all layers of a step: each kernel leaves them at 0."""
+        """Return the counters of ended parts, for all layers of a step: each kernel leaves them at
+        0.
+        """
         shape = (len(index.slots), self.kv_heads)
         return SplitMask(index, torch.zeros(shape, dtype=torch.int32, device=index.slots.device))
 
@@ -61,17 +73,46 @@ class SplitKDecode:
         if q_BHd.stride()[1:] != (head_dim, 1):  # rows of a wider tensor are read in place
             q_BHd = q_BHd.contiguous()
         out_BHd = q_BHd.new_empty(batch, num_heads, head_dim)
-        parts_BHPd = q_BHd.new_empty(batch, num_heads, self.parts, head_dim, dtype=torch.float32) if self.parts > 1 else out_BHd
+        parts_BHPd = (
+            q_BHd.new_empty(batch, num_heads, self.parts, head_dim, dtype=torch.float32)
+            if self.parts > 1
+            else out_BHd
+        )
         sums_2BHP = q_BHd.new_empty(2, batch, num_heads, self.parts, dtype=torch.float32)
         index, ring, group = mask.index, mask.index.ring, num_heads // self.kv_heads
         scales = (None, None) if cached.scales is None else (cached.scales.k_NG, cached.scales.v_NG)
         blocks = [int(triton.next_power_of_2(n)) for n in (head_dim, group)]
-        with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]
             _attend[batch, self.kv_heads, self.parts](
-                *(q_BHd, k_NGd, v_NGd, ring.pages_BR, index.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
+                *(
+                    q_BHd,
+                    k_NGd,
+                    v_NGd,
+                    ring.pages_BR,
+                    index.positions,
+                    parts_BHPd,
+                    sums_2BHP[0],
+                    sums_2BHP[1],
+                ),
                 *(mask.ended_BG, out_BHd),
-                *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5, *scales),
-                *(ring.page_size, group, self.kv_heads, head_dim, max(blocks[0], MIN_ROWS), max(blocks[1], MIN_ROWS), blocks[1]),
+                *(
+                    q_BHd.stride(0),
+                    ring.ring_pages,
+                    ring.window or NO_WINDOW,
+                    self.parts,
+                    LOG2_E / head_dim**0.5,
+                    *scales,
+                ),
+                *(
+                    ring.page_size,
+                    group,
+                    self.kv_heads,
+                    head_dim,
+                    max(blocks[0], MIN_ROWS),
+                    max(blocks[1], MIN_ROWS),
+                    blocks[1],
+                ),
                 *(self.block, 1 if self.parts == 1 else PARTS_AT_A_TIME),
                 num_warps=self.warps,
                 num_stages=self.stages,
@@ -80,7 +121,8 @@ class SplitKDecode:
 
 
 def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
-    """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each key/value head.
+    """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each
+    key/value head.
 
     16 tokens: 1, 2, 4 and 8 parts.
     """
@@ -94,9 +136,11 @@ def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
     }
 
 
-# Positions follow those of prompts in one tensor: their address is a multiple of 16 only after an even number of them.
+# Positions follow those of prompts in one tensor: their address is a multiple of 16 only after an
+# even number of them.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["ring_pages", "window", "num_parts"], do_not_specialize_on_alignment=["positions_B"]
+    do_not_specialize=["ring_pages", "window", "num_parts"],
+    do_not_specialize_on_alignment=["positions_B"],
 )
 def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     q_BHd,
@@ -128,16 +172,17 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
 ):
     """Attend with the queries of one token and key/value head to one part of its keys.
 
-    Blocks of 64 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to 1300, in blocks 4 to 20; each
-    part has 5 blocks, the last one the blocks 19 and 20. A part without keys has a sum of 0. ``k_NG`` and ``v_NG`` are scales of
-    numbers in FP8, or None.
+    Blocks of 64 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to
+    1300, in blocks 4 to 20; each part has 5 blocks, the last one the blocks 19 and 20. A part
+    without keys has a sum of 0. ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None.
     """
     token, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_B + token).to(tl.int32)
     pages = pages_BR + token.to(tl.int64) * ring_pages
     oldest = tl.maximum(position - window + 1, 0)
     first_block = oldest // k_block
-    share = (position // k_block - first_block + num_parts) // num_parts  # blocks of a part, rounded up
+    # blocks of a part, rounded up
+    share = (position // k_block - first_block + num_parts) // num_parts
     begin = (first_block + part * share) * k_block
     end = tl.minimum(begin + share * k_block, position + 1)
     r = tl.arange(0, r_block)
@@ -176,11 +221,15 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         sum_r = sum_r * factor_r + tl.sum(weight_rk, axis=1)
         if v_NG is not None:
             weight_rk = weight_rk * v_scale_k[None, :]
-        out_re = out_re * factor_r[:, None] + tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
+        out_re = out_re * factor_r[:, None] + tl.dot(
+            weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee"
+        )
         highest_r = top_r
     if p_block == 1:
         out_re = (out_re / sum_r[:, None]).to(out_BHd.dtype.element_ty)
-        tl.store(out_BHd + query_heads_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
+        tl.store(
+            out_BHd + query_heads_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re
+        )
     else:
         part_r = query_heads_r * num_parts + part
         tl.store(parts_BHPd + part_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
@@ -191,7 +240,19 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         if tl.atomic_add(ended, 1, sem="acq_rel") == num_parts - 1:
             tl.store(ended, 0)
             first_head = (token.to(tl.int64) * kv_heads + head) * group
-            combine(parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block)
+            combine(
+                parts_BHPd,
+                highest_BHP,
+                sum_BHP,
+                out_BHd,
+                first_head,
+                group,
+                head_dim,
+                e_block,
+                h_block,
+                num_parts,
+                p_block,
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -208,7 +269,8 @@ def combine(  # type: ignore[no-untyped-def]
     num_parts,
     p_block: tl.constexpr,
 ):
-    """Add the parts of some query heads, each weighted by exp2(its highest score - the highest of all), some at a time.
+    """Add the parts of some query heads, each weighted by exp2(its highest score - the highest of
+    all), some at a time.
 
     They are read past the cache of this multiprocessor, because other ones have written them.
     """
@@ -222,12 +284,16 @@ def combine(  # type: ignore[no-untyped-def]
         part_hp = (first_head + h)[:, None] * num_parts + p[None, :]
         is_inside_hp = (h < group)[:, None] & (p < num_parts)[None, :]
         sum_hp = tl.load(sum_BHP + part_hp, mask=is_inside_hp, other=0.0, cache_modifier=".cg")
-        highest_hp = tl.load(highest_BHP + part_hp, mask=is_inside_hp, other=LOWEST, cache_modifier=".cg")
+        highest_hp = tl.load(
+            highest_BHP + part_hp, mask=is_inside_hp, other=LOWEST, cache_modifier=".cg"
+        )
         top_h = tl.maximum(highest_h, tl.max(highest_hp, axis=1))
         factor_hp = tl.where(sum_hp > 0, tl.exp2(highest_hp - top_h[:, None]), 0.0)
         is_inside_hpe = (sum_hp > 0)[:, :, None] & (e < head_dim)[None, None, :]
         elements_hpe = part_hp[:, :, None] * head_dim + e[None, None, :]
-        part_hpe = tl.load(parts_BHPd + elements_hpe, mask=is_inside_hpe, other=0.0, cache_modifier=".cg")
+        part_hpe = tl.load(
+            parts_BHPd + elements_hpe, mask=is_inside_hpe, other=0.0, cache_modifier=".cg"
+        )
         earlier_h = tl.exp2(highest_h - top_h)
         out_he = out_he * earlier_h[:, None] + tl.sum(part_hpe * factor_hp[:, :, None], axis=1)
         sum_h = sum_h * earlier_h + tl.sum(sum_hp * factor_hp, axis=1)

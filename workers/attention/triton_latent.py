@@ -1,15 +1,19 @@
-"""Latent attention on GPUs by a Triton kernel: all query heads have the same keys, and their values are the first part of these.
+"""Latent attention on GPUs by a Triton kernel: all query heads have the same keys, and their values
+are the first part of these.
 
-A block of keys is read once, and multiplied twice while it is in shared memory: by queries, and by their weights. The width of a
-key, 576 numbers or 320, is no power of two, as Triton's blocks are; so it is two blocks, the 512 or 256 numbers that are the
-value too, and 64 rotated ones. A program has query heads of one token, for prompts and single tokens alike: the heads of a token
-are rows enough for a tensor core. Parts of a token's keys are combined by a second kernel.
+A block of keys is read once, and multiplied twice while it is in shared memory: by queries, and by
+their weights. The width of a key, 576 numbers or 320, is no power of two, as Triton's blocks are;
+so it is two blocks, the 512 or 256 numbers that are the value too, and 64 rotated ones. A program
+has query heads of one token, for prompts and single tokens alike: the heads of a token are rows
+enough for a tensor core. Parts of a token's keys are combined by a second kernel.
 
-Where parts have a least number of keys, and their number is the same for all launches, what is computed for a token depends on
-its position alone: it has the same bits in any company, as a decode and in any chunk of its prompt.
+Where parts have a least number of keys, and their number is the same for all launches, what is
+computed for a token depends on its position alone: it has the same bits in any company, as a decode
+and in any chunk of its prompt.
 
-Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads, G key/value heads (1), d width
-of a key, c of a value, R pages of a ring, P parts; h query heads, k keys, c numbers of a value and r rotated ones of a program.
+Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
+G key/value heads (1), d width of a key, c of a value, R pages of a ring, P parts; h query heads, k
+keys, c numbers of a value and r rotated ones of a program.
 """
 
 from dataclasses import dataclass
@@ -25,12 +29,19 @@ from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache
-from tramontane.workers.attention.triton_decode import LOG2_E, LOWEST, NO_WINDOW, PARTS_AT_A_TIME, combine
+from tramontane.workers.attention.triton_decode import (
+    LOG2_E,
+    LOWEST,
+    NO_WINDOW,
+    PARTS_AT_A_TIME,
+    combine,
+)
 from tramontane.workers.device.alignment import aligned
 from tramontane.workers.device.pinned_memory import to_device
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
-MIN_PROGRAMS, MAX_PROGRAMS = 64, 256  # of a launch for single tokens: a GPU has about a hundred multiprocessors
+# of a launch for single tokens: a GPU has about a hundred multiprocessors
+MIN_PROGRAMS, MAX_PROGRAMS = 64, 256
 # With batch invariance: so many parts of a token's keys, of at least so many keys each.
 FIXED_PARTS, LEAST_KEYS = 16, 256
 MAX_PART_NUMBERS = 2**24  # in memory at a time, of unfinished results: 64 MiB
@@ -43,7 +54,8 @@ MAX_VALUES, MAX_ROTATED = 512, 64  # of a key: wider ones would not fit into reg
 class Tile:
     """What a program has: query heads, keys at a time, warps, stages of loads.
 
-    ``blocks``: so many blocks of keys are in shared memory at a time, by what Triton makes of the stages.
+    ``blocks``: so many blocks of keys are in shared memory at a time, by what Triton makes of the
+    stages.
     """
 
     heads: int
@@ -55,14 +67,19 @@ class Tile:
     def shared_bytes(self, width: int, element_size: int) -> int:
         """Return the most shared memory that a program needs.
 
-        64 heads and two blocks of 32 keys of 576 numbers of 2 bytes: 144 KiB, and 4 for weights and 2 for pages.
+        64 heads and two blocks of 32 keys of 576 numbers of 2 bytes: 144 KiB, and 4 for weights and
+        2 for pages.
         """
         rows = self.heads + self.blocks * self.keys
-        return rows * width * element_size + self.heads * self.keys * element_size + 2 * self.blocks * self.keys * 16
+        return (
+            rows * width * element_size
+            + self.heads * self.keys * element_size
+            + 2 * self.blocks * self.keys * 16
+        )
 
 
-# By the bytes of a number, and the numbers of a value up to which they are: the first that fit into a GPU are used. No register
-# is spilled with them on GPUs of capability 8.0, 8.9 and 9.0.
+# By the bytes of a number, and the numbers of a value up to which they are: the first that fit into
+# a GPU are used. No register is spilled with them on GPUs of capability 8.0, 8.9 and 9.0.
 TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (2, 256): (Tile(32, 32, 4, 5, 2), Tile(32, 64, 4, 3, 1)),
     (2, 512): (Tile(64, 32, 8, 5, 3), Tile(32, 32, 8, 5, 2), Tile(32, 32, 8, 3, 1)),
@@ -92,7 +109,8 @@ class KeyPlaces:
 class LatentKernel:
     """The kernel for keys of ``value_dim + rotary_dim`` numbers.
 
-    ``parts`` programs share the keys of a token, each with ``least_blocks`` blocks of them if there are so many.
+    ``parts`` programs share the keys of a token, each with ``least_blocks`` blocks of them if there
+    are so many.
     """
 
     value_dim: int
@@ -102,40 +120,81 @@ class LatentKernel:
     least_blocks: int = 1
 
     def attend(self, q_THd: Tensor, k_NGd: Tensor, places: KeyPlaces) -> Tensor:
-        """Compute the output [T, H, c], some tokens at a time, so that parts need a bounded memory."""
+        """Compute the output [T, H, c], some tokens at a time, so that parts need a bounded
+        memory.
+        """
         (num_tokens, num_heads, _), q_THd = q_THd.shape, aligned(q_THd)
         out_THc = q_THd.new_empty(num_tokens, num_heads, self.value_dim)
         step = MAX_TOKENS
         if self.parts > 1:
             step = min(max(MAX_PART_NUMBERS // (num_heads * self.parts * self.value_dim), 1), step)
-        with torch.cuda.device_of(out_THc):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_THc):  # type: ignore[no-untyped-call]
             for first in range(0, num_tokens, step):
                 self._launch(q_THd, k_NGd, places, out_THc, first, min(step, num_tokens - first))
         return out_THc
 
     def _launch(
-        self, q_THd: Tensor, k_NGd: Tensor, places: KeyPlaces, out_THc: Tensor, first_token: int, num_tokens: int
+        self,
+        q_THd: Tensor,
+        k_NGd: Tensor,
+        places: KeyPlaces,
+        out_THc: Tensor,
+        first_token: int,
+        num_tokens: int,
     ) -> None:
         """Compute the rows of some tokens."""
-        num_heads, width, is_split = q_THd.shape[1], self.value_dim + self.rotary_dim, self.parts > 1
+        num_heads, width, is_split = (
+            q_THd.shape[1],
+            self.value_dim + self.rotary_dim,
+            self.parts > 1,
+        )
         h_block = min(self.tile.heads, _block(num_heads))
         parts_THPc = highest_THP = sum_THP = out_THc
         if is_split:
-            parts_THPc = out_THc.new_empty(num_tokens, num_heads, self.parts, self.value_dim, dtype=torch.float32)
+            parts_THPc = out_THc.new_empty(
+                num_tokens, num_heads, self.parts, self.value_dim, dtype=torch.float32
+            )
             highest_THP, sum_THP = (parts_THPc.new_empty(parts_THPc.shape[:3]) for _ in range(2))
         ring_pages = places.pages_TR.shape[1]
         _attend[triton.cdiv(num_heads, h_block), num_tokens, self.parts](
-            *(q_THd, aligned(k_NGd), places.pages_TR, places.positions_T, places.shifts_T, parts_THPc),
+            *(
+                q_THd,
+                aligned(k_NGd),
+                places.pages_TR,
+                places.positions_T,
+                places.shifts_T,
+                parts_THPc,
+            ),
             *(highest_THP, sum_THP, out_THc, first_token),
-            *(ring_pages if len(places.pages_TR) > 1 else 0, ring_pages, places.window, self.parts, self.least_blocks),
-            *(LOG2_E / width**0.5, places.page_size, num_heads, self.value_dim, self.rotary_dim, h_block, self.tile.keys),
+            *(
+                ring_pages if len(places.pages_TR) > 1 else 0,
+                ring_pages,
+                places.window,
+                self.parts,
+                self.least_blocks,
+            ),
+            *(
+                LOG2_E / width**0.5,
+                places.page_size,
+                num_heads,
+                self.value_dim,
+                self.rotary_dim,
+                h_block,
+                self.tile.keys,
+            ),
             *(_block(self.value_dim), _block(self.rotary_dim), is_split),
             num_warps=self.tile.warps,
             num_stages=self.tile.stages,
         )
         if is_split:
             _combine[(num_tokens * num_heads,)](
-                *(parts_THPc, highest_THP, sum_THP, out_THc[first_token : first_token + num_tokens]),
+                *(
+                    parts_THPc,
+                    highest_THP,
+                    sum_THP,
+                    out_THc[first_token : first_token + num_tokens],
+                ),
                 *(self.parts, self.value_dim, _block(self.value_dim), PARTS_AT_A_TIME),
             )
 
@@ -145,13 +204,16 @@ class LatentDecode:
     """Decode kernel. It computes the numbers of the values alone: [B, H, c]."""
 
     kernel: LatentKernel
-    finds_pages: ClassVar[bool] = True  # in page rings, so there is no table whose width would matter
+    # in page rings, so there is no table whose width would matter
+    finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> KeyPlaces:
         """Return the page rings."""
         ring = index.ring
         no_shifts_B = torch.zeros_like(index.positions)
-        return KeyPlaces(ring.window or NO_WINDOW, ring.page_size, index.positions, no_shifts_B, ring.pages_BR)
+        return KeyPlaces(
+            ring.window or NO_WINDOW, ring.page_size, index.positions, no_shifts_B, ring.pages_BR
+        )
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: KeyPlaces) -> Tensor:
         """Compute the output [B, H, c]."""
@@ -160,7 +222,9 @@ class LatentDecode:
 
 @dataclass(frozen=True, slots=True)
 class LatentPrefill:
-    """Prefill kernel, the same as for single tokens. ``page_size`` is that of the cache, for which Triton compiles it."""
+    """Prefill kernel, the same as for single tokens. ``page_size`` is that of the cache, for which
+    Triton compiles it.
+    """
 
     kernel: LatentKernel
     page_size: int
@@ -171,10 +235,14 @@ class LatentPrefill:
         first_keys = [0, *accumulate(index.key_lens)]
         shifts = [
             first_key - (start + num_queries - num_keys)
-            for first_key, start, num_queries, num_keys in zip(first_keys, index.starts, lens, index.key_lens, strict=False)
+            for first_key, start, num_queries, num_keys in zip(
+                first_keys, index.starts, lens, index.key_lens, strict=False
+            )
         ]
         ends = [start + num_queries for start, num_queries in zip(index.starts, lens, strict=True)]
-        positions_T = torch.cat([torch.arange(*chunk) for chunk in zip(index.starts, ends, strict=True)])
+        positions_T = torch.cat(
+            [torch.arange(*chunk) for chunk in zip(index.starts, ends, strict=True)]
+        )
         shifts_T = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(lens))
         positions_T, shifts_T = to_device(torch.stack((positions_T, shifts_T)), device)
         pages_1R = torch.arange(-(-max(ends) // self.page_size), device=device)[None]
@@ -186,18 +254,27 @@ class LatentPrefill:
 
 
 def tiles_for(plan: StagePlan, device: torch.device) -> list[Tile]:
-    """Return the tiles that fit into a multiprocessor of the device, the best first; none for keys that are too wide."""
+    """Return the tiles that fit into a multiprocessor of the device, the best first; none for keys
+    that are too wide.
+    """
     value_dim, rotary_dim = _widths(plan)
     if value_dim > MAX_VALUES or rotary_dim > MAX_ROTATED:
         return []
     element_size = getattr(torch, plan.dtype).itemsize
     widest = 256 if value_dim <= 256 else MAX_VALUES
     width, limit = _block(value_dim) + _block(rotary_dim), _max_shared_bytes(device)
-    return [tile for tile in TILES[element_size, widest] if tile.shared_bytes(width, element_size) <= limit][:MAX_TILES]
+    return [
+        tile
+        for tile in TILES[element_size, widest]
+        if tile.shared_bytes(width, element_size) <= limit
+    ][:MAX_TILES]
 
 
-def latent_decode_kernels(num_tokens: int, plan: StagePlan, device: torch.device) -> dict[str, LatentDecode]:
-    """Return the candidates for so many single tokens: parts that make 64 to 256 programs, or one part.
+def latent_decode_kernels(
+    num_tokens: int, plan: StagePlan, device: torch.device
+) -> dict[str, LatentDecode]:
+    """Return the candidates for so many single tokens: parts that make 64 to 256 programs, or one
+    part.
 
     4 tokens, 64 query heads, of which a program has 32: 8, 16 and 32 parts.
     """
@@ -205,7 +282,11 @@ def latent_decode_kernels(num_tokens: int, plan: StagePlan, device: torch.device
     for tile in tiles_for(plan, device):
         programs = num_tokens * -(-plan.args.n_heads // tile.heads)
         for parts in PARTS:
-            if parts == 1 if programs > MAX_PROGRAMS else MIN_PROGRAMS <= programs * parts <= MAX_PROGRAMS:
+            if (
+                parts == 1
+                if programs > MAX_PROGRAMS
+                else MIN_PROGRAMS <= programs * parts <= MAX_PROGRAMS
+            ):
                 kernel = LatentDecode(LatentKernel(*_widths(plan), tile, parts))
                 candidates[f"latent, {_named(tile)}, {parts} parts"] = kernel
     return candidates
@@ -214,7 +295,9 @@ def latent_decode_kernels(num_tokens: int, plan: StagePlan, device: torch.device
 def latent_prefill_kernels(plan: StagePlan, device: torch.device) -> dict[str, LatentPrefill]:
     """Return the candidate for prompts."""
     return {
-        f"latent, {_named(tile)}": LatentPrefill(LatentKernel(*_widths(plan), tile), plan.cache.page_size)
+        f"latent, {_named(tile)}": LatentPrefill(
+            LatentKernel(*_widths(plan), tile), plan.cache.page_size
+        )
         for tile in tiles_for(plan, device)[:1]
     }
 
@@ -222,15 +305,20 @@ def latent_prefill_kernels(plan: StagePlan, device: torch.device) -> dict[str, L
 def invariant_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
     """Return the kernels of a stage with which a token has the same bits in any company.
 
-    A token with 1,000 keys has 4 parts of up to 256 keys, one with 8,192 keys 16 parts of 512. Raises ValueError if
-    no tile fits.
+    A token with 1,000 keys has 4 parts of up to 256 keys, one with 8,192 keys 16 parts of 512.
+    Raises ValueError if no tile fits.
     """
     tiles = tiles_for(plan, device)
     if not tiles:
-        raise ValueError(f"latent attention of {plan.args.head_dim} numbers needs more shared memory or registers than there are")
+        raise ValueError(
+            f"latent attention of {plan.args.head_dim} numbers needs more shared memory or"
+            " registers than there are"
+        )
     tile = tiles[0]
     kernel = LatentKernel(*_widths(plan), tile, FIXED_PARTS, LEAST_KEYS // tile.keys)
-    return AttentionKernels(LatentPrefill(kernel, plan.cache.page_size), LatentDecode(kernel), is_batch_invariant=True)
+    return AttentionKernels(
+        LatentPrefill(kernel, plan.cache.page_size), LatentDecode(kernel), is_batch_invariant=True
+    )
 
 
 def _widths(plan: StagePlan) -> tuple[int, int]:
@@ -254,11 +342,19 @@ def _max_shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**30
     properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stub lacks it
+    # torch's stub lacks it
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["first_token", "pages_stride", "ring_pages", "window", "num_parts", "least_blocks"],
+    do_not_specialize=[
+        "first_token",
+        "pages_stride",
+        "ring_pages",
+        "window",
+        "num_parts",
+        "least_blocks",
+    ],
     do_not_specialize_on_alignment=["pages_TR", "positions_T", "shifts_T"],
 )
 def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
@@ -290,8 +386,9 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
 ):
     """Attend with some query heads of one token to one part of its keys.
 
-    Blocks of 32 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to 1300, in blocks 9 to 40; each part
-    has 8 blocks, the first one 9 to 16. If a part has 16 blocks at least, two parts have keys, and two a sum of 0.
+    Blocks of 32 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to
+    1300, in blocks 9 to 40; each part has 8 blocks, the first one 9 to 16. If a part has 16 blocks
+    at least, two parts have keys, and two a sum of 0.
     """
     width: tl.constexpr = value_dim + rotary_dim
     program, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -312,7 +409,9 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     is_head_h, is_value_c, is_rotary_r = h < num_heads, c < value_dim, r < rotary_dim
     is_read_h = is_head_h & (begin < end)  # most parts of a short prompt have no keys
     q_hc = tl.load(queries + c[None, :], mask=is_read_h[:, None] & is_value_c[None, :], other=0.0)
-    q_hr = tl.load(queries + value_dim + r[None, :], mask=is_read_h[:, None] & is_rotary_r[None, :], other=0.0)
+    q_hr = tl.load(
+        queries + value_dim + r[None, :], mask=is_read_h[:, None] & is_rotary_r[None, :], other=0.0
+    )
     highest_h = tl.full((h_block,), LOWEST, dtype=tl.float32)
     sum_h = tl.zeros((h_block,), dtype=tl.float32)
     out_hc = tl.zeros((h_block, c_block), dtype=tl.float32)
@@ -321,7 +420,11 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         is_seen_k = (key_k >= oldest) & (key_k <= position)
         # Other rows may be another sequence's, and not finite: they are not read.
         read_k = tl.minimum(tl.maximum(key_k, oldest), position)
-        row_k = tl.load(pages + read_k // page_size % ring_pages) * page_size + read_k % page_size + shift
+        row_k = (
+            tl.load(pages + read_k // page_size % ring_pages) * page_size
+            + read_k % page_size
+            + shift
+        )
         keys = k_NGd + row_k[:, None] * width
         k_kc = tl.load(keys + c[None, :], mask=is_value_c[None, :], other=0.0)
         k_kr = tl.load(keys + value_dim + r[None, :], mask=is_rotary_r[None, :], other=0.0)
@@ -329,27 +432,57 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         score_hk = tl.dot(q_hc, tl.trans(k_kc), score_hk, input_precision="ieee") * scale
         score_hk = tl.where(is_seen_k[None, :], score_hk, LOWEST)
         top_h = tl.maximum(highest_h, tl.max(score_hk, axis=1))
-        weight_hk = tl.exp2(score_hk - top_h[:, None])  # 0 of what is not seen: a block has a key that is
+        # 0 of what is not seen: a block has a key that is
+        weight_hk = tl.exp2(score_hk - top_h[:, None])
         factor_h = tl.exp2(highest_h - top_h)
         sum_h = sum_h * factor_h + tl.sum(weight_hk, axis=1)
-        out_hc = tl.dot(weight_hk.to(k_kc.dtype), k_kc, out_hc * factor_h[:, None], input_precision="ieee")
+        out_hc = tl.dot(
+            weight_hk.to(k_kc.dtype), k_kc, out_hc * factor_h[:, None], input_precision="ieee"
+        )
         highest_h = top_h
     if is_split:
         part_h = (program * num_heads + h) * num_parts + part
         tl.store(highest_THP + part_h, highest_h, mask=is_head_h)
         tl.store(sum_THP + part_h, sum_h, mask=is_head_h)
         if begin < end:
-            tl.store(parts_THPc + part_h[:, None] * value_dim + c[None, :], out_hc, mask=is_head_h[:, None] & is_value_c[None, :])
+            tl.store(
+                parts_THPc + part_h[:, None] * value_dim + c[None, :],
+                out_hc,
+                mask=is_head_h[:, None] & is_value_c[None, :],
+            )
     else:
         head_h = token * num_heads + h
         out_hc = (out_hc * (1.0 / sum_h)[:, None]).to(out_THc.dtype.element_ty)
-        tl.store(out_THc + head_h[:, None] * value_dim + c[None, :], out_hc, mask=is_head_h[:, None] & is_value_c[None, :])
+        tl.store(
+            out_THc + head_h[:, None] * value_dim + c[None, :],
+            out_hc,
+            mask=is_head_h[:, None] & is_value_c[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["out_THc"])  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
-    parts_THPc, highest_THP, sum_THP, out_THc, num_parts, value_dim: tl.constexpr, c_block: tl.constexpr, p_block: tl.constexpr
+    parts_THPc,
+    highest_THP,
+    sum_THP,
+    out_THc,
+    num_parts,
+    value_dim: tl.constexpr,
+    c_block: tl.constexpr,
+    p_block: tl.constexpr,
 ):
     """Combine the parts of one query head of one token."""
     head = tl.program_id(0).to(tl.int64)
-    combine(parts_THPc, highest_THP, sum_THP, out_THc, head, 1, value_dim, c_block, 1, num_parts, p_block)
+    combine(
+        parts_THPc,
+        highest_THP,
+        sum_THP,
+        out_THc,
+        head,
+        1,
+        value_dim,
+        c_block,
+        1,
+        num_parts,
+        p_block,
+    )

@@ -1,6 +1,8 @@
-"""Prefill on CUDA by torch's own variable-length attention, which is FlashAttention-2 or a later one where it is installed.
+"""Prefill on CUDA by torch's own variable-length attention, which is FlashAttention-2 or a later
+one where it is installed.
 
-Shape letters: T tokens, S keys of a packed row, C chunks, H query heads, G key/value heads, d head_dim.
+Shape letters: T tokens, S keys of a packed row, C chunks, H query heads, G key/value heads, d
+head_dim.
 """
 
 import inspect
@@ -19,7 +21,9 @@ from tramontane.workers.device.pinned_memory import tensor_on
 
 # Later versions of torch ask whether query heads share keys; the first one always lets them.
 attend_packed: Callable[..., Any] = (
-    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
+    partial(varlen_attn, enable_gqa=True)
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters
+    else varlen_attn
 )
 
 
@@ -39,10 +43,17 @@ class VarlenPrefill:
     """Prefill kernel for all chunks of a micro-batch at once."""
 
     def build_mask(self, index: PrefillMetadata) -> PackedLengths:
-        """Build the ends. A window of 4 is the token itself and 3 to its left; causal is 0 to its right."""
-        query_ends, key_ends = (tensor_on([0, *accumulate(lens)], torch.int32, index.cached_rows.device) for lens in _lens(index))
+        """Build the ends. A window of 4 is the token itself and 3 to its left; causal is 0 to its
+        right.
+        """
+        query_ends, key_ends = (
+            tensor_on([0, *accumulate(lens)], torch.int32, index.cached_rows.device)
+            for lens in _lens(index)
+        )
         window = (-1 if index.window is None else index.window - 1, 0)
-        return PackedLengths(query_ends, key_ends, max(index.query_lens), max(index.key_lens), window)
+        return PackedLengths(
+            query_ends, key_ends, max(index.query_lens), max(index.key_lens), window
+        )
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PackedLengths) -> Tensor:
         """Compute the output [T, H, d]. Queries are aligned with the last keys of their chunk."""

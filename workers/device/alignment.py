@@ -1,4 +1,6 @@
-"""Alignment of tensors for Triton, which compiles a kernel of its own for what does not begin at a multiple of 16 bytes."""
+"""Alignment of tensors for Triton, which compiles a kernel of its own for what does not begin at a
+multiple of 16 bytes.
+"""
 
 from torch import Tensor
 
@@ -8,7 +10,8 @@ ALIGNMENT = 16  # bytes
 def aligned(x: Tensor) -> Tensor:
     """Return a tensor itself, or a copy if it has gaps or is not aligned.
 
-    Row 1 of rows of 33 numbers in bfloat16 begins at byte 66, so it is copied; of 32 numbers at byte 64.
+    Row 1 of rows of 33 numbers in bfloat16 begins at byte 66, so it is copied; of 32 numbers at
+    byte 64.
     """
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x

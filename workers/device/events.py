@@ -8,8 +8,8 @@ import torch
 class DeviceEvent:
     """A point in the work that is queued on the current stream of a GPU; tests replace it.
 
-    A waiting thread spins, without Python's lock: one that sleeps has to be woken, and the GPU would wait for that before each
-    step.
+    A waiting thread spins, without Python's lock: one that sleeps has to be woken, and the GPU
+    would wait for that before each step.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,9 @@ class DeviceEvent:
         self._event.record()
 
     def wait(self) -> None:
-        """Block until the device has reached the event. Raises what failed on the device before it."""
+        """Block until the device has reached the event. Raises what failed on the device before
+        it.
+        """
         self._event.synchronize()
 
     def seconds_since(self, earlier: "DeviceEvent") -> float:

@@ -2,8 +2,8 @@
 
 A choice holds for a device, its libraries and the sources of our kernels (the platform), for a job
 with its shapes, and for these candidates. Each has a small file of its own, so that processes that
-write at the same time lose nothing. The files are in the folder of compiled kernels, which only this
-user can write to.
+write at the same time lose nothing. The files are in the folder of compiled kernels, which only
+this user can write to.
 """
 
 import hashlib
@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypedDict
 
-from tramontane.workers.device.native_library import CompilerError, kernel_folder, locked, platform_name
+from tramontane.workers.device.native_library import (
+    CompilerError,
+    kernel_folder,
+    locked,
+    platform_name,
+)
 from tramontane.workers.device.numerics import device_numerics
 from tramontane.workers.device.self_test import one_line
 
@@ -50,12 +55,17 @@ class KernelChoices:
         try:
             return cls(platform_of(device), kernel_folder())
         except OSError as error:
-            logger.warning("Choices of kernels cannot be kept, so each start times kernels again: %s", one_line(error))
+            logger.warning(
+                "Choices of kernels cannot be kept, so each start times kernels again: %s",
+                one_line(error),
+            )
             return None
 
     def of(self, job: str, shapes: str, candidates: Sequence[str]) -> "KeptChoice":
         """Return the choice for a job, between kernels of these names."""
-        question = Question(platform=self.platform, job=job, shapes=shapes, candidates=[*candidates])
+        question = Question(
+            platform=self.platform, job=job, shapes=shapes, candidates=[*candidates]
+        )
         digest = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
         return KeptChoice(question, self.folder / f"choice-{digest}.json")
 
@@ -78,7 +88,9 @@ class KeptChoice:
             return None
         with suppress(ValueError):  # it is no JSON, or no text
             kept = json.loads(content)
-            chosen = next((name for name in self.question["candidates"] if kept == self._answered(name)), None)
+            chosen = next(
+                (name for name in self.question["candidates"] if kept == self._answered(name)), None
+            )
             if chosen is not None:
                 return chosen
         logger.warning("the choice of a kernel in %s is damaged, and is made again", self.path)
@@ -96,7 +108,11 @@ class KeptChoice:
                     os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
                 made.replace(self.path)
         except OSError as error:
-            logger.warning("the choice of a kernel cannot be kept in %s, so it is made at each start: %s", self.path, error)
+            logger.warning(
+                "the choice of a kernel cannot be kept in %s, so it is made at each start: %s",
+                self.path,
+                error,
+            )
 
     def forget(self) -> None:
         """Remove the file."""
@@ -127,7 +143,9 @@ def platform_of(device: str) -> str:
     if device.partition(":")[0] == "cpu":
         import torch
 
-        parts.append(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+        parts.append(
+            f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+        )
         with suppress(CompilerError):  # then there is nothing to choose from
             parts.append(hashlib.sha256(platform_name().encode()).hexdigest()[:16])
     return ", ".join(parts)
@@ -136,7 +154,12 @@ def platform_of(device: str) -> str:
 def _sources_digest() -> str:
     """Return a digest of the files of kernels and of what chooses, by their names and contents."""
     digest = hashlib.sha256()
-    paths = [path for package in PACKAGES for path in (SOURCES / package).iterdir() if path.suffix in SUFFIXES]
+    paths = [
+        path
+        for package in PACKAGES
+        for path in (SOURCES / package).iterdir()
+        if path.suffix in SUFFIXES
+    ]
     for path in sorted(paths):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(SOURCES)} {len(content)}\0".encode() + content)

@@ -1,4 +1,6 @@
-"""Choice of the fastest of some kernels, of those that run on a device and compute what they should."""
+"""Choice of the fastest of some kernels, of those that run on a device and compute what they
+should.
+"""
 
 import logging
 import time
@@ -22,7 +24,8 @@ Clock = Callable[[Compute], float]  # returns seconds
 
 # Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
 MAX_DIFFERENCE = 2e-2
-SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
+# for which the GPU is kept busy, about 25 ms, while the host queues what is timed
+SLEEP_CYCLES = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,10 @@ class KernelSelector:
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
         """Return one that remembers what it chooses, for all such devices of this machine."""
-        return cls(cuda_seconds if device.type == "cuda" else cpu_seconds, KernelChoices.of_device(str(device)))
+        return cls(
+            cuda_seconds if device.type == "cuda" else cpu_seconds,
+            KernelChoices.of_device(str(device)),
+        )
 
     def fastest(
         self,
@@ -65,8 +71,11 @@ class KernelSelector:
         name = _recall(kept, job, kernels, prepare, expected)
         if name is None:
             with kept.locked():
-                name = _recall(kept, job, kernels, prepare, expected)  # another process may have chosen
-                if name is None and (name := self._compare(job, kernels, prepare, prepare_timed, expected, advantage)):
+                # another process may have chosen
+                name = _recall(kept, job, kernels, prepare, expected)
+                if name is None and (
+                    name := self._compare(job, kernels, prepare, prepare_timed, expected, advantage)
+                ):
                     kept.keep(name)
         return kernels[name] if name else None
 
@@ -87,8 +96,13 @@ class KernelSelector:
             try:
                 assert_close_norm(prepare(kernel)(), expected, MAX_DIFFERENCE)
                 seconds[name] = self.clock(prepare_clocked(kernel)) if prepare_clocked else 0.0
-                reports.append(f"{name} {seconds[name] * 1e6:.0f} us" if prepare_clocked else "there is no other")
-            except Exception as error:  # libraries raise errors of any kind where a kernel does not fit
+                reports.append(
+                    f"{name} {seconds[name] * 1e6:.0f} us"
+                    if prepare_clocked
+                    else "there is no other"
+                )
+            # libraries raise errors of any kind where a kernel does not fit
+            except Exception as error:
                 reports.append(f"{name} {one_line(error)}")
         best = min(seconds, key=seconds.__getitem__) if seconds else None
         if best and seconds[first := next(iter(seconds))] <= advantage * seconds[best]:
@@ -99,14 +113,25 @@ class KernelSelector:
 
 
 def _recall(
-    kept: KeptChoice, job: str, kernels: Mapping[str, K], prepare: Callable[[K], Compute], expected: Tensor
+    kept: KeptChoice,
+    job: str,
+    kernels: Mapping[str, K],
+    prepare: Callable[[K], Compute],
+    expected: Tensor,
 ) -> str | None:
     """Return the name of the kernel that was chosen before, if it still runs and is right."""
     name = kept.recall()
     if name is None:
         return None
-    if reason := try_or_reason(lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)):
-        logger.warning("%s: %s was chosen on this machine before and is not used, all are tried again: %s", job, name, reason)
+    if reason := try_or_reason(
+        lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)
+    ):
+        logger.warning(
+            "%s: %s was chosen on this machine before and is not used, all are tried again: %s",
+            job,
+            name,
+            reason,
+        )
         kept.forget()
         return None
     logger.info("%s by %s, as chosen before on this machine", job, name)
@@ -114,7 +139,9 @@ def _recall(
 
 
 def cpu_seconds(compute: Compute, rounds: int = 3) -> float:
-    """Return the shortest of several rounds, after one that does not count: other processes only add to it."""
+    """Return the shortest of several rounds, after one that does not count: other processes only
+    add to it.
+    """
     compute()
     seconds = []
     for _ in range(rounds):

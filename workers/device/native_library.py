@@ -1,4 +1,5 @@
-"""Kernels in C for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype and processor, in a second.
+"""Kernels in C for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype
+and processor, in a second.
 
 What they compute for one row or token does not depend on the others of the micro-batch.
 """
@@ -24,20 +25,29 @@ from pathlib import Path
 from tramontane.workers.device.self_test import one_line
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
-# What -ffast-math has that changes no result but zeros' signs and the roundings between products and sums. Sums in any order are
-# not among it: a compiler orders them as it unrolls a loop, one way for one row and another for several.
+# What -ffast-math has that changes no result but zeros' signs and the roundings between products
+# and sums. Sums in any order are not among it: a compiler orders them as it unrolls a loop, one way
+# for one row and another for several.
 ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
 FLAGS = ("-O3", *ARITHMETIC, "-shared", "-fPIC")
-THIS_PROCESSOR = "-march=native"  # unless CC names one: CC="cc -march=haswell" compiles for processors with AVX2 and no AVX-512
+# unless CC names one: CC="cc -march=haswell" compiles for processors with AVX2 and no AVX-512
+THIS_PROCESSOR = "-march=native"
 # Vector instructions, the best first, and what a compiler defines where it uses them.
 VECTOR_MACROS = {
-    **{"avx512_bf16": "__AVX512BF16__", "avx512f": "__AVX512F__", "avx2": "__AVX2__", "avx": "__AVX__"},
+    **{
+        "avx512_bf16": "__AVX512BF16__",
+        "avx512f": "__AVX512F__",
+        "avx2": "__AVX2__",
+        "avx": "__AVX__",
+    },
     **{"sve": "__ARM_FEATURE_SVE", "asimd": "__ARM_NEON"},
 }
 HEADERS = Path(__file__).parent  # where element.h is
-THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
+# with the library of PyTorch's own threads, which is loaded already and has the same name
+THREADS = "-fopenmp"
 COMPILE_TIMEOUT_S = 60.0
-DIGEST, DIGEST_BYTES = "sha256", 32  # of a library, which follows it in its file; a loader does not look at it
+# of a library, which follows it in its file; a loader does not look at it
+DIGEST, DIGEST_BYTES = "sha256", 32
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +58,53 @@ class CompilerError(Exception):
 
 @cache
 def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
-    """Load a compiled source, once per process and arguments; ``sizes`` are names that it needs. Raises CompilerError.
+    """Load a compiled source, once per process and arguments; ``sizes`` are names that it needs.
+    Raises CompilerError.
 
-    It is kept in a folder of this user below the machine's own temporary folder, for stages that start again.
+    It is kept in a folder of this user below the machine's own temporary folder, for stages that
+    start again.
     """
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
     try:
-        library = kernel_folder() / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
+        library = (
+            kernel_folder()
+            / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
+        )
         if (kept := _load_kept(library)) is not None:
             return kept
         with locked(library.with_suffix(".lock")):
             if (kept := _load_kept(library)) is not None:  # another process has made it by now
                 return kept
-            _compile([*_compiler()[0], *_target(), *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
+            _compile(
+                [*_compiler()[0], *_target(), *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"],
+                library,
+            )
         return ctypes.CDLL(str(library))
     except OSError as error:  # no space, or a folder from which nothing can be executed
-        raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
+        raise CompilerError(
+            f"the compiled kernels cannot be kept or loaded: {one_line(error)}"
+        ) from None
 
 
 def _load_kept(library: Path) -> ctypes.CDLL | None:
-    """Load a library that was kept. None if there is none, or it is damaged, as after a loss of power: it is compiled again."""
+    """Load a library that was kept. None if there is none, or it is damaged, as after a loss of
+    power: it is compiled again.
+    """
     try:
         content = library.read_bytes()
     except FileNotFoundError:
         return None
     try:
         if hashlib.new(DIGEST, content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
-            raise OSError("its end is missing, or a part of it has changed")  # to load it may end this process
+            # to load it may end this process
+            raise OSError("its end is missing, or a part of it has changed")
         return ctypes.CDLL(str(library))
     except OSError as error:
-        logger.warning("the compiled kernels in %s cannot be loaded and are compiled again: %s", library, one_line(error))
+        logger.warning(
+            "the compiled kernels in %s cannot be loaded and are compiled again: %s",
+            library,
+            one_line(error),
+        )
         library.unlink(missing_ok=True)
         return None
 
@@ -91,7 +118,9 @@ def kernel_folder() -> Path:
     with suppress(FileExistsError):  # also if it is no folder
         folder.mkdir(mode=0o700)
     status = folder.lstat()
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    is_own = (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
     return folder if is_own else _private_folder(folder)
 
 
@@ -101,7 +130,8 @@ def _private_folder(instead_of: Path) -> Path:
     folder = tempfile.mkdtemp(prefix=f"{instead_of.name}-", dir=instead_of.parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     logger.warning(
-        "%s is not a folder that only this user can write to; remove it. Until then this process keeps kernels in %s",
+        "%s is not a folder that only this user can write to; remove it. Until then this process"
+        " keeps kernels in %s",
         instead_of,
         folder,
     )
@@ -110,10 +140,11 @@ def _private_folder(instead_of: Path) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time run the block: stages that start together need the same libraries, and share the cores.
+    """Let one process at a time run the block: stages that start together need the same libraries,
+    and share the cores.
 
-    The file is removed with the lock still held. Those that wait for it, and one that makes it anew, may then run together:
-    they find what the block has made.
+    The file is removed with the lock still held. Those that wait for it, and one that makes it
+    anew, may then run together: they find what the block has made.
     """
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
@@ -124,40 +155,56 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def source_digest(source: Path) -> str:
-    """Name what the results of a source's functions depend on, whatever the sizes: its text, the headers and the platform.
+    """Name what the results of a source's functions depend on, whatever the sizes: its text, the
+    headers and the platform.
 
     Raises CompilerError as ``compile_library`` does.
     """
-    return _short_digest(platform_name(), *(each.read_bytes() for each in (source, *sorted(HEADERS.glob("*.h")))))
+    return _short_digest(
+        platform_name(), *(each.read_bytes() for each in (source, *sorted(HEADERS.glob("*.h"))))
+    )
 
 
 def platform_name() -> str:
-    """Name all that kernels in C depend on besides their sources: options, compiler and processor. Raises CompilerError."""
+    """Name all that kernels in C depend on besides their sources: options, compiler and processor.
+    Raises CompilerError.
+    """
     command, found = _compiler()
     status = found.stat()
-    return f"{[found.name, *command[1:], *_target()]} {FLAGS} {status.st_mtime_ns} {status.st_size} {processor()}"
+    return (
+        f"{[found.name, *command[1:], *_target()]} {FLAGS} {status.st_mtime_ns} {status.st_size}"
+        f" {processor()}"
+    )
 
 
 @cache
 def _defined_macros(command: tuple[str, ...]) -> frozenset[str]:
-    """Return the names that a compiler defines by itself, with these options. Raises CompilerError."""
+    """Return the names that a compiler defines by itself, with these options. Raises
+    CompilerError.
+    """
     text = _run([*command, "-dM", "-E", "-x", "c", os.devnull])
     return frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define "))
 
 
 def vector_instructions() -> str:
-    """Return the best vector instructions that kernels are compiled for, as the compiler says, or "". Raises CompilerError."""
+    """Return the best vector instructions that kernels are compiled for, as the compiler says, or
+    "". Raises CompilerError.
+    """
     macros = _defined_macros((*_compiler()[0], *_target()))
     return next((name for name, macro in VECTOR_MACROS.items() if macro in macros), "")
 
 
 def _target() -> tuple[str, ...]:
-    """Return the option for this processor; nothing where the options in CC name another one. Raises CompilerError."""
+    """Return the option for this processor; nothing where the options in CC name another one.
+    Raises CompilerError.
+    """
     return () if any(word.startswith("-march=") for word in _compiler()[0]) else (THIS_PROCESSOR,)
 
 
 def _compiler() -> tuple[list[str], Path]:
-    """Return the command of the C compiler, with its options, and its file. Raises CompilerError if there is none."""
+    """Return the command of the C compiler, with its options, and its file. Raises CompilerError if
+    there is none.
+    """
     command = shlex.split(os.environ.get("CC", "cc"))
     found = shutil.which(command[0])
     if found is None:
@@ -175,7 +222,11 @@ def processor() -> str:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             first = itertools.takewhile(str.strip, lines)
-            return "".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU part")))
+            return "".join(
+                line
+                for line in first
+                if line.startswith(("model name", "flags", "Features", "CPU part"))
+            )
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
 
@@ -197,8 +248,12 @@ def _compile(command: list[str], library: Path) -> None:
 
 def _run(command: list[str]) -> str:
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+        ).stdout
     except subprocess.CalledProcessError as error:
-        raise CompilerError(f"{command[0]} cannot compile them: {one_line(Exception(error.stderr))}") from None
+        raise CompilerError(
+            f"{command[0]} cannot compile them: {one_line(Exception(error.stderr))}"
+        ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerError(f"{command[0]} cannot compile them: {one_line(error)}") from None

@@ -1,4 +1,6 @@
-"""What decides the bits that a worker computes, besides the weights and the requests: its device, libraries and kernels."""
+"""What decides the bits that a worker computes, besides the weights and the requests: its device,
+libraries and kernels.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,9 +15,9 @@ from tramontane.workers.device.probe import device_name
 class Numerics:
     """The parts of a worker's computation, each with the name of what computes it.
 
-    Parts have the same names in all workers, and a worker has those that it needs: only a stage has ``attention``. So workers
-    of one pipeline are alike if no part has two names. ``is_batch_invariant``: whether a token's bits depend on that token and
-    those before it alone.
+    Parts have the same names in all workers, and a worker has those that it needs: only a stage has
+    ``attention``. So workers of one pipeline are alike if no part has two names.
+    ``is_batch_invariant``: whether a token's bits depend on that token and those before it alone.
     """
 
     parts: tuple[tuple[str, str], ...] = ()
@@ -24,11 +26,15 @@ class Numerics:
     @classmethod
     def of(cls, parts: Mapping[str, str], device: str, *, is_batch_invariant: bool) -> Self:
         """Return the numerics of a worker on this device, which is one of its parts."""
-        return cls(tuple(sorted({**parts, "device": device_numerics(device)}.items())), is_batch_invariant)
+        return cls(
+            tuple(sorted({**parts, "device": device_numerics(device)}.items())), is_batch_invariant
+        )
 
 
 def device_numerics(device: str) -> str:
-    """Name a device and the libraries that compute on it, besides kernels in C. NumPy computes rotary tables on CPUs."""
+    """Name a device and the libraries that compute on it, besides kernels in C. NumPy computes
+    rotary tables on CPUs.
+    """
     import numpy as np
     import torch
 
@@ -36,7 +42,10 @@ def device_numerics(device: str) -> str:
 
     if torch.device(device).type == "cpu":
         instructions = hashlib.sha256(processor().encode()).hexdigest()[:8]
-        return f"torch {torch.__version__}, NumPy {np.__version__}, {device_name('cpu')}, {instructions}"
+        return (
+            f"torch {torch.__version__}, NumPy {np.__version__}, {device_name('cpu')},"
+            f" {instructions}"
+        )
     others = f"xformers {_version('xformers')}, Triton {_version('triton')}"
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {others}, {device_name(device)}"
 

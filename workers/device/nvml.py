@@ -1,7 +1,9 @@
-"""NVIDIA's GPUs as the driver's management library (NVML) lists them: without torch, and without a CUDA context.
+"""NVIDIA's GPUs as the driver's management library (NVML) lists them: without torch, and without a
+CUDA context.
 
-Ray and PyTorch count GPUs by it as well. Called by ctypes: of NVIDIA's own bindings (nvidia-ml-py) five functions would be
-used, and nothing else here needs them. https://docs.nvidia.com/deploy/nvml-api
+Ray and PyTorch count GPUs by it as well. Called by ctypes: of NVIDIA's own bindings (nvidia-ml-py)
+five functions would be used, and nothing else here needs them.
+https://docs.nvidia.com/deploy/nvml-api
 """
 
 import ctypes
@@ -15,7 +17,9 @@ TEXT_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE and NVML_DEVICE_UUID_V2_BUFFE
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """A GPU of this machine: its UUID (``GPU-...``), and bytes of memory, all of them and those that nothing holds now."""
+    """A GPU of this machine: its UUID (``GPU-...``), and bytes of memory, all of them and those
+    that nothing holds now.
+    """
 
     uuid: str
     name: str
@@ -26,7 +30,11 @@ class NvmlGpu:
 class _Memory(ctypes.Structure):
     """nvmlMemory_t."""
 
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _NvmlError(Exception):
@@ -34,13 +42,16 @@ class _NvmlError(Exception):
 
 
 def list_gpus() -> list[NvmlGpu] | None:
-    """Return all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says, or None if NVML is missing or cannot be used."""
+    """Return all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says, or None if NVML is
+    missing or cannot be used.
+    """
     try:
         with _initialized(ctypes.CDLL(LIBRARY)) as library:
             count = ctypes.c_uint()
             _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
             return [_describe(library, index) for index in range(count.value)]
-    except (OSError, AttributeError, _NvmlError):  # no driver; one of another kind; one that does not work
+    # no driver; one of another kind; one that does not work
+    except (OSError, AttributeError, _NvmlError):
         return None
 
 
@@ -57,7 +68,10 @@ def _describe(library: ctypes.CDLL, index: int) -> NvmlGpu:
     device, memory = ctypes.c_void_p(), _Memory()
     _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)))
     _check(library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)))
-    uuid, name = (_read_text(function, device) for function in (library.nvmlDeviceGetUUID, library.nvmlDeviceGetName))
+    uuid, name = (
+        _read_text(function, device)
+        for function in (library.nvmlDeviceGetUUID, library.nvmlDeviceGetName)
+    )
     return NvmlGpu(uuid, name, memory.total, memory.free)
 
 

@@ -1,7 +1,9 @@
-"""Copies between a GPU and the host through pinned memory, which the GPU accesses without help of the processor.
+"""Copies between a GPU and the host through pinned memory, which the GPU accesses without help of
+the processor.
 
-A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from pinned memory is only
-queued. torch reuses pinned memory once no tensor or array refers to it and the copies that it was part of are done.
+A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from
+pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it and
+the copies that it was part of are done.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,26 +25,34 @@ class PinnedTransfer:
         target.copy_(source, non_blocking=True)
 
     def record(self, device: torch.device) -> Callable[[], None]:
-        """Return a function that blocks until all work queued on the device so far is done; it spins, see ``DeviceEvent``."""
+        """Return a function that blocks until all work queued on the device so far is done; it
+        spins, see ``DeviceEvent``.
+        """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
-        """Start to copy a pinned tensor to the device. Work that the device gets from now on sees the complete copy."""
+        """Start to copy a pinned tensor to the device. Work that the device gets from now on sees
+        the complete copy.
+        """
         return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A contiguous tensor on the host, complete once ``wait`` has returned. It may be the original if that is on the host."""
+    """A contiguous tensor on the host, complete once ``wait`` has returned. It may be the original
+    if that is on the host.
+    """
 
     tensor: Tensor
     wait: Callable[[], None]
 
 
 def copy_to_host_async(tensor: Tensor, transfer: PinnedTransfer | None = None) -> HostCopy:
-    """Start to copy a tensor to the host. Work that the device gets later does not delay the copy."""
+    """Start to copy a tensor to the host. Work that the device gets later does not delay the
+    copy.
+    """
     if tensor.device.type == "cpu" and transfer is None:
         return HostCopy(tensor.contiguous(), lambda: None)
     transfer = transfer or PinnedTransfer()
@@ -52,14 +62,19 @@ def copy_to_host_async(tensor: Tensor, transfer: PinnedTransfer | None = None) -
 
 
 def to_host(tensor: Tensor, transfer: PinnedTransfer | None = None) -> Tensor:
-    """Return a contiguous, complete tensor on the host: a copy, or the original if it is contiguous and on the host."""
+    """Return a contiguous, complete tensor on the host: a copy, or the original if it is contiguous
+    and on the host.
+    """
     host_copy = copy_to_host_async(tensor, transfer)
     host_copy.wait()
     return host_copy.tensor
 
 
-def to_device(tensor: Tensor, device: torch.device, transfer: PinnedTransfer | None = None) -> Tensor:
-    """Copy a host tensor to the device without waiting for it; return the original if it is there already.
+def to_device(
+    tensor: Tensor, device: torch.device, transfer: PinnedTransfer | None = None
+) -> Tensor:
+    """Copy a host tensor to the device without waiting for it; return the original if it is there
+    already.
 
     The host tensor may be read-only, and may be freed once this returns.
     """
@@ -72,7 +87,9 @@ def to_device(tensor: Tensor, device: torch.device, transfer: PinnedTransfer | N
 
 
 def tensor_on(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Return a tensor of these numbers on the device, without waiting for it."""
     return to_device(torch.tensor(values, dtype=dtype), device)

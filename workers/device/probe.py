@@ -1,4 +1,6 @@
-"""What a process can find out about its devices without loading a model. torch is imported only if a GPU is asked."""
+"""What a process can find out about its devices without loading a model. torch is imported only if
+a GPU is asked.
+"""
 
 import ctypes
 import itertools
@@ -12,7 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tramontane.workers.device import nvml
-from tramontane.workers.device.native_library import VECTOR_MACROS, CompilerError, vector_instructions
+from tramontane.workers.device.native_library import (
+    VECTOR_MACROS,
+    CompilerError,
+    vector_instructions,
+)
 
 COPY_BYTES = 2**28  # far more than any cache between processor and memory
 MAX_PANEL_ROWS = 32  # of any processor
@@ -20,7 +26,9 @@ KERNEL_MODULE = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU that CUDA shows: its name and bytes of memory, and how many of these are free now, None if that is not known."""
+    """A GPU that CUDA shows: its name and bytes of memory, and how many of these are free now, None
+    if that is not known.
+    """
 
     name: str
     memory: int
@@ -38,10 +46,12 @@ def visible_gpus() -> list[VisibleGpu]:
 
 
 def num_visible_gpus() -> int:
-    """Return how many GPUs of this machine CUDA should show, without torch where the driver says how many there are.
+    """Return how many GPUs of this machine CUDA should show, without torch where the driver says
+    how many there are.
 
-    The driver's management library counts them, as it does for Ray and PyTorch, else the kernel module's files. Where there
-    is neither, as in some containers, but CUDA's library, PyTorch is asked.
+    The driver's management library counts them, as it does for Ray and PyTorch, else the kernel
+    module's files. Where there is neither, as in some containers, but CUDA's library, PyTorch is
+    asked.
     """
     selected, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml.list_gpus()
     if gpus is not None:
@@ -56,10 +66,12 @@ def num_visible_gpus() -> int:
 
 
 def count_selected(selected: str | None, num_gpus: int, uuids: Sequence[str] | None = None) -> int:
-    """Return how many of the GPUs CUDA_VISIBLE_DEVICES selects; without their UUIDs, those that it names are taken as right.
+    """Return how many of the GPUs CUDA_VISIBLE_DEVICES selects; without their UUIDs, those that it
+    names are taken as right.
 
-    As CUDA reads it: names are numbers, or UUIDs which may be cut short; the first that is wrong ends the list, and one that
-    is there twice empties it. Of 2 GPUs "1,0" selects 2, "0,-1,1" and "0,2,1" select 1, and "0,0" selects 0.
+    As CUDA reads it: names are numbers, or UUIDs which may be cut short; the first that is wrong
+    ends the list, and one that is there twice empties it. Of 2 GPUs "1,0" selects 2, "0,-1,1" and
+    "0,2,1" select 1, and "0,0" selects 0.
     """
     if selected is None:
         return num_gpus
@@ -102,8 +114,8 @@ def _has_cuda_driver() -> bool:
 def device_name(device: str) -> str:
     """Return the name of a kind of device: of two with one name neither is faster.
 
-    Processors of one name may differ where a virtual machine hides the model, so theirs has all that is known:
-    ``AMD EPYC, family 23, model 1, avx2``.
+    Processors of one name may differ where a virtual machine hides the model, so theirs has all
+    that is known: ``AMD EPYC, family 23, model 1, avx2``.
     """
     if device != "cpu":
         import torch
@@ -118,7 +130,9 @@ def device_name(device: str) -> str:
 def processor_name(cpuinfo: str) -> str:
     """Return the name of the first processor in the text of ``/proc/cpuinfo``."""
     first = itertools.takewhile(str.strip, cpuinfo.splitlines())
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)
+    }
     flags = fields.get("flags", fields.get("Features", "")).split()
     numbers = {"family": "cpu family", "model": "model", "part": "CPU part"}
     known = [f"{name} {fields[key]}" for name, key in numbers.items() if key in fields]
@@ -127,7 +141,8 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def panel_rows() -> int:
-    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``, without compiling it.
+    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``,
+    without compiling it.
 
     1 without a C compiler, where matrices are not packed.
     """
@@ -139,11 +154,16 @@ def panel_rows() -> int:
 
 
 def memory_bandwidth(
-    device: str, num_bytes: int = COPY_BYTES, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+    device: str,
+    num_bytes: int = COPY_BYTES,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Measure the bytes per second that a copy within the device's memory reads and writes. Decoding is bound by it.
+    """Measure the bytes per second that a copy within the device's memory reads and writes.
+    Decoding is bound by it.
 
-    Takes the fastest of several rounds, because other users of the device slow some of them; the first does not count.
+    Takes the fastest of several rounds, because other users of the device slow some of them; the
+    first does not count.
     """
     import torch
 

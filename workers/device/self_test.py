@@ -1,6 +1,8 @@
-"""Self tests, before the first step, of what a device may lack: a compiler, a library's kernel, a kind of arithmetic.
+"""Self tests, before the first step, of what a device may lack: a compiler, a library's kernel, a
+kind of arithmetic.
 
-The tested operation has to run and to be correct. If it is not, a log line says why, and stages use a fallback.
+The tested operation has to run and to be correct. If it is not, a log line says why, and stages use
+a fallback.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,9 @@ MAX_REASON_CHARS = 200
 
 
 def assert_close_norm(out: "Tensor", expected: "Tensor", max_difference: float) -> None:
-    """Raise ArithmeticError if the norm of the difference, relative to that of ``expected``, is too large or NaN."""
+    """Raise ArithmeticError if the norm of the difference, relative to that of ``expected``, is too
+    large or NaN.
+    """
     relative = float((out.float() - expected.float()).norm() / expected.float().norm())
     if not relative <= max_difference:
         raise ArithmeticError(f"differs by {relative:.2g}")
@@ -33,7 +37,9 @@ def one_line(error: Exception) -> str:
 
     "at 7:4:", the code, "unsupported type" become "at 7:4: ... unsupported type".
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     first, last = lines[0], lines[-1]
     half = MAX_REASON_CHARS // 2
     return first[:MAX_REASON_CHARS] if len(lines) == 1 else f"{first[:half]} ... {last[:half]}"

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, LinkError, PipelineError
+from tramontane.proto.errors import (
+    ExpertRelocatedError,
+    ExpertUnavailableError,
+    LinkError,
+    PipelineError,
+)
 from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory
@@ -73,7 +78,9 @@ class ExpertMessageLayout:
 
 
 class ExpertServer:
-    """An expert actor's ends of its links. Each stage has its own thread; one computes at a time, within ``error_guard``."""
+    """An expert actor's ends of its links. Each stage has its own thread; one computes at a time,
+    within ``error_guard``.
+    """
 
     def __init__(
         self,
@@ -84,19 +91,29 @@ class ExpertServer:
         num_threads: int,
         error_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._worker, self._channels, self._host, self._num_threads = worker, channels, host, num_threads
+        self._worker, self._channels, self._host, self._num_threads = (
+            worker,
+            channels,
+            host,
+            num_threads,
+        )
         self._error_guard = error_guard
         self._layout = ExpertMessageLayout.of(plan, worker.device)
         self._compute_lock = threading.Lock()
 
     def open(self, calls: Address) -> Address:
-        """Serve a stage that sends its calls from this address; returns the address that its replies come from."""
+        """Serve a stage that sends its calls from this address; returns the address that its
+        replies come from.
+        """
         listener = self._channels.listen(self._host)
 
         def serve() -> None:
             with closing(listener):
                 try:
-                    with closing(self._channels.connect(calls, self._host)) as inlet, closing(listener.accept()) as outlet:
+                    with (
+                        closing(self._channels.connect(calls, self._host)) as inlet,
+                        closing(listener.accept()) as outlet,
+                    ):
                         self._serve(inlet, outlet)
                 except (LinkError, OSError, RuntimeError) as error:
                     logger.info("The link to a stage has ended: %s", error)
@@ -130,10 +147,12 @@ class ExpertServer:
 
 
 class DirectExpertClient:
-    """A stage's ``ExpertConnection`` to one expert actor. A thread connects, receives replies, and reconnects.
+    """A stage's ``ExpertConnection`` to one expert actor. A thread connects, receives replies, and
+    reconnects.
 
-    ``exchange_addresses`` sends the actor the address of the calls and returns that of its replies. It raises
-    ExpertUnavailableError if the actor cannot be reached now, PipelineError if it never will be.
+    ``exchange_addresses`` sends the actor the address of the calls and returns that of its replies.
+    It raises ExpertUnavailableError if the actor cannot be reached now, PipelineError if it never
+    will be.
     """
 
     def __init__(
@@ -150,7 +169,8 @@ class DirectExpertClient:
         self._lock = threading.Lock()
         self._outlet: Channel | None = None  # None: the actor is not up
         self._inlet: Channel | None = None
-        self._unanswered: deque[tuple[int, Future[ExpertReply]]] = deque()  # (number of rows, reply) of each call
+        # (number of rows, reply) of each call
+        self._unanswered: deque[tuple[int, Future[ExpertReply]]] = deque()
         self._is_closed = False
         self.failure: PipelineError | None = None
         threading.Thread(target=self._maintain, name=label, daemon=True).start()
@@ -197,7 +217,11 @@ class DirectExpertClient:
                 self._on_disconnect(error)
                 time.sleep(RETRY_S)
             except Exception as error:  # calls that wait for the actor must fail
-                self.failure = error if isinstance(error, PipelineError) else PipelineError(f"{self._label} failed: {error!r}")
+                self.failure = (
+                    error
+                    if isinstance(error, PipelineError)
+                    else PipelineError(f"{self._label} failed: {error!r}")
+                )
                 self._on_disconnect(error)
                 return
 
@@ -248,5 +272,7 @@ class DirectExpertClient:
             if channel is not None:
                 channel.close()
         for _, future in unanswered:
-            future.set_exception(ExpertUnavailableError(f"the connection to {self._label} was lost: {error}"))
+            future.set_exception(
+                ExpertUnavailableError(f"the connection to {self._label} was lost: {error}")
+            )
         self._notify()

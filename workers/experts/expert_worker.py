@@ -1,4 +1,6 @@
-"""One expert actor's work: run the experts that it holds on the rows of a call. It keeps no state between calls."""
+"""One expert actor's work: run the experts that it holds on the rows of a call. It keeps no state
+between calls.
+"""
 
 import time
 from collections.abc import Collection, Iterable
@@ -14,7 +16,11 @@ from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops, row_wise_ops
 from tramontane.workers.kernels.kernel_names import name_kernels
-from tramontane.workers.kernels.row_invariance import find_row_dependence, triton_refusal, try_invariance
+from tramontane.workers.kernels.row_invariance import (
+    find_row_dependence,
+    triton_refusal,
+    try_invariance,
+)
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products, triton_products
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
@@ -24,7 +30,9 @@ from tramontane.workers.weights.tensor_specs import expert_tensors
 
 
 class ExpertCall(NamedTuple):
-    """The work of one actor for one layer of one micro-batch: each expert runs its group of the rows, in this order."""
+    """The work of one actor for one layer of one micro-batch: each expert runs its group of the
+    rows, in this order.
+    """
 
     layer: int
     experts: tuple[int, ...]
@@ -44,7 +52,9 @@ class ExpertReply(NamedTuple):
 
 
 class ExpertModule(nn.Module):
-    """Experts with the parameter names that they have in a stage, so that they load from the same tensors."""
+    """Experts with the parameter names that they have in a stage, so that they load from the same
+    tensors.
+    """
 
     def __init__(self, args: ModelArgs, expert_ids: Iterable[ExpertId]) -> None:
         super().__init__()
@@ -52,9 +62,11 @@ class ExpertModule(nn.Module):
 
 
 class ExpertWorker:
-    """The experts of one actor. Plain and synchronous: one thread calls ``run``, another may load and unload experts.
+    """The experts of one actor. Plain and synchronous: one thread calls ``run``, another may load
+    and unload experts.
 
-    ``busy_s`` and ``num_rows`` are the seconds that its experts have worked, and the rows that they were given.
+    ``busy_s`` and ``num_rows`` are the seconds that its experts have worked, and the rows that they
+    were given.
     """
 
     def __init__(
@@ -113,14 +125,20 @@ class ExpertWorker:
     @property
     def num_bytes(self) -> int:
         """The bytes of all loaded tensors."""
-        return sum(tensor.nbytes for expert in self._experts.values() for tensor in expert.state_dict().values())
+        return sum(
+            tensor.nbytes
+            for expert in self._experts.values()
+            for tensor in expert.state_dict().values()
+        )
 
     def load_experts(self, experts: Collection[ExpertId]) -> None:
         """Read or make the tensors of those experts that are not loaded yet."""
         missing = [each for each in experts if each not in self._experts]
         model = load_module(
             lambda: ExpertModule(self._plan.args, missing),
-            lambda layout: [spec for each in missing for spec in expert_tensors(self._plan.args, *each, layout)],
+            lambda layout: [
+                spec for each in missing for spec in expert_tensors(self._plan.args, *each, layout)
+            ],
             self._plan,
             self._weights,
             str(self.device),
@@ -142,7 +160,9 @@ class ExpertWorker:
         loaded = self._experts  # read once: another thread may replace it
         expert_ids = [ExpertId(call.layer, expert) for expert in call.experts]
         if not loaded.keys() >= set(expert_ids):
-            raise ExpertRelocatedError(f"not all of experts {call.experts} of layer {call.layer} are loaded")
+            raise ExpertRelocatedError(
+                f"not all of experts {call.experts} of layer {call.layer} are loaded"
+            )
         started = time.perf_counter()
         with torch.inference_mode():
             done_CD = run_experts([loaded[each] for each in expert_ids], call.sizes, rows_CD)

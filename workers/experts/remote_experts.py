@@ -1,4 +1,5 @@
-"""Experts on actors, as a stage sees them: which actor gets which group of rows, and what happens if it does not answer.
+"""Experts on actors, as a stage sees them: which actor gets which group of rows, and what happens
+if it does not answer.
 
 Shape letters: C choices (a token once for each of its experts), D model width.
 """
@@ -23,7 +24,9 @@ MOVE_RETRY_S = 0.02
 
 
 class ExpertConnection(Protocol):
-    """The connection to one expert actor, which may die and come back. One thread calls; replies arrive on others."""
+    """The connection to one expert actor, which may die and come back. One thread calls; replies
+    arrive on others.
+    """
 
     @property
     def is_up(self) -> bool:
@@ -36,41 +39,54 @@ class ExpertConnection(Protocol):
     def call(self, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
         """Send a call.
 
-        It fails with ExpertUnavailableError if the actor is not up or dies before it has answered, and with other errors if
-        the call itself fails.
+        It fails with ExpertUnavailableError if the actor is not up or dies before it has answered,
+        and with other errors if the call itself fails.
         """
 
     def close(self) -> None:
         """Close the connection; calls without an answer fail."""
 
 
-Connect = Callable[[int, Callable[[], None]], ExpertConnection]  # (actor id, called whenever the actor goes up or down)
+# (actor id, called whenever the actor goes up or down)
+Connect = Callable[[int, Callable[[], None]], ExpertConnection]
 
 
 class RemoteExperts:
-    """The experts of a stage whose experts are on actors. Its methods are for the thread that computes.
+    """The experts of a stage whose experts are on actors. Its methods are for the thread that
+    computes.
 
-    A stage sends one message per actor and layer of a micro-batch. All rows of an expert go to one of its replicas, so that
-    they are multiplied as one matrix and the results do not depend on the replica. That replica is the one with the fewest
-    queued rows, as far as this stage knows, and among equals the one that was sent the fewest rows.
+    A stage sends one message per actor and layer of a micro-batch. All rows of an expert go to one
+    of its replicas, so that they are multiplied as one matrix and the results do not depend on the
+    replica. That replica is the one with the fewest queued rows, as far as this stage knows, and
+    among equals the one that was sent the fewest rows.
 
     ``condition`` is notified whenever ``PendingExpertCall.poll`` may have something to do.
     """
 
-    def __init__(self, plan: ExpertPlan, connect: Connect, current_plan: Callable[[], ExpertPlan] | None = None) -> None:
+    def __init__(
+        self,
+        plan: ExpertPlan,
+        connect: Connect,
+        current_plan: Callable[[], ExpertPlan] | None = None,
+    ) -> None:
         self.condition = threading.Condition()
-        self._current_plan = current_plan or (lambda: plan)  # called when an actor does not hold what the plan says
+        # called when an actor does not hold what the plan says
+        self._current_plan = current_plan or (lambda: plan)
         self._placement = plan.placement
         self._queued = Counter[int]()  # rows sent to each actor and not answered
         self._sent = Counter[int]()  # all rows sent to each actor
         self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
 
     def set_plan(self, plan: ExpertPlan) -> None:
-        """Call the actors of this plan from now on; pending answers of others are still accepted."""
+        """Call the actors of this plan from now on; pending answers of others are still
+        accepted.
+        """
         self._placement = plan.placement
 
     def refresh_plan(self) -> None:
-        """Read the current plan after an expert has moved. Sleeps if it has not changed yet, to limit the rate of retries."""
+        """Read the current plan after an expert has moved. Sleeps if it has not changed yet, to
+        limit the rate of retries.
+        """
         previous = self._placement
         self.set_plan(self._current_plan())
         if self._placement == previous:
@@ -81,21 +97,30 @@ class RemoteExperts:
         for connection in self._connections:
             connection.close()
 
-    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> "PendingExpertCall":
-        """Send each expert's group of rows [C, D] to an actor. On a GPU this waits for the sizes of the groups."""
+    def dispatch(
+        self, layer: int, rows_CD: Tensor, groups: ExpertPermutation
+    ) -> "PendingExpertCall":
+        """Send each expert's group of rows [C, D] to an actor. On a GPU this waits for the sizes of
+        the groups.
+        """
         return PendingExpertCall(self, layer, rows_CD, groups.sizes)
 
-    def select_replicas(self, layer: int, sizes: dict[int, int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-        """Choose an actor that is up for each expert; returns each actor's experts, and the experts without such an actor.
+    def select_replicas(
+        self, layer: int, sizes: dict[int, int]
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+        """Choose an actor that is up for each expert; returns each actor's experts, and the experts
+        without such an actor.
 
-        The largest group comes first. Sizes {0: 5, 1: 4, 2: 3}, both actors hold all and are idle: 0 goes to the first, 1 to
-        the second and 2 as well, which then has 7.
+        The largest group comes first. Sizes {0: 5, 1: 4, 2: 3}, both actors hold all and are idle:
+        0 goes to the first, 1 to the second and 2 as well, which then has 7.
         """
         assigned: dict[int, list[int]] = {}
         unavailable = []
         queued = self._queued.copy()
         for expert in sorted(sizes, key=lambda expert: (-sizes[expert], expert)):
-            candidates = [actor for actor in self.holders(layer, expert) if self._connections[actor].is_up]
+            candidates = [
+                actor for actor in self.holders(layer, expert) if self._connections[actor].is_up
+            ]
             if not candidates:
                 unavailable.append(expert)
                 continue
@@ -103,7 +128,9 @@ class RemoteExperts:
             assigned.setdefault(actor, []).append(expert)
             queued[actor] += sizes[expert]
             self._sent[actor] += sizes[expert]
-        return {actor: tuple(sorted(experts)) for actor, experts in assigned.items()}, tuple(unavailable)
+        return {actor: tuple(sorted(experts)) for actor, experts in assigned.items()}, tuple(
+            unavailable
+        )
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
         """Return the ids of the actors that hold this expert."""
@@ -139,7 +166,8 @@ class RemoteExperts:
     def _notify(self) -> None:
         """Handle that an actor went up or down.
 
-        The counts of sent rows start anew: an actor that was down must not receive everything until it has caught up.
+        The counts of sent rows start anew: an actor that was down must not receive everything until
+        it has caught up.
         """
         with self.condition:
             self._sent.clear()
@@ -155,14 +183,20 @@ class _Part(NamedTuple):
 
 
 class PendingExpertCall:
-    """The experts of one layer of one micro-batch, at work. The result does not depend on the order of the replies."""
+    """The experts of one layer of one micro-batch, at work. The result does not depend on the order
+    of the replies.
+    """
 
-    def __init__(self, experts: RemoteExperts, layer: int, rows_CD: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, experts: RemoteExperts, layer: int, rows_CD: Tensor, sizes: Sequence[int]
+    ) -> None:
         self.layer = layer
         self._experts, self._rows_CD = experts, rows_CD
         self._sizes = {expert: size for expert, size in enumerate(sizes) if size}
         ends = torch.tensor(sizes).cumsum(0).tolist()
-        self._slices = {expert: slice(ends[expert] - size, ends[expert]) for expert, size in self._sizes.items()}
+        self._slices = {
+            expert: slice(ends[expert] - size, ends[expert]) for expert, size in self._sizes.items()
+        }
         self._done_CD = torch.empty_like(rows_CD)
         self._parts: list[_Part] = []
         self._unavailable: tuple[int, ...] = ()  # experts that no living actor holds
@@ -172,23 +206,30 @@ class PendingExpertCall:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``poll`` has something to do: all replies or one error have arrived, or an actor is up again."""
+        """Whether ``poll`` has something to do: all replies or one error have arrived, or an actor
+        is up again.
+        """
         futures = [part.future for part in self._parts]
         is_done = [future.done() for future in futures]
-        if any(done and future.exception() is not None for done, future in zip(is_done, futures, strict=True)):
+        if any(
+            done and future.exception() is not None
+            for done, future in zip(is_done, futures, strict=True)
+        ):
             return True
         if self._unavailable:
             return self._can_retry() or self._failure() is not None
         return all(is_done)
 
     def poll(self) -> bool:
-        """Process the replies that have arrived and retry what failed; returns whether all rows are done.
+        """Process the replies that have arrived and retry what failed; returns whether all rows are
+        done.
 
         Raises PipelineError if an expert is permanently unavailable.
         """
         retried = {}
         if (failure := self._failure()) is not None:
-            raise PipelineError(str(failure))  # a new error: every raise grows an exception's traceback
+            # a new error: every raise grows an exception's traceback
+            raise PipelineError(str(failure))
         if self._can_retry():
             retried = dict.fromkeys(self._unavailable)
             self._unavailable = ()
@@ -210,7 +251,9 @@ class PendingExpertCall:
         return ExpertUsage(self._answered_at - self._asked_at, tuple(self._actors))
 
     def result(self) -> Tensor:
-        """Return the experts' results in the order of the given rows, [C, D], once all rows are done."""
+        """Return the experts' results in the order of the given rows, [C, D], once all rows are
+        done.
+        """
         return self._done_CD
 
     def _send(self, sizes: dict[int, int]) -> None:
@@ -233,14 +276,22 @@ class PendingExpertCall:
         self._actors.append(ExpertTiming(part.actor_id, reply.busy_s, sum(sizes)))
 
     def _can_retry(self) -> bool:
-        return any(self._experts.is_any_up(self._experts.holders(self.layer, expert)) for expert in self._unavailable)
+        return any(
+            self._experts.is_any_up(self._experts.holders(self.layer, expert))
+            for expert in self._unavailable
+        )
 
     def _failure(self) -> PipelineError | None:
-        failures = (self._experts.failure(self._experts.holders(self.layer, expert)) for expert in self._unavailable)
+        failures = (
+            self._experts.failure(self._experts.holders(self.layer, expert))
+            for expert in self._unavailable
+        )
         return next((failure for failure in failures if failure is not None), None)
 
     def _on_reply(self, _: "Future[ExpertReply]") -> None:
-        """Notify the computing thread. Called on another thread, or on this one if the reply was there at once."""
+        """Notify the computing thread. Called on another thread, or on this one if the reply was
+        there at once.
+        """
         self._answered_at = time.perf_counter()
         with self._experts.condition:
             if self.is_ready:

@@ -1,6 +1,7 @@
 """The forward pass of a stage whose experts are on actors: a coroutine that yields while they work.
 
-It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in who runs the experts.
+It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in who runs the
+experts.
 """
 
 from collections.abc import Callable, Generator
@@ -14,7 +15,8 @@ from tramontane.workers.model.rotary import RotaryTables
 from tramontane.workers.model.transformer import OnChoices, StageModel
 
 T = TypeVar("T")
-StepCoroutine = Generator[PendingExpertCall, None, T]  # computes a T, and yields every call that has no answer yet
+# computes a T, and yields every call that has no answer yet
+StepCoroutine = Generator[PendingExpertCall, None, T]
 OnUsage = Callable[[PendingExpertCall], None]  # called when all experts of a layer have answered
 
 
@@ -29,8 +31,8 @@ def forward_with_remote_experts(
 ) -> StepCoroutine[Tensor]:
     """Run all layers, [T, D] to [T, D]; yield in every layer once its experts have been called.
 
-    It may be resumed at any time, and yields the same call again until all answers are there. Raises PipelineError if an
-    expert is permanently unavailable.
+    It may be resumed at any time, and yields the same call again until all answers are there.
+    Raises PipelineError if an expert is permanently unavailable.
     """
     added_TD: Tensor | None = None
     for layer in model.global_layers:

@@ -1,7 +1,8 @@
-"""Elementwise operations of a layer between its matrix products, fused so that each tensor is read and written once.
+"""Elementwise operations of a layer between its matrix products, fused so that each tensor is read
+and written once.
 
-Eager PyTorch runs one kernel per operation. On a GPU ``torch.compile`` makes one kernel of each function here; on a CPU
-``fused_ops.c`` has one for each.
+Eager PyTorch runs one kernel per operation. On a GPU ``torch.compile`` makes one kernel of each
+function here; on a CPU ``fused_ops.c`` has one for each.
 
 Shape letters: T tokens, H heads, d head_dim, D model width, F feed-forward width.
 """
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("fused_ops.c")
 MAX_DIFFERENCE = 2e-2  # relative, by norms: more than 16-bit rounding causes
 TEST_NUM_TOKENS = (1, 3, 5)
-# One token gets code of its own; from several numbers the compiler learns that the length is dynamic. Inductor's code for sm_90
-# reads 16 bytes at a time if the first of these numbers is large, and 2 bytes if it is 3.
+# One token gets code of its own; from several numbers the compiler learns that the length is
+# dynamic. Inductor's code for sm_90 reads 16 bytes at a time if the first of these numbers is
+# large, and 2 bytes if it is 3.
 GPU_TEST_NUM_TOKENS = (1, 2048, 64)
 
 
@@ -51,14 +53,20 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
-def fused_add_rms_norm(h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return the sum and its root-mean-square normalization, both [T, D]."""
     sum_TD = h_TD + more_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
 
-def cos_sin(positions_T: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [T, d] of every position's angles times ``magnitude``, computed in float32."""
+def cos_sin(
+    positions_T: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [T, d] of every position's angles times ``magnitude``, computed in
+    float32.
+    """
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles_Td = torch.cat((angles, angles), dim=-1)
     return (angles_Td.cos() * magnitude).to(dtype), (angles_Td.sin() * magnitude).to(dtype)
@@ -71,7 +79,9 @@ class FusedOps:
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary
     silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = fused_add_rms_norm
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
+        fused_add_rms_norm
+    )
     cos_sin: CosSin = cos_sin
 
 
@@ -79,7 +89,8 @@ EAGER = FusedOps()
 
 
 def compile_ops(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> FusedOps:
-    """Compile the operations for this device and model, or return the eager ones and log why they cannot be compiled.
+    """Compile the operations for this device and model, or return the eager ones and log why they
+    cannot be compiled.
 
     On a GPU norms are a Triton kernel that reads a row once; the compiler's reads it twice.
     """
@@ -87,32 +98,39 @@ def compile_ops(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Fu
     if device.type == "cuda":
         fused = _with_triton_norms(fused)
     if reason := try_or_reason(lambda: try_ops(fused, args, device, dtype)):
-        logger.warning("operations between products are not fused: torch.compile or Triton fails (%s)", reason)
+        logger.warning(
+            "operations between products are not fused: torch.compile or Triton fails (%s)", reason
+        )
         return EAGER
     return fused
 
 
 def _with_triton_norms(fused: FusedOps) -> FusedOps:
     try:
-        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm  # Triton is not on every platform
+        # Triton is not on every platform
+        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
     except ImportError:
         return fused
     return replace(fused, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
 
 
 def row_wise_ops() -> FusedOps:
-    """Return operations on GPUs whose result for a token does not depend on the others. Raises ImportError without Triton.
+    """Return operations on GPUs whose result for a token does not depend on the others. Raises
+    ImportError without Triton.
 
-    Rotary tables are computed by PyTorch, element by element. ``apply_rotary`` is to be replaced by that of the attention
-    kernels, which agrees with what they rotate themselves.
+    Rotary tables are computed by PyTorch, element by element. ``apply_rotary`` is to be replaced by
+    that of the attention kernels, which agrees with what they rotate themselves.
     """
-    from tramontane.workers.kernels.triton_silu import silu_and_mul  # Triton is not on every platform
+    # Triton is not on every platform
+    from tramontane.workers.kernels.triton_silu import silu_and_mul
 
     return _with_triton_norms(replace(EAGER, silu_and_mul=silu_and_mul))
 
 
 def native_ops(args: ModelArgs, dtype: torch.dtype) -> FusedOps:
-    """Compile the operations in C for this CPU and model, or return the eager ones and log why they cannot be compiled."""
+    """Compile the operations in C for this CPU and model, or return the eager ones and log why they
+    cannot be compiled.
+    """
     try:
         fused = NativeOps(str(dtype).removeprefix("torch.")).fused_ops
         try_ops(fused, args, torch.device("cpu"), dtype)
@@ -128,12 +146,20 @@ class NativeOps:
     def __init__(self, dtype: str) -> None:
         library = compile_library(SOURCE, dtype)
         pointer, size, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._rotary = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 4, threads)(("apply_rotary", library))
-        self._silu = ctypes.CFUNCTYPE(None, *[pointer] * 2, *[size] * 2, threads)(("silu_and_mul", library))
+        self._rotary = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 4, threads)(
+            ("apply_rotary", library)
+        )
+        self._silu = ctypes.CFUNCTYPE(None, *[pointer] * 2, *[size] * 2, threads)(
+            ("silu_and_mul", library)
+        )
         norm_sizes = (size, size, ctypes.c_float, threads)
         self._norm = ctypes.CFUNCTYPE(None, *[pointer] * 3, *norm_sizes)(("rms_norm", library))
-        self._add_norm = ctypes.CFUNCTYPE(None, *[pointer] * 5, *norm_sizes)(("fused_add_rms_norm", library))
-        self.fused_ops = FusedOps(self._apply_rotary, self._silu_and_mul, self._rms_norm, self._fused_add_rms_norm)
+        self._add_norm = ctypes.CFUNCTYPE(None, *[pointer] * 5, *norm_sizes)(
+            ("fused_add_rms_norm", library)
+        )
+        self.fused_ops = FusedOps(
+            self._apply_rotary, self._silu_and_mul, self._rms_norm, self._fused_add_rms_norm
+        )
 
     def _apply_rotary(self, x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
         assert x_THd.stride()[1:] == (x_THd.shape[2], 1)
@@ -141,31 +167,45 @@ class NativeOps:
         assert sin_Td.is_contiguous()
         out_THd = x_THd.new_empty(x_THd.shape)
         tensors = (x_THd, cos_Td, sin_Td, out_THd)
-        self._rotary(*(each.data_ptr() for each in tensors), *x_THd.shape, x_THd.stride(0), torch.get_num_threads())
+        self._rotary(
+            *(each.data_ptr() for each in tensors),
+            *x_THd.shape,
+            x_THd.stride(0),
+            torch.get_num_threads(),
+        )
         return out_THd
 
     def _silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         gate_up_T2F, out_TF = gate_up_T2F.contiguous(), gate_up_T2F.new_empty(num_rows, width)
-        self._silu(gate_up_T2F.data_ptr(), out_TF.data_ptr(), num_rows, width, torch.get_num_threads())
+        self._silu(
+            gate_up_T2F.data_ptr(), out_TF.data_ptr(), num_rows, width, torch.get_num_threads()
+        )
         return out_TF
 
     def _rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_TD, out_TD = x_TD.contiguous(), x_TD.new_empty(x_TD.shape)
         tensors = (x_TD, weight_D, out_TD)
-        self._norm(*(each.data_ptr() for each in tensors), *x_TD.shape, eps, torch.get_num_threads())
+        self._norm(
+            *(each.data_ptr() for each in tensors), *x_TD.shape, eps, torch.get_num_threads()
+        )
         return out_TD
 
-    def _fused_add_rms_norm(self, h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def _fused_add_rms_norm(
+        self, h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         h_TD, more_TD = h_TD.contiguous(), more_TD.contiguous()
         sum_TD, out_TD = torch.empty_like(h_TD), torch.empty_like(h_TD)
         tensors = (h_TD, more_TD, weight_D, sum_TD, out_TD)
-        self._add_norm(*(each.data_ptr() for each in tensors), *h_TD.shape, eps, torch.get_num_threads())
+        self._add_norm(
+            *(each.data_ptr() for each in tensors), *h_TD.shape, eps, torch.get_num_threads()
+        )
         return sum_TD, out_TD
 
 
 def try_ops(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare with the eager operations, on the widths, strides and kinds of tensors that layers have.
+    """Compare with the eager operations, on the widths, strides and kinds of tensors that layers
+    have.
 
     With other tensors the first step would compile again.
     """
@@ -174,18 +214,43 @@ def try_ops(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    num_rotated, num_heads, rotary_dim = args.n_heads + args.n_kv_heads, args.n_heads + 2 * args.n_kv_heads, args.rotary_dim
+    num_rotated, num_heads, rotary_dim = (
+        args.n_heads + args.n_kv_heads,
+        args.n_heads + 2 * args.n_kv_heads,
+        args.rotary_dim,
+    )
     weight_D = nn.Parameter(random(args.dim))  # made as weights are: outside of inference mode
     with torch.inference_mode():
         for num_tokens in GPU_TEST_NUM_TOKENS if device.type == "cuda" else TEST_NUM_TOKENS:
-            heads_THd, angles_Td = random(num_tokens, num_heads, rotary_dim), random(num_tokens, rotary_dim)
-            gate_up_T2F, h_TD, more_TD = (random(num_tokens, width) for width in (2 * args.hidden_dim, args.dim, args.dim))
-            _compare(fused.apply_rotary, EAGER.apply_rotary, heads_THd[:, :num_rotated], angles_Td, -angles_Td)
+            heads_THd, angles_Td = (
+                random(num_tokens, num_heads, rotary_dim),
+                random(num_tokens, rotary_dim),
+            )
+            gate_up_T2F, h_TD, more_TD = (
+                random(num_tokens, width) for width in (2 * args.hidden_dim, args.dim, args.dim)
+            )
+            _compare(
+                fused.apply_rotary,
+                EAGER.apply_rotary,
+                heads_THd[:, :num_rotated],
+                angles_Td,
+                -angles_Td,
+            )
             _compare(fused.silu_and_mul, EAGER.silu_and_mul, gate_up_T2F)
-            positions_T, frequencies = torch.arange(1, num_tokens + 1, device=device), random(rotary_dim // 2).float().abs()
+            positions_T, frequencies = (
+                torch.arange(1, num_tokens + 1, device=device),
+                random(rotary_dim // 2).float().abs(),
+            )
             _compare(fused.cos_sin, EAGER.cos_sin, positions_T, frequencies, 1.0, dtype)
             _compare(fused.rms_norm, EAGER.rms_norm, h_TD, weight_D, args.norm_eps)
-            _compare(fused.fused_add_rms_norm, EAGER.fused_add_rms_norm, h_TD, more_TD, weight_D, args.norm_eps)
+            _compare(
+                fused.fused_add_rms_norm,
+                EAGER.fused_add_rms_norm,
+                h_TD,
+                more_TD,
+                weight_D,
+                args.norm_eps,
+            )
 
 
 def _compare(fused: Callable[..., Any], eager: Callable[..., Any], *inputs: object) -> None:

@@ -36,11 +36,18 @@ class HeadProducts(nn.Module):
             self.register_buffer("input_scale_HK", None)
         else:
             scales = [None] * len(weight_HNK) if output_scale_HN is None else list(output_scale_HN)
-            self.layers.extend(_packed(matmul, weight, scale) for weight, scale in zip(weight_HNK, scales, strict=True))
-            self.register_buffer("input_scale_HK", None if input_scale_HK is None else input_scale_HK.clone())
+            self.layers.extend(
+                _packed(matmul, weight, scale)
+                for weight, scale in zip(weight_HNK, scales, strict=True)
+            )
+            self.register_buffer(
+                "input_scale_HK", None if input_scale_HK is None else input_scale_HK.clone()
+            )
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        """Compute [T, H, N]. A row's result does not depend on the other rows where packed or row-wise products compute it."""
+        """Compute [T, H, N]. A row's result does not depend on the other rows where packed or
+        row-wise products compute it.
+        """
         if self.input_scale_HK is not None:
             x_THK = x_THK * self.input_scale_HK.to(x_THK.dtype)
         num_tokens, num_heads, _ = x_THK.shape
@@ -53,7 +60,9 @@ class HeadProducts(nn.Module):
         if self._products is None:
             return torch.bmm(x_HTK, self.weight_HNK.transpose(1, 2)).transpose(0, 1)
         ends_H = torch.arange(1, num_heads + 1, dtype=torch.int32, device=x_THK.device) * num_tokens
-        out_CN = self._products.grouped(x_HTK.reshape(num_heads * num_tokens, -1), self.weight_HNK, ends_H, None)
+        out_CN = self._products.grouped(
+            x_HTK.reshape(num_heads * num_tokens, -1), self.weight_HNK, ends_H, None
+        )
         return out_CN.view(num_heads, num_tokens, -1).transpose(0, 1)
 
 
@@ -65,10 +74,17 @@ def _packed(matmul: PackedMatmul, weight_NK: Tensor, scale_N: Tensor | None) -> 
     return layer
 
 
-def _dequantize(weight_HNK: Tensor, input_scale_HK: Tensor | None, output_scale_HN: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _dequantize(
+    weight_HNK: Tensor,
+    input_scale_HK: Tensor | None,
+    output_scale_HN: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     if weight_HNK.dtype == dtype:
         return weight_HNK
-    floats_HNK = convert_into(weight_HNK, torch.empty(weight_HNK.shape, dtype=torch.float32, device=weight_HNK.device))
+    floats_HNK = convert_into(
+        weight_HNK, torch.empty(weight_HNK.shape, dtype=torch.float32, device=weight_HNK.device)
+    )
     if input_scale_HK is not None:
         floats_HNK = floats_HNK * input_scale_HK[:, None, :]
     if output_scale_HN is not None:

@@ -1,4 +1,6 @@
-"""Names of the kernels that compute a model: two workers with the same names compute the same bits for the same work."""
+"""Names of the kernels that compute a model: two workers with the same names compute the same bits
+for the same work.
+"""
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,13 +20,30 @@ PYTORCH = "PyTorch"
 PARAMETERS = ("NAME",)  # of xformers' operators, which are classes
 
 
-def name_kernels(model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return what computes the products of each kind of matrix of a model, and what is between them, by part."""
-    norms = PYTORCH if ops is EAGER else _name_gpu_ops(ops) if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
+def name_kernels(
+    model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype
+) -> dict[str, str]:
+    """Return what computes the products of each kind of matrix of a model, and what is between
+    them, by part.
+    """
+    norms = (
+        PYTORCH
+        if ops is EAGER
+        else _name_gpu_ops(ops)
+        if device.type == "cuda"
+        else name_in_c(fused_ops.SOURCE)
+    )
     kinds = {_kind(layer): layer for layer in model.modules() if isinstance(layer, Matrix)}
-    small = sorted({_name_small_batches(layer) for layer in model.modules() if isinstance(layer, Linear)} - {""})
+    small = sorted(
+        {_name_small_batches(layer) for layer in model.modules() if isinstance(layer, Linear)}
+        - {""}
+    )
     named = {"products of small batches": "; ".join(small)} if small else {}
-    return {"norms": norms, **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()}, **named}
+    return {
+        "norms": norms,
+        **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()},
+        **named,
+    }
 
 
 def _name_gpu_ops(ops: FusedOps) -> str:
@@ -32,22 +51,31 @@ def _name_gpu_ops(ops: FusedOps) -> str:
 
 
 def _name_small_batches(layer: Linear) -> str:
-    """Return ``4096x4096: gemv 8x512x4 to 1`` and so on for a matrix that has products for small batches."""
-    products = ", ".join(f"{name} to {max_tokens}" for max_tokens, name, _ in layer.small_batch_products)
+    """Return ``4096x4096: gemv 8x512x4 to 1`` and so on for a matrix that has products for small
+    batches.
+    """
+    products = ", ".join(
+        f"{name} to {max_tokens}" for max_tokens, name, _ in layer.small_batch_products
+    )
     return f"{'x'.join(map(str, layer.weight.shape))}: {products}" if products else ""
 
 
 def _kind(layer: Matrix) -> str:
-    """Return the data type of a matrix, and that of activations that are rounded before the product: ``int8 and int8``."""
+    """Return the data type of a matrix, and that of activations that are rounded before the
+    product: ``int8 and int8``.
+    """
     source = layer.matmul if isinstance(layer, PackedLinear) else layer
-    return f"{layer.weight.dtype}{' and int8' if getattr(source, 'int8_activations', False) else ''}".replace("torch.", "")
+    return f"{layer.weight.dtype}{' and int8' if getattr(source, 'int8_activations', False) else ''}".replace(
+        "torch.", ""
+    )
 
 
 def _name_product(layer: Matrix, dtype: torch.dtype) -> str:
     if isinstance(layer, PackedLinear):
         return name_in_c(packed_linear.SOURCE)
     if layer.product is not None:
-        return describe_kernel(getattr(layer.product, "__self__", layer.product))  # the owner of a method
+        # the owner of a method
+        return describe_kernel(getattr(layer.product, "__self__", layer.product))
     if isinstance(layer, QuantizedLinear) and layer.weight.device.type != "cpu":
         return describe_kernel(probe_kernels(layer.weight.device, layer.weight.dtype, dtype))
     return PYTORCH
@@ -59,13 +87,21 @@ def name_in_c(source: Path) -> str:
 
 
 def describe_kernel(kernel: object) -> str:
-    """Return the name of a kernel with the parameters that its ``repr`` has: ``PackedPrefill(FwOp(NAME fa2F))``."""
+    """Return the name of a kernel with the parameters that its ``repr`` has:
+    ``PackedPrefill(FwOp(NAME fa2F))``.
+    """
     if is_dataclass(kernel) and not isinstance(kernel, type):
-        parameters = [describe_kernel(getattr(kernel, field.name)) for field in fields(kernel) if field.repr]
+        parameters = [
+            describe_kernel(getattr(kernel, field.name)) for field in fields(kernel) if field.repr
+        ]
         return f"{type(kernel).__name__}({', '.join(parameters)})"
     if isinstance(kernel, tuple):
         return f"({', '.join(map(describe_kernel, kernel))})"
     if isinstance(kernel, type):
-        parameters = [f"{name} {getattr(kernel, name)}" for name in PARAMETERS if hasattr(kernel, name)]
+        parameters = [
+            f"{name} {getattr(kernel, name)}" for name in PARAMETERS if hasattr(kernel, name)
+        ]
         return f"{kernel.__name__}({', '.join(parameters)})"
-    return getattr(kernel, "__name__", None) or (str(kernel) if isinstance(kernel, int | None) else type(kernel).__name__)
+    return getattr(kernel, "__name__", None) or (
+        str(kernel) if isinstance(kernel, int | None) else type(kernel).__name__
+    )

@@ -1,19 +1,23 @@
-"""Tiles of products in which a row has the same bits in any company, and which of them is for how many rows and outputs.
+"""Tiles of products in which a row has the same bits in any company, and which of them is for how
+many rows and outputs.
 
-A tile changes nothing but the speed. Each adds the products of a row in the order of the inputs, as many at a time as an
-instruction of the tensor cores takes, to one sum in float32, and no sum is divided among programs. That holds as long as the
-instructions are of one kind: all these tiles have 64 rows or more for each four warps, which are ``wgmma`` on Hopper, where
-smaller ones would be ``mma.sync``. Whether the bits are the same is tried on each GPU, see ``row_products.py``.
+A tile changes nothing but the speed. Each adds the products of a row in the order of the inputs, as
+many at a time as an instruction of the tensor cores takes, to one sum in float32, and no sum is
+divided among programs. That holds as long as the instructions are of one kind: all these tiles have
+64 rows or more for each four warps, which are ``wgmma`` on Hopper, where smaller ones would be
+``mma.sync``. Whether the bits are the same is tried on each GPU, see ``row_products.py``.
 """
 
 from collections.abc import Sequence
 
 from tramontane.workers.kernels.triton_linear import Tile
 
-# For Hopper, whose instructions read what they multiply from shared memory. Elsewhere it is in registers, and there are too few.
+# For Hopper, whose instructions read what they multiply from shared memory. Elsewhere it is in
+# registers, and there are too few.
 WIDE_TILE, WIDE_CAPABILITY = Tile(128, 256, 64, 8, 3), 9
-# By the bytes of an element, for each number of rows those with the most outputs first. Up to 64 rows the matrix is read once,
-# and the tiles are those that were measured for it (``product_selection.py``). In float32 there are no tensor cores.
+# By the bytes of an element, for each number of rows those with the most outputs first. Up to 64
+# rows the matrix is read once, and the tiles are those that were measured for it
+# (``product_selection.py``). In float32 there are no tensor cores.
 TILES = {
     2: (
         Tile(64, 128, 64, 4, 4),
@@ -26,20 +30,27 @@ TILES = {
     4: (Tile(64, 64, 32, 4, 4),),
 }
 FEW_ROWS, MANY_ROWS = 64, 128  # of a tile
-MIN_PROGRAMS = 96  # of a product: fewer leave more than a quarter of an H100's 132 multiprocessors idle
+# of a product: fewer leave more than a quarter of an H100's 132 multiprocessors idle
+MIN_PROGRAMS = 96
 MAX_ROW_TILES = 8  # more are as good as these
 
 
 def tiles_for(element_size: int, capability: int) -> tuple[Tile, ...]:
     """Return the tiles for elements of so many bytes, on GPUs of this major compute capability."""
-    return tuple(tile for tile in TILES[element_size] if tile != WIDE_TILE or capability >= WIDE_CAPABILITY)
+    return tuple(
+        tile for tile in TILES[element_size] if tile != WIDE_TILE or capability >= WIDE_CAPABILITY
+    )
 
 
-def choose_tile(tiles: Sequence[Tile], num_rows: int, num_outputs: int, num_groups: int = 1) -> Tile:
-    """Return the tile with the most outputs of which there are enough programs, of those for so many rows of a group.
+def choose_tile(
+    tiles: Sequence[Tile], num_rows: int, num_outputs: int, num_groups: int = 1
+) -> Tile:
+    """Return the tile with the most outputs of which there are enough programs, of those for so
+    many rows of a group.
 
-    4096 outputs: 32 programs with 128 outputs each and 64 with 64 are too few for 64 rows, so 32 outputs. For 600 rows there are
-    5 tiles of 128 rows, which count as 4: with 256 outputs 64 programs, so 128 outputs. For 1024 rows 256 outputs.
+    4096 outputs: 32 programs with 128 outputs each and 64 with 64 are too few for 64 rows, so 32
+    outputs. For 600 rows there are 5 tiles of 128 rows, which count as 4: with 256 outputs 64
+    programs, so 128 outputs. For 1024 rows 256 outputs.
     """
     rows_of_group = max(-(-num_rows // num_groups), 1)
     is_for_few = rows_of_group <= FEW_ROWS
@@ -55,7 +66,10 @@ def edges(tiles: Sequence[Tile], num_outputs: int, num_groups: int = 1) -> tuple
 
     4096 outputs: 64 rows and 65, 384 and 385, 896 and 897.
     """
-    ends = (num_groups * each for each in (FEW_ROWS, *range(MANY_ROWS, MANY_ROWS * MAX_ROW_TILES, MANY_ROWS)))
+    ends = (
+        num_groups * each
+        for each in (FEW_ROWS, *range(MANY_ROWS, MANY_ROWS * MAX_ROW_TILES, MANY_ROWS))
+    )
 
     def chosen(num_rows: int) -> Tile:
         return choose_tile(tiles, num_rows, num_outputs, num_groups)

@@ -1,12 +1,16 @@
-"""Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8, and nothing is converted.
+"""Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8, and
+nothing is converted.
 
-The rows are quantized as those of dense layers, see ``triton_quant``; scales of rows and of outputs multiply the sums.
+The rows are quantized as those of dense layers, see ``triton_quant``; scales of rows and of outputs
+multiply the sums.
 
-The matrix is the first operand and the rows are the second, so a tile is computed as its transpose. Hopper multiplies fp8 with
-``wgmma`` only, whose first operand has 64 rows at least and whose second may have 16; of fewer than 64 rows in the first operand
-Triton makes 16-bit numbers. Ada's ``mma`` takes either.
+The matrix is the first operand and the rows are the second, so a tile is computed as its transpose.
+Hopper multiplies fp8 with ``wgmma`` only, whose first operand has 64 rows at least and whose second
+may have 16; of fewer than 64 rows in the first operand Triton makes 16-bit numbers. Ada's ``mma``
+takes either.
 
-Shape letters: C rows (choices sorted by expert), E experts, N outputs and K inputs of a matrix; r, n, k of a tile.
+Shape letters: C rows (choices sorted by expert), E experts, N outputs and K inputs of a matrix; r,
+n, k of a tile.
 """
 
 import torch
@@ -19,9 +23,10 @@ from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.kernels.triton_linear import Tile, find_group, num_tiles
 from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
 
-# One program of each fits into the 99 KiB of shared memory of a processor of Ada's, and two, but for the last tile, into the
-# 227 KiB of an H100's: 96 KiB of a matrix are under way then. Mixtral 8x7B has 16 rows for each expert at 64 streams, and 32
-# rows are one tile of nearly every expert, which reads its matrix once. See docs/decisions/0074-fp8-experts.md.
+# One program of each fits into the 99 KiB of shared memory of a processor of Ada's, and two, but
+# for the last tile, into the 227 KiB of an H100's: 96 KiB of a matrix are under way then. Mixtral
+# 8x7B has 16 rows for each expert at 64 streams, and 32 rows are one tile of nearly every expert,
+# which reads its matrix once. See docs/decisions/0074-fp8-experts.md.
 FP8_TILES = (
     Tile(16, 64, 256, 4, 4),
     Tile(16, 128, 128, 4, 5),
@@ -32,15 +37,20 @@ FP8_TILES = (
 )
 
 
-def fp8_grouped_linear(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None, tile: Tile) -> Tensor:
-    """Compute x (W scale)^T by each row's expert, [C, N] in the dtype of x, with rows that are quantized to fp8 here.
+def fp8_grouped_linear(
+    x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None, tile: Tile
+) -> Tensor:
+    """Compute x (W scale)^T by each row's expert, [C, N] in the dtype of x, with rows that are
+    quantized to fp8 here.
 
-    ``weight_ENK`` is in fp8. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``. Rows after the last group
-    are undefined. Nothing is read on the host.
+    ``weight_ENK`` is in fp8. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
+    Rows after the last group are undefined. Nothing is read on the host.
     """
     assert scale_EN is not None
     numbers_CK, scale_C1 = quantize_rows_fp8(x_CK, MAX_FP8)
-    return scaled_grouped_linear(numbers_CK, scale_C1, weight_ENK, ends_E, scale_EN, x_CK.dtype, tile)
+    return scaled_grouped_linear(
+        numbers_CK, scale_C1, weight_ENK, ends_E, scale_EN, x_CK.dtype, tile
+    )
 
 
 def scaled_grouped_linear(
@@ -52,7 +62,9 @@ def scaled_grouped_linear(
     dtype: torch.dtype,
     tile: Tile,
 ) -> Tensor:
-    """Compute (numbers scale) (W scale)^T by each row's expert, [C, N] in this dtype, of numbers and matrices in fp8."""
+    """Compute (numbers scale) (W scale)^T by each row's expert, [C, N] in this dtype, of numbers
+    and matrices in fp8.
+    """
     (num_rows, width), (num_experts, num_outputs, _) = numbers_CK.shape, weight_ENK.shape
     assert numbers_CK.dtype == weight_ENK.dtype == torch.float8_e4m3fn
     assert weight_ENK.shape[2] == width
@@ -60,9 +72,15 @@ def scaled_grouped_linear(
     assert scale_EN.is_contiguous()
     out_CN = torch.empty(num_rows, num_outputs, dtype=dtype, device=numbers_CK.device)
     pointers = aligned(numbers_CK), scale_C1, weight_ENK, scale_EN, ends_E, out_CN
-    constants = num_experts, triton.next_power_of_2(num_experts), *tile[:3], width % tile.inputs == 0
+    constants = (
+        num_experts,
+        triton.next_power_of_2(num_experts),
+        *tile[:3],
+        width % tile.inputs == 0,
+    )
     if num_rows:
-        with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]
             grid = num_tiles(num_rows, num_experts, tile), triton.cdiv(num_outputs, tile.outputs)
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
             _fp8_kernel[grid](*pointers, num_rows, num_outputs, width, *constants, **options)
@@ -89,8 +107,9 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations its
 ):
     """Compute one tile of outputs. ``is_whole``: all blocks of inputs are full.
 
-    Hopper adds up fp8 products in fewer bits than a float32 has: the sum of each block of inputs is added to the others in
-    float32 (``max_num_imprecise_acc``), as torch's product does by default. 4096 inputs are 32 sums of 128 products.
+    Hopper adds up fp8 products in fewer bits than a float32 has: the sum of each block of inputs is
+    added to the others in float32 (``max_num_imprecise_acc``), as torch's product does by default.
+    4096 inputs are 32 sums of 128 products.
     """
     expert, first, end = find_group(ends_E, num_rows, num_experts, e_block, r_block)
     if first < end:
@@ -111,4 +130,6 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations its
         scale_n = tl.load(scale_EN + expert * num_outputs + n, mask=n < num_outputs, other=0.0)
         scale_r = tl.load(scale_C + r, mask=r < end, other=0.0)
         out_nr = (sum_nr * scale_r * scale_n).to(out_CN.dtype.element_ty)
-        tl.store(out_CN + r.to(tl.int64) * num_outputs + n, out_nr, mask=(r < end) & (n < num_outputs))
+        tl.store(
+            out_CN + r.to(tl.int64) * num_outputs + n, out_nr, mask=(r < end) & (n < num_outputs)
+        )

@@ -1,12 +1,16 @@
-"""Triton matrix product by tiles: of one matrix, or of consecutive groups of rows with a matrix each.
+"""Triton matrix product by tiles: of one matrix, or of consecutive groups of rows with a matrix
+each.
 
-Every tile adds the products of a row in the order of the inputs, in float32. No sum is divided between programs, and where a row
-stands in its tile changes nothing: see ``row_tiles.py`` for products in which a row has the same bits in any company.
+Every tile adds the products of a row in the order of the inputs, in float32. No sum is divided
+between programs, and where a row stands in its tile changes nothing: see ``row_tiles.py`` for
+products in which a row has the same bits in any company.
 
-``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for products of few rows, in stages
-that need no such rows: the fastest is chosen on the GPU, see ``workers/model/expert_kernels.py`` and ``product_selection.py``.
+``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for
+products of few rows, in stages that need no such rows: the fastest is chosen on the GPU, see
+``workers/model/expert_kernels.py`` and ``product_selection.py``.
 
-Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a matrix; r, n, k of a tile.
+Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a
+matrix; r, n, k of a tile.
 """
 
 from typing import NamedTuple
@@ -20,7 +24,9 @@ from tramontane.workers.device.alignment import aligned
 
 
 class Tile(NamedTuple):
-    """Rows and outputs of a program, inputs that it takes at a time, its warps, and the stages of its pipeline of loads."""
+    """Rows and outputs of a program, inputs that it takes at a time, its warps, and the stages of
+    its pipeline of loads.
+    """
 
     rows: int
     outputs: int
@@ -29,8 +35,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-# For 16 bits. Low, because the rows of a small batch are distributed over the experts, and with long runs of a matrix's inputs.
-# Two programs fit into the 227 KiB of shared memory of a processor of an H100: of the first 108 KiB each.
+# For 16 bits. Low, because the rows of a small batch are distributed over the experts, and with
+# long runs of a matrix's inputs. Two programs fit into the 227 KiB of shared memory of a processor
+# of an H100: of the first 108 KiB each.
 FEW_ROWS_TILES = (
     Tile(16, 128, 128, 4, 4),
     Tile(16, 64, 256, 4, 3),
@@ -40,15 +47,25 @@ FEW_ROWS_TILES = (
 )
 # For quantized matrices of experts and many rows, of which torch has no product.
 MANY_ROWS_TILE = Tile(128, 128, 64, 8, 3)
-# For 16 bits and one matrix, by the most rows: with few outputs, so that a matrix of 4096 is read by 64 or 128 programs.
+# For 16 bits and one matrix, by the most rows: with few outputs, so that a matrix of 4096 is read
+# by 64 or 128 programs.
 SMALL_BATCH_TILES = {
     16: (Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
-    64: (Tile(64, 32, 256, 4, 3), Tile(64, 64, 128, 4, 3), Tile(32, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
+    64: (
+        Tile(64, 32, 256, 4, 3),
+        Tile(64, 64, 128, 4, 3),
+        Tile(32, 64, 128, 4, 4),
+        Tile(64, 128, 64, 4, 4),
+    ),
 }
 
 
-def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None, *, tile: Tile) -> Tensor:
-    """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W is converted."""
+def tiled_linear(
+    x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None, *, tile: Tile
+) -> Tensor:
+    """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W
+    is converted.
+    """
     return _launch(x_CK, weight_NK[None], scale_N, None, tile, triton.cdiv(len(x_CK), tile.rows))
 
 
@@ -59,20 +76,31 @@ def tiled_grouped_linear(
 
     Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
 
-    Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
+    Rows after the last group are undefined. Nothing is read on the host: there are programs for as
+    many tiles as there may be.
     """
-    return _launch(x_CK, weight_ENK, scale_EN, ends_E, tile, num_tiles(len(x_CK), len(weight_ENK), tile))
+    return _launch(
+        x_CK, weight_ENK, scale_EN, ends_E, tile, num_tiles(len(x_CK), len(weight_ENK), tile)
+    )
 
 
 def num_tiles(num_rows: int, num_experts: int, tile: Tile) -> int:
     """Return how many tiles of rows there may be, however the rows are divided among the experts.
 
-    200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20 rows in tiles of 16: 9.
+    200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20
+    rows in tiles of 16: 9.
     """
     return min(num_rows // tile.rows + num_experts, num_rows)
 
 
-def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: Tensor | None, tile: Tile, tiles: int) -> Tensor:
+def _launch(
+    x_CK: Tensor,
+    weight_ENK: Tensor,
+    scale_EN: Tensor | None,
+    ends_E: Tensor | None,
+    tile: Tile,
+    tiles: int,
+) -> Tensor:
     x_CK = aligned(x_CK)
     assert scale_EN is None or scale_EN.is_contiguous()
     (num_rows, width), num_outputs = x_CK.shape, weight_ENK.shape[1]
@@ -80,12 +108,19 @@ def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: T
     assert weight_ENK.is_contiguous()
     out_CN = torch.empty(num_rows, num_outputs, dtype=x_CK.dtype, device=x_CK.device)
     num_experts = 0 if ends_E is None else len(weight_ENK)
-    pointers = x_CK, weight_ENK, out_CN if scale_EN is None else scale_EN, out_CN if ends_E is None else ends_E, out_CN
+    pointers = (
+        x_CK,
+        weight_ENK,
+        out_CN if scale_EN is None else scale_EN,
+        out_CN if ends_E is None else ends_E,
+        out_CN,
+    )
     constants = num_experts, triton.next_power_of_2(max(num_experts, 1)), scale_EN is not None
     blocks = tile.rows, tile.outputs, tile.inputs, width % tile.inputs == 0
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if num_rows:
-        with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]
             grid = tiles, triton.cdiv(num_outputs, tile.outputs)
             _kernel[grid](*pointers, num_rows, num_outputs, width, *constants, *blocks, **options)
     return out_CN
@@ -95,10 +130,12 @@ def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: T
 def find_group(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     ends_E, num_rows, num_experts: tl.constexpr, e_block: tl.constexpr, r_block: tl.constexpr
 ):
-    """Return the expert of this program's tile, the tile's first row, and where the expert's rows end.
+    """Return the expert of this program's tile, the tile's first row, and where the expert's rows
+    end.
 
-    With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
-    2 is rows 70 to 99 of expert 2, and tile 3 has none: its first row is not before the end.
+    With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and
+    64 to 69 of expert 0, tile 2 is rows 70 to 99 of expert 2, and tile 3 has none: its first row is
+    not before the end.
     """
     tile = tl.program_id(0)
     if num_experts == 0:
@@ -135,7 +172,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # as above
     k_block: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Compute one tile of outputs. Programs of the same outputs are adjacent, so that they find the weights in the cache.
+    """Compute one tile of outputs. Programs of the same outputs are adjacent, so that they find the
+    weights in the cache.
 
     ``is_whole``: all blocks of inputs are full.
     """
@@ -154,8 +192,13 @@ def _kernel(  # type: ignore[no-untyped-def]  # as above
                 is_row, is_output = is_row & (k[None, :] < width), is_output & (k[:, None] < width)
             x_rk = tl.load(rows + k[None, :], mask=is_row, other=0.0)
             weight_kn = tl.load(matrix_rows + k[:, None], mask=is_output, other=0.0)
-            sum_rn = tl.dot(x_rk, weight_kn.to(x_rk.dtype), sum_rn, input_precision="ieee")  # converts without rounding
+            # converts without rounding
+            sum_rn = tl.dot(x_rk, weight_kn.to(x_rk.dtype), sum_rn, input_precision="ieee")
         if has_scale:
-            sum_rn *= tl.load(scale_EN + expert * num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
+            sum_rn *= tl.load(
+                scale_EN + expert * num_outputs + n, mask=n < num_outputs, other=0.0
+            ).to(tl.float32)
         out_rn = sum_rn.to(out_CN.dtype.element_ty)
-        tl.store(out_CN + r.to(tl.int64) * num_outputs + n, out_rn, mask=(r < end) & (n < num_outputs))
+        tl.store(
+            out_CN + r.to(tl.int64) * num_outputs + n, out_rn, mask=(r < end) & (n < num_outputs)
+        )

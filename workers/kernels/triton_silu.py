@@ -1,6 +1,8 @@
-"""Triton's activation of feed-forward networks, which computes an element in the same way wherever it stands.
+"""Triton's activation of feed-forward networks, which computes an element in the same way wherever
+it stands.
 
-Inductor compiles code of its own for one token, and others may contract what they add and multiply in another way.
+Inductor compiles code of its own for one token, and others may contract what they add and multiply
+in another way.
 
 Shape letters: T tokens, F feed-forward width; f of a block.
 """
@@ -21,14 +23,17 @@ def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = gate_up_T2F.new_empty(num_tokens, width)
     if num_tokens:
-        with torch.cuda.device_of(out_TF):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        # Triton launches on the current device
+        with torch.cuda.device_of(out_TF):  # type: ignore[no-untyped-call]
             _kernel[num_tokens, triton.cdiv(width, F_BLOCK)](gate_up_T2F, out_TF, width, F_BLOCK)
     return out_TF
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(gate_up_T2F, out_TF, width, f_block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute some elements of a token. Of width 14336, token 2: gates are elements 57344 and up of its rows, results 28672."""
+    """Compute some elements of a token. Of width 14336, token 2: gates are elements 57344 and up of
+    its rows, results 28672.
+    """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * f_block + tl.arange(0, f_block)
     gates = gate_up_T2F + token * 2 * width + f

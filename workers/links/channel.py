@@ -1,11 +1,14 @@
-"""Channels: what the direct link needs from a connection between two processes, whatever carries it."""
+"""Channels: what the direct link needs from a connection between two processes, whatever carries
+it.
+"""
 
 from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
 
-Address = tuple[str, int, str]  # host, port, and a secret token that proves that the peer was given the address
+# host, port, and a secret token that proves that the peer was given the address
+Address = tuple[str, int, str]
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
 MAX_PENDING_SENDS = 2  # micro-batches that wait to be sent; then ``send`` blocks

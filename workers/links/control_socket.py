@@ -1,4 +1,6 @@
-"""Small messages between the two ends of a channel whose bytes travel another way. It also detects a dead neighbor."""
+"""Small messages between the two ends of a channel whose bytes travel another way. It also detects
+a dead neighbor.
+"""
 
 import contextlib
 import select
@@ -18,10 +20,12 @@ HUP_EVENTS = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class ControlSocket:
-    """A connection for messages. One thread sends or receives; ``close`` and what follows may be called from any other.
+    """A connection for messages. One thread sends or receives; ``close`` and what follows may be
+    called from any other.
 
-    It ends in three steps: ``close`` notifies the neighbor, ``shutdown_write`` means that nothing of the neighbor's is used
-    here any more, and ``wait_peer_closed`` returns when the neighbor has done the same or is dead.
+    It ends in three steps: ``close`` notifies the neighbor, ``shutdown_write`` means that nothing
+    of the neighbor's is used here any more, and ``wait_peer_closed`` returns when the neighbor has
+    done the same or is dead.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -43,15 +47,20 @@ class ControlSocket:
             except OSError as error:
                 raise _broken(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - what the neighbor has sent
-        """Receive a message. Raises as ``send`` does, and LinkError after ``timeout_s`` without a byte.
+    def receive(self, timeout_s: float | None = None) -> Any:  # what the neighbor has sent
+        """Receive a message. Raises as ``send`` does, and LinkError after ``timeout_s`` without a
+        byte.
 
         Messages of a dead neighbor that have not been received are lost.
         """
         with self._read_lock:
             length = int.from_bytes(self._read(LENGTH_BYTES, timeout_s), "big")
             if not 0 < length <= MAX_BYTES:
-                raise _broken("it was closed" if not length else f"a message of {length} bytes exceeds {MAX_BYTES}")
+                raise _broken(
+                    "it was closed"
+                    if not length
+                    else f"a message of {length} bytes exceeds {MAX_BYTES}"
+                )
             return msgpack.unpackb(self._read(length, timeout_s))
 
     def close(self) -> None:
@@ -65,7 +74,9 @@ class ControlSocket:
             self._wake_writer.send(b".")
 
     def claim_teardown(self) -> bool:
-        """Return True to the first caller after ``close``, which then has to release the resources."""
+        """Return True to the first caller after ``close``, which then has to release the
+        resources.
+        """
         with self._write_lock:
             is_first, self._is_teardown_claimed = not self._is_teardown_claimed, True
             return is_first
@@ -82,7 +93,9 @@ class ControlSocket:
             self.connection.shutdown(socket.SHUT_WR)
 
     def wait_peer_closed(self) -> None:
-        """Wait until the neighbor has shut down its end or is dead, however long that takes, and close the socket."""
+        """Wait until the neighbor has shut down its end or is dead, however long that takes, and
+        close the socket.
+        """
         with contextlib.suppress(OSError):
             while self.connection.recv(MAX_BYTES):
                 pass

@@ -1,9 +1,11 @@
-"""Channels between GPUs: CUDA IPC on one GPU, NCCL between two. The ends exchange their locations over a control socket.
+"""Channels between GPUs: CUDA IPC on one GPU, NCCL between two. The ends exchange their locations
+over a control socket.
 
-NCCL refuses two ends on one GPU; within a machine it copies from GPU to GPU directly. The control socket stays open: it
-detects a dead neighbor, which NCCL does not, and it keeps an end from launching an operation on its GPU before the other end
-has: an operation that waits there blocks all later work of the GPU. The first operation is the exception: NCCL connects in
-it, and its call returns only when both ends have called, so both begin it at the same time.
+NCCL refuses two ends on one GPU; within a machine it copies from GPU to GPU directly. The control
+socket stays open: it detects a dead neighbor, which NCCL does not, and it keeps an end from
+launching an operation on its GPU before the other end has: an operation that waits there blocks all
+later work of the GPU. The first operation is the exception: NCCL connects in it, and its call
+returns only when both ends have called, so both begin it at the same time.
 """
 
 import logging
@@ -18,15 +20,28 @@ from torch import Tensor
 
 from tramontane.proto.errors import LinkError
 from tramontane.workers.device.pinned_memory import to_device, to_host
-from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
+from tramontane.workers.links.channel import (
+    MAX_PENDING_SENDS,
+    Address,
+    Channel,
+    ChannelFactory,
+    Listener,
+)
 from tramontane.workers.links.control_socket import ControlSocket
-from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcBackend, IpcUnavailableError, accept_ipc, offer_ipc
+from tramontane.workers.links.ipc_channel import (
+    TIMEOUT_S,
+    IpcBackend,
+    IpcUnavailableError,
+    accept_ipc,
+    offer_ipc,
+)
 from tramontane.workers.links.ipc_cuda import CudaIpc
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# NCCL connects in seconds. With TIMEOUT_S, for which the ends wait for each other before, it is less than a fence waits.
+# NCCL connects in seconds. With TIMEOUT_S, for which the ends wait for each other before, it is
+# less than a fence waits.
 FIRST_OPERATION_TIMEOUT_S = 30.0
 ABANDONED = "abandoned first operation"  # name of the threads that NCCL may never return to
 
@@ -59,8 +74,9 @@ class ChannelOptions:
 class HandshakeChannel:
     """A channel whose ends announce each operation over a control socket.
 
-    The sender sends while fewer than ``MAX_PENDING_SENDS`` tensors are unanswered, the receiver receives what was announced.
-    If the neighbor dies during an operation, the next call raises LinkError; ``close`` ends operations that wait on the GPU.
+    The sender sends while fewer than ``MAX_PENDING_SENDS`` tensors are unanswered, the receiver
+    receives what was announced. If the neighbor dies during an operation, the next call raises
+    LinkError; ``close`` ends operations that wait on the GPU.
     """
 
     def __init__(self, control: ControlSocket, channel: Channel) -> None:
@@ -91,7 +107,9 @@ class HandshakeChannel:
 
 
 class HostStagedChannel:
-    """A channel over TCP by way of the host, for processes that may not open each other's memory on a GPU."""
+    """A channel over TCP by way of the host, for processes that may not open each other's memory on
+    a GPU.
+    """
 
     def __init__(self, channel: TcpChannel) -> None:
         self._channel = channel
@@ -155,7 +173,9 @@ class GpuChannelFactory:
 
     def connect(self, address: Address, host: str, /) -> Channel:
         """See ``ChannelFactory``."""
-        return _negotiate(ControlSocket(connect(address)), lambda control: self._make(control, host))
+        return _negotiate(
+            ControlSocket(connect(address)), lambda control: self._make(control, host)
+        )
 
     def _make(self, control: ControlSocket, host: str) -> Channel:
         if _is_same_device(control, self._options.location):
@@ -170,7 +190,9 @@ def channel_factory_for(device: torch.device) -> ChannelFactory:
     if device.type != "cuda":
         return TcpChannelFactory()
     return GpuChannelFactory(
-        ChannelOptions(DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl"))
+        ChannelOptions(
+            DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl")
+        )
     )
 
 
@@ -185,11 +207,15 @@ def num_abandoned_operations() -> int:
     return sum(thread.name == ABANDONED for thread in threading.enumerate())
 
 
-def _join(control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool) -> HandshakeChannel:
-    """Run the first operation of a channel at both ends at once, and return the channel with announcements from then on.
+def _join(
+    control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool
+) -> HandshakeChannel:
+    """Run the first operation of a channel at both ends at once, and return the channel with
+    announcements from then on.
 
-    The receiver says that the number has arrived, then the sender that it knows; so each end listens to the control socket
-    all the time, and learns at once that the other one has failed or is dead. Raises LinkError, or the operation's own error.
+    The receiver says that the number has arrived, then the sender that it knows; so each end
+    listens to the control socket all the time, and learns at once that the other one has failed or
+    is dead. Raises LinkError, or the operation's own error.
     """
     try:
         control.send(None)
@@ -203,7 +229,9 @@ def _join(control: ControlSocket, channel: Channel, device: torch.device, is_sen
     return HandshakeChannel(control, channel)
 
 
-def _transfer_one(control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool) -> None:
+def _transfer_one(
+    control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool
+) -> None:
     """Send or receive the number 1, on the current stream of the calling thread."""
     if is_sender:
         channel.send(torch.ones(1, device=device))
@@ -211,15 +239,19 @@ def _transfer_one(control: ControlSocket, channel: Channel, device: torch.device
     number = torch.zeros(1, device=device)
     channel.receive(number)
     if (received := number.item()) != 1:  # ``item`` waits for the device
-        raise LinkError(f"the link to a neighbor is broken: {received} was received where 1 was sent")
+        raise LinkError(
+            f"the link to a neighbor is broken: {received} was received where 1 was sent"
+        )
     control.send(None)
 
 
 def _run_first_operation(control: ControlSocket, operation: Callable[[], None]) -> None:
-    """Run an operation in a thread until it has ended and the other end has said so. Raises LinkError, or its own error.
+    """Run an operation in a thread until it has ended and the other end has said so. Raises
+    LinkError, or its own error.
 
-    Nothing ends a call of NCCL that waits for an end that never comes: neither closing its sockets nor aborting the group,
-    which does not know the connection yet. Such a thread is left behind, apart from the threads that compute.
+    Nothing ends a call of NCCL that waits for an end that never comes: neither closing its sockets
+    nor aborting the group, which does not know the connection yet. Such a thread is left behind,
+    apart from the threads that compute.
     """
     done: Future[None] = Future()
 
@@ -249,12 +281,16 @@ def _ipc_or_host_staged(control: ControlSocket, share: Callable[[], Channel]) ->
     try:
         return share()
     except IpcUnavailableError as error:
-        logger.warning("Hidden states travel by way of the host to a neighbor on the same GPU: %s", error)
+        logger.warning(
+            "Hidden states travel by way of the host to a neighbor on the same GPU: %s", error
+        )
         return HostStagedChannel(TcpChannel(control.detach()))
 
 
 def _negotiate(control: ControlSocket, make: Callable[[ControlSocket], Channel]) -> Channel:
-    """Make a channel; a LinkError becomes ConnectionError, as ``Listener`` and ``ChannelFactory`` raise it."""
+    """Make a channel; a LinkError becomes ConnectionError, as ``Listener`` and ``ChannelFactory``
+    raise it.
+    """
     try:
         return make(control)
     except BaseException as error:

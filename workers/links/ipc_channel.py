@@ -1,7 +1,9 @@
-"""Channels between processes of one machine: both have the same memory open, and notify each other over a control socket.
+"""Channels between processes of one machine: both have the same memory open, and notify each other
+over a control socket.
 
-Neither end waits on the host for the GPU: events keep the order there. The sender copies to a slot, records an event and
-notifies the receiver. The receiver has its GPU wait for the event, copies, records an event of its own and answers at once.
+Neither end waits on the host for the GPU: events keep the order there. The sender copies to a slot,
+records an event and notifies the receiver. The receiver has its GPU wait for the event, copies,
+records an event of its own and answers at once.
 
 Shape letters: N bytes.
 """
@@ -23,8 +25,9 @@ NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # CUDA places smaller allocations in one block, and would share the whole block
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
 POLL_S = 0.005  # between two looks at the work that the device still has for a closed channel
-# Looks at a dead neighbor's event that is pending before the device is given up. The event may also be one that the neighbor
-# recorded and could not announce, which nothing waits for: then this end's work is soon done.
+# Looks at a dead neighbor's event that is pending before the device is given up. The event may also
+# be one that the neighbor recorded and could not announce, which nothing waits for: then this end's
+# work is soon done.
 MAX_LOOKS = 200
 EXIT_TIMEOUT_S = 5.0  # for which the exit of the process waits for a thread that releases memory
 
@@ -41,14 +44,17 @@ class SharedMemory(Protocol):
         """What another process opens it with."""
 
     def close(self) -> None:
-        """Free or unmap the memory. The process that has opened it closes it first; no work on it may be pending."""
+        """Free or unmap the memory. The process that has opened it closes it first; no work on it
+        may be pending.
+        """
 
 
 class SharedEvent(Protocol):
-    """A point in the order of one process's work. The process that made it records it, the other one waits for it.
+    """A point in the order of one process's work. The process that made it records it, the other
+    one waits for it.
 
-    Between a record and its wait the two exchange a message over their control socket: a wait is for the latest record
-    before that message.
+    Between a record and its wait the two exchange a message over their control socket: a wait is
+    for the latest record before that message.
     """
 
     @property
@@ -59,17 +65,23 @@ class SharedEvent(Protocol):
         """Mark the point after all work that this process has launched so far."""
 
     def wait(self) -> None:
-        """Order all work that this process launches from now on after the recorded point. Does not block."""
+        """Order all work that this process launches from now on after the recorded point. Does not
+        block.
+        """
 
     def query(self) -> bool:
-        """Return True if all work before the last record is done; in the process that waits, as far as it knows of records."""
+        """Return True if all work before the last record is done; in the process that waits, as far
+        as it knows of records.
+        """
 
     def close(self) -> None:
         """Free the event; see ``SharedMemory.close``."""
 
 
 class IpcBackend(Protocol):
-    """A way to share memory and events. Its methods raise RuntimeError or OSError if the system cannot."""
+    """A way to share memory and events. Its methods raise RuntimeError or OSError if the system
+    cannot.
+    """
 
     def memory(self, num_bytes: int) -> SharedMemory:
         """Allocate memory that another process can open."""
@@ -87,7 +99,9 @@ class IpcBackend(Protocol):
         """Launch a copy, ordered after all work and waits launched before."""
 
     def end_process(self, reason: str) -> NoReturn:
-        """End this process at once, because the device waits for what never comes, and nothing else ends such a wait."""
+        """End this process at once, because the device waits for what never comes, and nothing else
+        ends such a wait.
+        """
 
 
 class IpcUnavailableError(RuntimeError):
@@ -95,14 +109,17 @@ class IpcUnavailableError(RuntimeError):
 
 
 class _IpcChannel:
-    """What both ends have: their own events, those of the neighbor, and what has to be closed in order at the end."""
+    """What both ends have: their own events, those of the neighbor, and what has to be closed in
+    order at the end.
+    """
 
     def __init__(self, control: ControlSocket, ipc: IpcBackend) -> None:
         self._control, self._ipc = control, ipc
         self._slots: list[SharedMemory | None] = [None] * NUM_SLOTS
         self._num_done = 0  # tensors that were sent or received
         self._lock = threading.Lock()
-        self._native_lock = threading.Lock()  # of the thread that releases memory, while it is in torch or CUDA
+        # of the thread that releases memory, while it is in torch or CUDA
+        self._native_lock = threading.Lock()
         self._own: list[SharedEvent | SharedMemory] = []
         self._opened: list[SharedEvent | SharedMemory] = []
         self._events: list[SharedEvent] = []
@@ -126,14 +143,20 @@ class _IpcChannel:
         self._control.close()
         if self._control.claim_teardown():
             atexit.register(self._hold_release)
-            threading.Thread(target=self._wait_for_peer_release, name="channel-close", daemon=True).start()
+            threading.Thread(
+                target=self._wait_for_peer_release, name="channel-close", daemon=True
+            ).start()
 
     def free(self) -> None:
-        """Release everything at once, of an end that was never used and of which the neighbor has nothing open."""
+        """Release everything at once, of an end that was never used and of which the neighbor has
+        nothing open.
+        """
         _close((*self._opened, *self._own))
 
     def _wait_for_peer_release(self) -> None:
-        """Close what the neighbor shares and notify it; free our own memory once the neighbor has closed it or is dead."""
+        """Close what the neighbor shares and notify it; free our own memory once the neighbor has
+        closed it or is dead.
+        """
         try:
             self._wait_for_device()
             with self._native_lock, self._lock:
@@ -147,17 +170,21 @@ class _IpcChannel:
             atexit.unregister(self._hold_release)
 
     def _wait_for_device(self) -> None:
-        """Wait until the device has done what was launched for this channel; end the process if it never will have.
+        """Wait until the device has done what was launched for this channel; end the process if it
+        never will have.
 
-        A neighbor that closes its end lives until its events have been reached. Those of one that was killed never are, and
-        whatever this process launches stays behind the first wait for them.
+        A neighbor that closes its end lives until its events have been reached. Those of one that
+        was killed never are, and whatever this process launches stays behind the first wait for
+        them.
         """
         num_looks = 0
         while self._is_pending(self._events):
             if self._control.has_peer_ended() and self._is_pending(self._their_events):
                 num_looks += 1
                 if num_looks > MAX_LOOKS:
-                    self._ipc.end_process("the GPU waits for hidden states of a process that is dead")
+                    self._ipc.end_process(
+                        "the GPU waits for hidden states of a process that is dead"
+                    )
             time.sleep(POLL_S)
 
     def _is_pending(self, events: Iterable[SharedEvent]) -> bool:
@@ -165,10 +192,12 @@ class _IpcChannel:
             return not all(event.query() for event in events)
 
     def _hold_release(self) -> None:
-        """Keep the thread that releases memory out of torch and CUDA from now on, as the process exits.
+        """Keep the thread that releases memory out of torch and CUDA from now on, as the process
+        exits.
 
-        Python ends such a thread where it next takes the interpreter's lock. Within torch this unwinds functions that may not
-        throw, and the C++ runtime aborts the process ("terminate called without an active exception").
+        Python ends such a thread where it next takes the interpreter's lock. Within torch this
+        unwinds functions that may not throw, and the C++ runtime aborts the process ("terminate
+        called without an active exception").
         """
         self._native_lock.acquire(timeout=EXIT_TIMEOUT_S)
 
@@ -182,7 +211,8 @@ class IpcSender(_IpcChannel):
         with self._lock:
             slot = self._num_done % NUM_SLOTS
             if self._num_done >= NUM_SLOTS:
-                self._control.receive()  # the answer for the slot's last tensor: its copy has been launched
+                # the answer for the slot's last tensor: its copy has been launched
+                self._control.receive()
                 self._their_events[slot].wait()
             new_slot = self.allocate_slot(slot, len(source_N))
             memory = self._slots[slot]
@@ -197,10 +227,12 @@ class IpcSender(_IpcChannel):
         raise AssertionError("this end sends")
 
     def allocate_slot(self, slot: int, num_bytes: int) -> tuple[bytes, int] | None:
-        """Allocate memory for a slot if it is too small; returns its handle and size, or None if nothing changed.
+        """Allocate memory for a slot if it is too small; returns its handle and size, or None if
+        nothing changed.
 
-        Old memory is kept until the channel is closed, because the neighbor may be reading it. Sizes are powers of two from
-        2 MiB on, so that all memory is less than twice what is in use: 5 MiB after 1 MiB is a slot of 8 MiB after one of 2.
+        Old memory is kept until the channel is closed, because the neighbor may be reading it.
+        Sizes are powers of two from 2 MiB on, so that all memory is less than twice what is in use:
+        5 MiB after 1 MiB is a slot of 8 MiB after one of 2.
         """
         current = self._slots[slot]
         if current is not None and len(current.bytes_N) >= num_bytes:
@@ -244,10 +276,11 @@ class IpcReceiver(_IpcChannel):
 
 
 def offer_ipc(control: ControlSocket, ipc: IpcBackend) -> IpcSender:
-    """Make the sending end: send the handles of its events and first slot, and open the other end's events.
+    """Make the sending end: send the handles of its events and first slot, and open the other end's
+    events.
 
-    Raises IpcUnavailableError at both ends if one cannot make or open them; the connection can then be used for something else.
-    Raises LinkError if the neighbor is gone.
+    Raises IpcUnavailableError at both ends if one cannot make or open them; the connection can then
+    be used for something else. Raises LinkError if the neighbor is gone.
     """
     outlet = IpcSender(control, ipc)
     try:

@@ -1,7 +1,7 @@
 """Memory and events of a GPU, shared between processes by CUDA IPC.
 
-Memory is allocated by CUDA rather than by torch: torch counts references in a file that outlives a killed process, and never
-frees what a killed process had opened.
+Memory is allocated by CUDA rather than by torch: torch counts references in a file that outlives a
+killed process, and never frees what a killed process had opened.
 
 Shape letters: N bytes.
 """
@@ -21,13 +21,18 @@ from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
 
 logger = logging.getLogger(__name__)
 
-HANDLE_BYTES = 64  # size of cudaIpcMemHandle_t (CUDA_IPC_HANDLE_SIZE), whose content the bindings do not expose
+# size of cudaIpcMemHandle_t (CUDA_IPC_HANDLE_SIZE), whose content the bindings do not expose
+HANDLE_BYTES = 64
 
 
 class CudaMemory:
-    """The ``SharedMemory`` at ``pointer`` on ``device``; ``is_ours`` says whether it was allocated or opened here."""
+    """The ``SharedMemory`` at ``pointer`` on ``device``; ``is_ours`` says whether it was allocated
+    or opened here.
+    """
 
-    def __init__(self, device: torch.device, pointer: int, num_bytes: int, handle: bytes, is_ours: bool) -> None:
+    def __init__(
+        self, device: torch.device, pointer: int, num_bytes: int, handle: bytes, is_ours: bool
+    ) -> None:
         self._device, self._pointer, self._is_ours = device, int(pointer), is_ours
         self.handle = handle
         self.bytes_N = torch.as_tensor(_CudaArray(self._pointer, num_bytes), device=device)
@@ -36,7 +41,11 @@ class CudaMemory:
         """Free the memory, or unmap it if another process allocated it."""
         runtime = _runtime(self._device)
         self.bytes_N = torch.empty(0, dtype=torch.uint8)
-        _call(runtime.cudaFree(self._pointer) if self._is_ours else runtime.cudaIpcCloseMemHandle(self._pointer))
+        _call(
+            runtime.cudaFree(self._pointer)
+            if self._is_ours
+            else runtime.cudaIpcCloseMemHandle(self._pointer)
+        )
 
 
 class CudaEvent:
@@ -71,10 +80,14 @@ class CudaEvent:
 
 
 class CudaIpc:
-    """The ``IpcBackend`` of one GPU. Copies are launched on the caller's current stream; the host waits for nothing."""
+    """The ``IpcBackend`` of one GPU. Copies are launched on the caller's current stream; the host
+    waits for nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
 
     def memory(self, num_bytes: int) -> SharedMemory:
         """See ``IpcBackend``."""
@@ -93,7 +106,9 @@ class CudaIpc:
         with _check():
             runtime = _runtime(self._device)
             theirs = handle_from_bytes(runtime, handle)
-            pointer = int(_call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess)))
+            pointer = int(
+                _call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess))
+            )
             try:
                 return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
             except BaseException:
@@ -123,16 +138,22 @@ class _CudaArray:
     """The interface by which torch accepts memory that it has not allocated."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
-        description = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        description = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
         self.__cuda_array_interface__ = description
 
 
-def handle_to_bytes(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types
+def handle_to_bytes(handle: Any) -> bytes:  # of a module without types
     """Return the content of a cudaIpcMemHandle_t."""
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
-def handle_from_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
+def handle_from_bytes(runtime: Any, handle: bytes) -> Any:
     """Make a cudaIpcMemHandle_t of its content. Raises RuntimeError if the size is wrong."""
     if len(handle) != HANDLE_BYTES:
         raise RuntimeError(f"a handle of {len(handle)} bytes, not of {HANDLE_BYTES}")
@@ -155,7 +176,7 @@ def _check() -> Iterator[None]:
         raise RuntimeError(f"CUDA's bindings: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without types
+def _runtime(device: torch.device) -> Any:  # a module without types
     """Return CUDA's runtime with this device as the thread's current one."""
     from cuda.bindings import runtime  # installed with torch for CUDA
 
@@ -163,8 +184,10 @@ def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without ty
     return runtime
 
 
-def _call(returned: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """Return the result of a runtime function. Raises RuntimeError if its status code is an error."""
+def _call(returned: tuple[Any, ...]) -> Any:
+    """Return the result of a runtime function. Raises RuntimeError if its status code is an
+    error.
+    """
     code, *rest = returned
     if int(code) != 0:
         raise RuntimeError(f"CUDA: {code.name}")

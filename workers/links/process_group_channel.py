@@ -1,4 +1,6 @@
-"""Channels that are process groups of two: NCCL between GPUs, with a control socket (``gpu_channel``); gloo in tests."""
+"""Channels that are process groups of two: NCCL between GPUs, with a control socket
+(``gpu_channel``); gloo in tests.
+"""
 
 import os
 import re
@@ -17,7 +19,8 @@ from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS,
 
 Group = Any  # one of torch's backends, most of whose methods are missing from its type stubs
 
-STEP_TIMEOUT = timedelta(seconds=600)  # for a neighbor that neither sends nor dies; a group that has timed out is broken
+# for a neighbor that neither sends nor dies; a group that has timed out is broken
+STEP_TIMEOUT = timedelta(seconds=600)
 SENDER, RECEIVER = 0, 1  # ranks
 TAG = 0  # of all messages: they are received in the order in which they were sent
 
@@ -25,8 +28,8 @@ TAG = 0  # of all messages: they are received in the order in which they were se
 class ProcessGroupChannel:
     """The ``Channel`` over a process group, which is not torch's default group.
 
-    A gloo group is closed only by dropping all references to it, also those of operations that were started on it. A neighbor,
-    also one that waits, fails at once.
+    A gloo group is closed only by dropping all references to it, also those of operations that were
+    started on it. A neighbor, also one that waits, fails at once.
     """
 
     def __init__(self, group: Group, timeout: timedelta | None) -> None:
@@ -38,7 +41,9 @@ class ProcessGroupChannel:
         """See ``Channel``."""
         self._limit_pending_sends()
         hidden_TD = hidden_TD.contiguous()
-        self._unsent.append((self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD))
+        self._unsent.append(
+            (self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD)
+        )
 
     def receive(self, hidden_TD: Tensor) -> None:
         """See ``Channel``."""
@@ -66,30 +71,44 @@ class ProcessGroupChannel:
         try:
             return operation(group)
         except RuntimeError as error:
-            raise LinkError(f"the link to a neighbor is broken: {first_line(error)}") from error.with_traceback(None)
+            raise LinkError(
+                f"the link to a neighbor is broken: {first_line(error)}"
+            ) from error.with_traceback(None)
         finally:
             del group  # an exception's traceback would keep it open
 
     def _finish(self, work: Work) -> None:
-        """Wait for an operation. With NCCL only the current stream waits; with a time limit the host would wait as well."""
+        """Wait for an operation. With NCCL only the current stream waits; with a time limit the
+        host would wait as well.
+        """
         try:
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             del work  # an exception's traceback would keep the group open
-            raise LinkError(f"the link to a neighbor is broken: {first_line(error)}") from error.with_traceback(None)
+            raise LinkError(
+                f"the link to a neighbor is broken: {first_line(error)}"
+            ) from error.with_traceback(None)
 
 
 class ProcessGroupListener:
-    """The listening end: the store through which the two ends find each other. It has no authentication."""
+    """The listening end: the store through which the two ends find each other. It has no
+    authentication.
+    """
 
     def __init__(self, host: str, backend: str) -> None:
         self._backend, self._host = backend, host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)  # TCPStore by itself listens on all interfaces
+        # TCPStore by itself listens on all interfaces
+        listener = socket.create_server((host, 0), family=family)
         self.address: Address = (host, listener.getsockname()[1], "")
         port, descriptor = self.address[1], listener.detach()
         self._store: TCPStore | None = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, master_listen_fd=descriptor
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=CONNECT_TIMEOUT,
+            master_listen_fd=descriptor,
         )
 
     def accept(self) -> ProcessGroupChannel:
@@ -114,7 +133,9 @@ class ProcessGroupChannelFactory:
 
     def connect(self, address: Address, host: str, /) -> ProcessGroupChannel:
         """See ``ChannelFactory``."""
-        store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+        store = TCPStore(
+            address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT
+        )
         return _make_channel(self._backend, store, RECEIVER, host)
 
 
@@ -134,7 +155,8 @@ def _gloo(store: TCPStore, rank: int, host: str) -> Group:
 def _nccl(store: TCPStore, rank: int, host: str) -> Group:
     from torch.distributed import ProcessGroupNCCL  # not in every build of torch
 
-    # NCCL and its watchdog are configured by the environment only. By default they end the process when a neighbor is lost.
+    # NCCL and its watchdog are configured by the environment only. By default they end the process
+    # when a neighbor is lost.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_for_address(host)}")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort only the group
     return ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
@@ -145,7 +167,9 @@ TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
 
 
 def interface_for_address(host: str) -> str:
-    """Return the name of the interface that has this address: ``lo`` for 127.0.0.1. Raises OSError if there is none."""
+    """Return the name of the interface that has this address: ``lo`` for 127.0.0.1. Raises OSError
+    if there is none.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == host for a in addresses):
             return name
@@ -153,5 +177,7 @@ def interface_for_address(host: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the essence of an error: gloo's messages begin with a source location and end with advice."""
+    """Return the essence of an error: gloo's messages begin with a source location and end with
+    advice.
+    """
     return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

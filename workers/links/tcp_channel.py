@@ -1,7 +1,8 @@
 """Channels between stages without a GPU: one TCP connection each.
 
-What a neighbor has sent waits in the kernel until it is received: that costs one copy, and no thread has to be woken.
-A gloo process group, which first agrees with the sender on the transfer, took three to ten times as long.
+What a neighbor has sent waits in the kernel until it is received: that costs one copy, and no
+thread has to be woken. A gloo process group, which first agrees with the sender on the transfer,
+took three to ten times as long.
 """
 
 import contextlib
@@ -21,15 +22,17 @@ from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS,
 
 AUTH_TOKEN_BYTES = 16
 AUTH_TOKEN_TIMEOUT_S = 2.0  # a neighbor sends it at once; other connections must not block it
-# The death of a process is noticed at once, the loss of a machine after the last of these probes. A limit for unacknowledged
-# data (TCP_USER_TIMEOUT) would also end the link to a neighbor that only takes long to compute.
+# The death of a process is noticed at once, the loss of a machine after the last of these probes. A
+# limit for unacknowledged data (TCP_USER_TIMEOUT) would also end the link to a neighbor that only
+# takes long to compute.
 KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 
 
 class TcpChannel:
     """The ``Channel`` over TCP.
 
-    A thread sends what does not fit into the kernel's buffers, so that the next micro-batch can be computed.
+    A thread sends what does not fit into the kernel's buffers, so that the next micro-batch can be
+    computed.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -42,7 +45,9 @@ class TcpChannel:
         """See ``Channel``."""
         data = _bytes_of(hidden_TD.contiguous())
         try:
-            while self._unsent and (self._unsent[0].done() or len(self._unsent) >= MAX_PENDING_SENDS):
+            while self._unsent and (
+                self._unsent[0].done() or len(self._unsent) >= MAX_PENDING_SENDS
+            ):
                 self._unsent.popleft().result()
             num_sent = 0 if self._unsent else self._send_now(data)
             if num_sent < len(data):
@@ -80,7 +85,11 @@ class TcpListener:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
-        self.address: Address = (host, self._listener.getsockname()[1], secrets.token_hex(AUTH_TOKEN_BYTES // 2))
+        self.address: Address = (
+            host,
+            self._listener.getsockname()[1],
+            secrets.token_hex(AUTH_TOKEN_BYTES // 2),
+        )
 
     def accept(self) -> TcpChannel:
         """Wait for the peer. Raises TimeoutError, or another OSError."""
@@ -96,13 +105,17 @@ class TcpListener:
                 if self._authenticate(connection):
                     return connection
                 connection.close()
-        raise TimeoutError(f"no authenticated peer connected within {CONNECT_TIMEOUT.total_seconds():.0f} s")
+        raise TimeoutError(
+            f"no authenticated peer connected within {CONNECT_TIMEOUT.total_seconds():.0f} s"
+        )
 
     def _authenticate(self, connection: socket.socket) -> bool:
         connection.settimeout(AUTH_TOKEN_TIMEOUT_S)
         token = b""
         with contextlib.suppress(OSError):
-            while len(token) < AUTH_TOKEN_BYTES and (more := connection.recv(AUTH_TOKEN_BYTES - len(token))):
+            while len(token) < AUTH_TOKEN_BYTES and (
+                more := connection.recv(AUTH_TOKEN_BYTES - len(token))
+            ):
                 token += more
         return hmac.compare_digest(token, self.address[2].encode())
 
@@ -136,7 +149,9 @@ def connect(address: Address) -> socket.socket:
 
 
 def configure_socket(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm, and detect a neighbor whose machine is lost by keepalive probes."""
+    """Disable Nagle's algorithm, and detect a neighbor whose machine is lost by keepalive
+    probes.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

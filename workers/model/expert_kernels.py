@@ -1,6 +1,8 @@
-"""Choice of the kernels of experts when a stage loads: which run on its GPU and are right, and which are the fastest.
+"""Choice of the kernels of experts when a stage loads: which run on its GPU and are right, and
+which are the fastest.
 
-Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), N outputs and K inputs of one matrix.
+Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), N outputs
+and K inputs of one matrix.
 """
 
 import logging
@@ -24,19 +26,23 @@ from tramontane.workers.model.grouped_gemm import (
 
 logger = logging.getLogger(__name__)
 
-ROW_CLASSES = {64: 64, 128: 128, 512: 256}  # up to so many rows the product is used that is the fastest for so many
+# up to so many rows the product is used that is the fastest for so many
+ROW_CLASSES = {64: 64, 128: 128, 512: 256}
 NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch has none
-TORCH_FP8_CAPABILITY = (9, 0)  # on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
+# on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
+TORCH_FP8_CAPABILITY = (9, 0)
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 
 def with_gpu_kernels(
     stacks: Mapping[int, StackedExperts], dtype: torch.dtype, selector: KernelSelector
 ) -> dict[int, StackedExperts]:
-    """Return the stacks with the kernels for small batches, and grouped products by their speed, as they work on the first.
+    """Return the stacks with the kernels for small batches, and grouped products by their speed, as
+    they work on the first.
 
-    ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing changes on CPUs. Quantized
-    experts are left out where no product computes them: they run one by one.
+    ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing
+    changes on CPUs. Quantized experts are left out where no product computes them: they run one by
+    one.
     """
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
@@ -45,9 +51,15 @@ def with_gpu_kernels(
     w2_product = choose_product("w2", first.w2_EDF, dtype, first.w2_scale_ED, selector)
     if w13_product is None or w2_product is None:
         return {}
-    has_small_batch_kernel = small_batch_kernel_works(first._replace(w13_product=w13_product, w2_product=w2_product), dtype)
+    has_small_batch_kernel = small_batch_kernel_works(
+        first._replace(w13_product=w13_product, w2_product=w2_product), dtype
+    )
     return {
-        layer: stack._replace(has_small_batch_kernel=has_small_batch_kernel, w13_product=w13_product, w2_product=w2_product)
+        layer: stack._replace(
+            has_small_batch_kernel=has_small_batch_kernel,
+            w13_product=w13_product,
+            w2_product=w2_product,
+        )
         for layer, stack in stacks.items()
     }
 
@@ -57,24 +69,35 @@ def _is_on_gpu(stack: StackedExperts) -> bool:
 
 
 def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
-    """Return whether the kernels for small batches pass a self test; if not, log one line that says why."""
+    """Return whether the kernels for small batches pass a self test; if not, log one line that says
+    why.
+    """
     reason = try_or_reason(lambda: _test_small_batch_kernel(stack, dtype))
     if reason:
-        logger.warning("The small-batch kernels for experts on %s are disabled: %s", stack.w13_E2FD.device, reason)
+        logger.warning(
+            "The small-batch kernels for experts on %s are disabled: %s",
+            stack.w13_E2FD.device,
+            reason,
+        )
     return not reason
 
 
 @torch.inference_mode()
 def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
-    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be, of which one is padding.
+    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be,
+    of which one is padding.
 
-    They keep rows in 16 bits, and so do the products that they are compared with, whichever are used for more rows.
+    They keep rows in 16 bits, and so do the products that they are compared with, whichever are
+    used for more rows.
     """
-    from tramontane.workers.kernels.triton_moe import choose_experts  # Triton comes with torch for CUDA only
+    # Triton comes with torch for CUDA only
+    from tramontane.workers.kernels.triton_moe import choose_experts
 
     reference = stack
     if stack.is_quantized:
-        reference = stack._replace(w13_product=dequantized_grouped_linear, w2_product=dequantized_grouped_linear)
+        reference = stack._replace(
+            w13_product=dequantized_grouped_linear, w2_product=dequantized_grouped_linear
+        )
     num_experts, _, width = stack.w13_E2FD.shape
     device, top_k = stack.w13_E2FD.device, min(2, num_experts)
     for num_tokens in (1, MAX_SMALL_BATCH_ROWS // top_k):
@@ -82,7 +105,9 @@ def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
         logits_TE = torch.randn(num_tokens, num_experts, device=device)
         is_padding_T = torch.arange(num_tokens, device=device) == 1
         total_ends_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        expert_ids_Tk, weights_Tk = choose_experts(logits_TE, top_k, dtype, is_padding_T, total_ends_E)
+        expert_ids_Tk, weights_Tk = choose_experts(
+            logits_TE, top_k, dtype, is_padding_T, total_ends_E
+        )
         logits_Tk, expected_Tk = logits_TE.topk(top_k, dim=-1)
         expected_Tk = expected_Tk.masked_fill(is_padding_T[:, None], num_experts)
         ends_E = (expected_Tk.reshape(-1, 1) <= torch.arange(num_experts, device=device)).sum(0)
@@ -90,10 +115,14 @@ def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
             raise ArithmeticError("other experts are chosen or counted")
         assert_close_norm(weights_Tk, torch.softmax(logits_Tk, dim=-1), MAX_DIFFERENCE)
         expected_TD = _mix_sorted(reference, x_TD, expected_Tk, weights_Tk, ends_E.int())
-        assert_close_norm(stack.mix_few(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE)
+        assert_close_norm(
+            stack.mix_few(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE
+        )
 
 
-def _mix_sorted(stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, ends_E: Tensor) -> Tensor:
+def _mix_sorted(
+    stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, ends_E: Tensor
+) -> Tensor:
     """Return the weighted sum of each token's experts, [T, D], by grouped products."""
     order_C = expert_ids_Tk.flatten().argsort()
     done_CD = stack.run(x_TD[order_C // expert_ids_Tk.shape[1]], ends_E)
@@ -104,41 +133,65 @@ def _mix_sorted(stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weig
 
 
 def candidates(
-    weight_dtype: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (0, 0)
+    weight_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] = (0, 0),
 ) -> dict[str, GroupedProduct]:
-    """Return the grouped products by name: torch's, if it has one, or those that keep the rows in 16 bits come first.
+    """Return the grouped products by name: torch's, if it has one, or those that keep the rows in
+    16 bits come first.
 
-    ``capability``: of the GPU. Those that quantize the rows are for fp8 matrices, rows in 16 bits and GPUs that multiply fp8.
-    Raises ImportError without Triton.
+    ``capability``: of the GPU. Those that quantize the rows are for fp8 matrices, rows in 16 bits
+    and GPUs that multiply fp8. Raises ImportError without Triton.
     """
-    from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear  # as above
-    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, tiled_grouped_linear
+    # as above
+    from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear
+    from tramontane.workers.kernels.triton_linear import (
+        FEW_ROWS_TILES,
+        MANY_ROWS_TILE,
+        tiled_grouped_linear,
+    )
 
     is_quantized = weight_dtype.itemsize == 1
     tiles = (*FEW_ROWS_TILES, MANY_ROWS_TILE) if is_quantized else FEW_ROWS_TILES
-    named: dict[str, GroupedProduct] = {"x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in tiles}
+    named: dict[str, GroupedProduct] = {
+        "x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in tiles
+    }
     if not is_quantized:
         return {"torch": torch_grouped_linear, **named}
     if weight_dtype != torch.float8_e4m3fn or dtype == torch.float32 or capability < FP8_CAPABILITY:
         return named
-    named |= {f"fp8 {'x'.join(map(str, tile))}": partial(fp8_grouped_linear, tile=tile) for tile in FP8_TILES}
-    return named | ({"fp8 torch": torch_scaled_grouped_linear} if capability == TORCH_FP8_CAPABILITY else {})
+    named |= {
+        f"fp8 {'x'.join(map(str, tile))}": partial(fp8_grouped_linear, tile=tile)
+        for tile in FP8_TILES
+    }
+    return named | (
+        {"fp8 torch": torch_scaled_grouped_linear} if capability == TORCH_FP8_CAPABILITY else {}
+    )
 
 
 @torch.inference_mode()
 def choose_product(
-    job: str, weight_ENK: Tensor, dtype: torch.dtype, scale_EN: Tensor | None, selector: KernelSelector
+    job: str,
+    weight_ENK: Tensor,
+    dtype: torch.dtype,
+    scale_EN: Tensor | None,
+    selector: KernelSelector,
 ) -> GroupedProduct | None:
-    """Return torch's grouped product, or the fastest by the number of rows; log one line for each class of these numbers.
+    """Return torch's grouped product, or the fastest by the number of rows; log one line for each
+    class of these numbers.
 
     Quantized matrices have ``scale_EN``, and products of Triton only; None if these do not work.
     """
     try:
-        capability = torch.cuda.get_device_capability(weight_ENK.device) if weight_ENK.is_cuda else (0, 0)
+        capability = (
+            torch.cuda.get_device_capability(weight_ENK.device) if weight_ENK.is_cuda else (0, 0)
+        )
         products = candidates(weight_ENK.dtype, dtype, capability)
     except ImportError as error:
         computed = "torch's grouped product" if scale_EN is None else "PyTorch one by one"
-        logger.warning("Experts are computed by %s, because Triton cannot be imported (%s)", computed, error)
+        logger.warning(
+            "Experts are computed by %s, because Triton cannot be imported (%s)", computed, error
+        )
         return torch_grouped_linear if scale_EN is None else None
     found = {}
     for num_rows in (*ROW_CLASSES.values(), *((NUM_MANY_ROWS,) if scale_EN is not None else ())):
@@ -146,7 +199,10 @@ def choose_product(
         if name is None and scale_EN is not None:
             return None
         found[num_rows] = name or "torch"
-    small = tuple((max_rows, found[num_rows], products[found[num_rows]]) for max_rows, num_rows in ROW_CLASSES.items())
+    small = tuple(
+        (max_rows, found[num_rows], products[found[num_rows]])
+        for max_rows, num_rows in ROW_CLASSES.items()
+    )
     if scale_EN is None:
         return ProductBySize(small)
     return ProductBySize(small, products[found[NUM_MANY_ROWS]], found[NUM_MANY_ROWS])
@@ -176,24 +232,39 @@ def _fastest_product(
 
 
 def _fp8_rows(num_rows: int, width: int) -> Tensor:
-    """Return random rows [C, K] that quantization to fp8 does not change, each times another power of two up to 8.
+    """Return random rows [C, K] that quantization to fp8 does not change, each times another power
+    of two up to 8.
 
-    So all products agree on them, whether they quantize rows or not, unless they lose the scales. The largest number of a row
-    is that of fp8, so the scale of row 3 is 1, and that of row 6 is 8: 448 * 8 is still a float16.
+    So all products agree on them, whether they quantize rows or not, unless they lose the scales.
+    The largest number of a row is that of fp8, so the scale of row 3 is 1, and that of row 6 is 8:
+    448 * 8 is still a float16.
     """
     numbers_CK = torch.randn(num_rows, width).mul_(100).clamp_(-MAX_FP8, MAX_FP8)
     numbers_CK[:, 0] = MAX_FP8
-    return numbers_CK.to(torch.float8_e4m3fn).float() * torch.exp2(torch.arange(num_rows) % 7 - 3)[:, None]
+    return (
+        numbers_CK.to(torch.float8_e4m3fn).float()
+        * torch.exp2(torch.arange(num_rows) % 7 - 3)[:, None]
+    )
 
 
-def dequantized_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
-    """Compute x (W scale)^T by each row's expert, [C, N], one expert after the other. Waits for the device."""
+def dequantized_grouped_linear(
+    rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None
+) -> Tensor:
+    """Compute x (W scale)^T by each row's expert, [C, N], one expert after the other. Waits for the
+    device.
+    """
     assert scale_EN is not None
     groups = rows_CK.tensor_split(ends_E[:-1].cpu().long())
-    return torch.cat([dequantized_linear(*each) for each in zip(groups, weight_ENK, scale_EN, strict=True)])
+    return torch.cat(
+        [dequantized_linear(*each) for each in zip(groups, weight_ENK, scale_EN, strict=True)]
+    )
 
 
 def uneven_ends(num_rows: int, num_experts: int) -> Tensor:
-    """Return where the groups of experts end if each row is given to one at random, always the same, [E] (int32)."""
-    experts_C = torch.randint(num_experts, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+    """Return where the groups of experts end if each row is given to one at random, always the
+    same, [E] (int32).
+    """
+    experts_C = torch.randint(
+        num_experts, (num_rows,), generator=torch.Generator().manual_seed(num_rows)
+    )
     return torch.bincount(experts_C, minlength=num_experts).cumsum(0).int()

@@ -1,6 +1,7 @@
 """Grouped-query attention (arXiv 2305.13245), as in the Mistral 7B paper (arXiv 2310.06825).
 
-Shape letters: T tokens of a micro-batch in one packed row, D model width, H query heads, G key/value heads, d head_dim.
+Shape letters: T tokens of a micro-batch in one packed row, D model width, H query heads, G
+key/value heads, d head_dim.
 """
 
 from typing import Protocol, cast
@@ -25,13 +26,17 @@ class Attend(Protocol):
         index: tuple[Tensor, Tensor, Tensor] | None = None,
         /,
     ) -> Tensor:
-        """Return attended values [T, H, d]. Without keys those of another layer are used; ``index``: see ``IndexInputs``."""
+        """Return attended values [T, H, d]. Without keys those of another layer are used;
+        ``index``: see ``IndexInputs``.
+        """
 
 
 class RotatingAttend(Attend, Protocol):
     """An ``Attend`` that may rotate and write the heads of single tokens itself."""
 
-    def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
+    def rotate_and_write(
+        self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor
+    ) -> Tensor | None:
         """Return the rotated queries, or None if the micro-batch is to be rotated by the layer."""
 
     def attend_written(self, layer: int, q_BQd: Tensor) -> Tensor:
@@ -48,7 +53,8 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = args.head_dim
-        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
+        # of queries, keys and values
+        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
         self.fused_ops = EAGER
@@ -60,11 +66,16 @@ class GroupedQueryAttention(nn.Module):
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
         if self.rotates_in_cache:
             own = cast("RotatingAttend", attend)
-            if (q_TQd := own.rotate_and_write(self.layer, qkv_THd, rotary.cos_Td, rotary.sin_Td)) is not None:
+            if (
+                q_TQd := own.rotate_and_write(self.layer, qkv_THd, rotary.cos_Td, rotary.sin_Td)
+            ) is not None:
                 return self._project(own.attend_written(self.layer, rotary.scale_queries(q_TQd)))
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
         rotated_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
-        q_THd, k_TGd = rotary.scale_queries(rotated_THd[:, :num_queries]), rotated_THd[:, num_queries:]
+        q_THd, k_TGd = (
+            rotary.scale_queries(rotated_THd[:, :num_queries]),
+            rotated_THd[:, num_queries:],
+        )
         return self._project(attend(self.layer, q_THd, k_TGd, v_TGd))
 
     def _project(self, out_THd: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 No cache, no scheduling, no device choice: a layer gets rotary tables and an attention function.
 
-Shape letters: T tokens of a micro-batch in one packed row, D model width (dim), F feed-forward width (hidden_dim).
+Shape letters: T tokens of a micro-batch in one packed row, D model width (dim), F feed-forward
+width (hidden_dim).
 """
 
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ def make_attention(args: ModelArgs, layer: int) -> Attention:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), where w1 and w3 are one matrix product. Also used as one expert."""
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), where w1 and w3 are one matrix product.
+    Also used as one expert.
+    """
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -39,13 +42,16 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer without its experts. Its number is global: the same layer has the same number in every split."""
+    """One layer without its experts. Its number is global: the same layer has the same number in
+    every split.
+    """
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.norm_eps = args.norm_eps
-        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)  # arXiv 1910.07467, computed in float32
+        # arXiv 1910.07467, computed in float32
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.attention: Attention = make_attention(args, layer)
         self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
         moe = args.moe if layer in args.moe_layers else None
@@ -54,21 +60,29 @@ class TransformerBlock(nn.Module):
         shared_dim = moe.n_shared_experts * args.expert_dim if moe else 0
         self.shared_experts = FeedForward(args.dim, shared_dim) if shared_dim else None
 
-    def forward(self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D].
+    def forward(
+        self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after attention, and normalized for the feed-forward network or
+        experts. Both [T, D].
 
-        ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a stage's first layer.
+        ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a
+        stage's first layer.
         """
         ops, weight_D = self.attention.fused_ops, self.attention_norm.weight
         if added_TD is None:
             x_TD = ops.rms_norm(h_TD, weight_D, self.norm_eps)
         else:
             h_TD, x_TD = ops.fused_add_rms_norm(h_TD, added_TD, weight_D, self.norm_eps)
-        return ops.fused_add_rms_norm(h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps)
+        return ops.fused_add_rms_norm(
+            h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps
+        )
 
 
 def set_fused_ops(model: nn.Module, fused_ops: FusedOps, *, rotates_in_cache: bool = False) -> None:
-    """Use these operations in every layer and expert. ``rotates_in_cache``: see ``GroupedQueryAttention``."""
+    """Use these operations in every layer and expert. ``rotates_in_cache``: see
+    ``GroupedQueryAttention``.
+    """
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
             module.fused_ops = fused_ops

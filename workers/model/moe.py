@@ -1,9 +1,12 @@
-"""Mixture of experts (Mixtral, arXiv 2401.04088, section 2.1): grouping tokens by expert, running experts, counting tokens.
+"""Mixture of experts (Mixtral, arXiv 2401.04088, section 2.1): grouping tokens by expert, running
+experts, counting tokens.
 
-``ExpertPermutation`` sorts the choices of a micro-batch by expert, ``LocalExperts`` runs the experts of a stage on the
-groups, and ``ExpertTokenCounter`` adds up how many tokens each expert was given.
+``ExpertPermutation`` sorts the choices of a micro-batch by expert, ``LocalExperts`` runs the
+experts of a stage on the groups, and ``ExpertTokenCounter`` adds up how many tokens each expert was
+given.
 
-Shape letters: T tokens, k experts of each, C = T * k choices, D model width, E experts of a layer, L layers.
+Shape letters: T tokens, k experts of each, C = T * k choices, D model width, E experts of a layer,
+L layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,12 +24,19 @@ from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.expert_kernels import with_gpu_kernels
-from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, as_stacked_view
+from tramontane.workers.model.grouped_gemm import (
+    MAX_SMALL_BATCH_ROWS,
+    ProductBySize,
+    StackedExperts,
+    as_stacked_view,
+)
 from tramontane.workers.model.layers import FeedForward
 
 
 def group_sizes(ends: Sequence[int]) -> list[int]:
-    """Return the sizes of groups with these ends: groups that end at 2, 2 and 5 have 2, 0 and 3 rows."""
+    """Return the sizes of groups with these ends: groups that end at 2, 2 and 5 have 2, 0 and 3
+    rows.
+    """
     return [end - start for start, end in pairwise([0, *ends])]
 
 
@@ -34,9 +44,10 @@ def group_sizes(ends: Sequence[int]) -> list[int]:
 class ExpertPermutation:
     """A micro-batch's choices sorted by expert, so that each expert runs once, on its group.
 
-    Example with k = 2: three tokens choose [[1, 0], [1, 2], [0, 1]]. Flattened choices [1, 0, 1, 2, 0, 1] sort (stably)
-    to choice numbers [1, 4, 0, 2, 5, 3], that is tokens [0, 2, 0, 1, 2, 1] in groups of 2, 3 and 1, which end at 2, 5
-    and 6. Choices of experts that do not exist, as padding has them, come after all groups.
+    Example with k = 2: three tokens choose [[1, 0], [1, 2], [0, 1]]. Flattened choices [1, 0, 1, 2,
+    0, 1] sort (stably) to choice numbers [1, 4, 0, 2, 5, 3], that is tokens [0, 2, 0, 1, 2, 1] in
+    groups of 2, 3 and 1, which end at 2, 5 and 6. Choices of experts that do not exist, as padding
+    has them, come after all groups.
 
     Only ``sizes`` reads anything on the host.
     """
@@ -63,7 +74,8 @@ class ExpertPermutation:
     def combine(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, D]; the order of addition is fixed.
 
-        Rows that belong to no expert may be missing at the end. The result for their tokens is undefined.
+        Rows that belong to no expert may be missing at the end. The result for their tokens is
+        undefined.
         """
         by_choice_CD = done_CD.new_empty(len(self.order_C), done_CD.shape[1])
         by_choice_CD.index_copy_(0, self.order_C[: len(done_CD)], done_CD)
@@ -71,10 +83,11 @@ class ExpertPermutation:
 
 
 def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
-    """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts without rows do not run.
+    """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts
+    without rows do not run.
 
-    Rows after the last group are left out of the result: [sum of sizes, D]. Experts that are packed are two products of all
-    groups, with the same results.
+    Rows after the last group are left out of the result: [sum of sizes, D]. Experts that are packed
+    are two products of all groups, with the same results.
     """
     rows_CD = rows_CD[: sum(sizes)]
     if not len(rows_CD):
@@ -86,11 +99,15 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
         gate_up_C2F = w13[0].matmul.multiply_groups(rows_CD, w13, sizes)
         return w2[0].matmul.multiply_groups(silu_and_mul(gate_up_C2F), w2, sizes)
     groups = torch.split(rows_CD, list(sizes))
-    return torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
+    return torch.cat(
+        [expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)]
+    )
 
 
 def layers_with_experts(args: ModelArgs, layers: range) -> range:
-    """Return those of consecutive layers that have experts: the first ones of a model may have none."""
+    """Return those of consecutive layers that have experts: the first ones of a model may have
+    none.
+    """
     return range(max(layers.start, args.moe_layers.start), min(layers.stop, args.moe_layers.stop))
 
 
@@ -101,7 +118,9 @@ class ExpertSet(nn.Module):
         super().__init__()
         by_layer: dict[str, nn.ModuleDict] = {}
         for layer, expert in expert_ids:
-            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args.dim, args.expert_dim)
+            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(
+                args.dim, args.expert_dim
+            )
         self.layers = nn.ModuleDict(by_layer)
 
     def expert(self, expert_id: ExpertId) -> FeedForward:
@@ -119,28 +138,41 @@ class LocalExperts(ExpertSet):
     def __init__(self, args: ModelArgs, layers: range) -> None:
         num_experts = args.moe.num_experts if args.moe else 0
         own = layers_with_experts(args, layers)
-        super().__init__(args, (ExpertId(layer, expert) for layer in own for expert in range(num_experts)))
+        super().__init__(
+            args, (ExpertId(layer, expert) for layer in own for expert in range(num_experts))
+        )
         self._stacks: dict[int, StackedExperts] = {}
 
     def finalize_weights(
-        self, dtype: torch.dtype, products: RowProducts | None = None, selector: KernelSelector = WITHOUT_MEMORY
+        self,
+        dtype: torch.dtype,
+        products: RowProducts | None = None,
+        selector: KernelSelector = WITHOUT_MEMORY,
     ) -> None:
-        """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
+        """Use grouped products, once weights are in place, in the layers whose experts are
+        contiguous in memory.
 
         These are ``products``, or else what ``selector`` finds to be the fastest for hidden states
         of this dtype.
         """
-        stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
+        stacks = {
+            int(layer): _stack_weights(list(experts.children()))
+            for layer, experts in self.layers.items()
+        }
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}
         if products is None:
             self._stacks = with_gpu_kernels(found, dtype, selector)
         else:
             product = products.grouped
-            self._stacks = {layer: stack._replace(w13_product=product, w2_product=product) for layer, stack in found.items()}
+            self._stacks = {
+                layer: stack._replace(w13_product=product, w2_product=product)
+                for layer, stack in found.items()
+            }
 
     @property
     def is_graph_safe(self) -> bool:
-        """Whether ``forward`` never waits for the device and launches the same kernels whatever experts are chosen.
+        """Whether ``forward`` never waits for the device and launches the same kernels whatever
+        experts are chosen.
 
         A CUDA graph may then contain it. Also true of a stage that has no experts.
         """
@@ -148,7 +180,9 @@ class LocalExperts(ExpertSet):
 
     @property
     def first_stack(self) -> StackedExperts | None:
-        """The experts of one layer, if they are grouped products: all layers are computed in the same way."""
+        """The experts of one layer, if they are grouped products: all layers are computed in the
+        same way.
+        """
         return next(iter(self._stacks.values()), None)
 
     @property
@@ -157,13 +191,25 @@ class LocalExperts(ExpertSet):
         stack = self.first_stack
         if stack is None:
             return "one by one"
-        by_size = [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
-        return "; ".join(["grouped, few rows apart" if stack.has_small_batch_kernel else "grouped", *by_size])
+        by_size = [
+            each.name
+            for each in (stack.w13_product, stack.w2_product)
+            if isinstance(each, ProductBySize)
+        ]
+        return "; ".join(
+            ["grouped, few rows apart" if stack.has_small_batch_kernel else "grouped", *by_size]
+        )
 
     def stack_for_few(self, layer: int, num_choices: int) -> StackedExperts | None:
-        """Return a layer's weights if ``StackedExperts.mix_few`` is to compute so many choices, or None."""
+        """Return a layer's weights if ``StackedExperts.mix_few`` is to compute so many choices, or
+        None.
+        """
         stack = self._stacks.get(layer)
-        is_for_few = stack is not None and stack.has_small_batch_kernel and num_choices <= MAX_SMALL_BATCH_ROWS
+        is_for_few = (
+            stack is not None
+            and stack.has_small_batch_kernel
+            and num_choices <= MAX_SMALL_BATCH_ROWS
+        )
         return stack if is_for_few else None
 
     def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
@@ -172,16 +218,26 @@ class LocalExperts(ExpertSet):
         Returns [C, D], of which rows after the last group are undefined or missing.
         """
         if layer in self._stacks:
-            return self._stacks[layer].run(rows_CD, groups.offsets_E, self.expert(ExpertId(layer, 0)).fused_ops.silu_and_mul)
-        experts = [each for each in self.layers[str(layer)].children() if isinstance(each, FeedForward)]
+            return self._stacks[layer].run(
+                rows_CD, groups.offsets_E, self.expert(ExpertId(layer, 0)).fused_ops.silu_and_mul
+            )
+        experts = [
+            each for each in self.layers[str(layer)].children() if isinstance(each, FeedForward)
+        ]
         return run_experts(experts, groups.sizes, rows_CD)
 
 
 def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
     """Return the experts' weights as stacks, or None if they are not contiguous in memory."""
     w13, w2 = ([expert.get_submodule(name) for expert in experts] for name in ("w13", "w2"))
-    plain = (as_stacked_view([each.weight for each in own if isinstance(each, Linear | QuantizedLinear)]) for own in (w13, w2))
-    scales = (as_stacked_view([each.scale for each in own if isinstance(each, QuantizedLinear)]) for own in (w13, w2))
+    plain = (
+        as_stacked_view([each.weight for each in own if isinstance(each, Linear | QuantizedLinear)])
+        for own in (w13, w2)
+    )
+    scales = (
+        as_stacked_view([each.scale for each in own if isinstance(each, QuantizedLinear)])
+        for own in (w13, w2)
+    )
     (w13_E2FD, w2_EDF), (w13_scale_E2F, w2_scale_ED) = plain, scales
     if w13_E2FD is None or w2_EDF is None:
         return None
@@ -194,10 +250,11 @@ def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
 class ExpertTokenCounter:
     """How many tokens each expert of some layers was given, added up on the device of the tokens.
 
-    One thread adds, any other may read. On a GPU adding does not wait, and may be part of a CUDA graph.
+    One thread adds, any other may read. On a GPU adding does not wait, and may be part of a CUDA
+    graph.
 
-    Ends of groups are added, not their sizes: groups of 2, 0, 3 and of 1, 1, 0 end at 2, 2, 5 and at 1, 2, 2. That is
-    3, 4, 7 in all, the ends of groups of 3, 1, 3.
+    Ends of groups are added, not their sizes: groups of 2, 0, 3 and of 1, 1, 0 end at 2, 2, 5 and
+    at 1, 2, 2. That is 3, 4, 7 in all, the ends of groups of 3, 1, 3.
     """
 
     def __init__(self, layers: range, num_experts: int) -> None:

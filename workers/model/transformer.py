@@ -1,10 +1,11 @@
 """The transformer: one stage's share of the model, or the whole model where there is one stage.
 
-``StageModel.forward`` is the whole computation between embedding and head where experts are inside the stage. Where they
-are on actors of their own, ``workers/experts/remote_forward.py`` runs the same layers.
+``StageModel.forward`` is the whole computation between embedding and head where experts are inside
+the stage. Where they are on actors of their own, ``workers/experts/remote_forward.py`` runs the
+same layers.
 
-Shape letters: T tokens of a micro-batch in one packed row, D model width, k experts of each token, V vocabulary size,
-S rows that are sampled.
+Shape letters: T tokens of a micro-batch in one packed row, D model width, k experts of each token,
+V vocabulary size, S rows that are sampled.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,16 @@ from tramontane.workers.model.gate import sigmoid
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.latent_attention import LatentAttention
 from tramontane.workers.model.layers import TransformerBlock
-from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts, layers_with_experts
+from tramontane.workers.model.moe import (
+    ExpertPermutation,
+    ExpertTokenCounter,
+    LocalExperts,
+    layers_with_experts,
+)
 from tramontane.workers.model.rotary import RotaryTables, rotary_frequencies
 
-OnChoices = Callable[[int, Tensor], None]  # (layer, expert_ids_Tk), called when a layer's gate has chosen
+# (layer, expert_ids_Tk), called when a layer's gate has chosen
+OnChoices = Callable[[int, Tensor], None]
 
 
 class StageModel(nn.Module):
@@ -49,13 +56,20 @@ class StageModel(nn.Module):
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts = LocalExperts(args, layers) if experts_inside else None
-        self._expert_tokens = ExpertTokenCounter(layers_with_experts(args, layers), args.moe.num_experts if args.moe else 0)
+        self._expert_tokens = ExpertTokenCounter(
+            layers_with_experts(args, layers), args.moe.num_experts if args.moe else 0
+        )
         self.norm = nn.RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
-        self.register_buffer("rotary_alpha", torch.empty(args.rotary_dim // 2) if args.sparse else None)
+        self.register_buffer(
+            "rotary_alpha", torch.empty(args.rotary_dim // 2) if args.sparse else None
+        )
 
     def finalize_weights(
-        self, device: torch.device, products: RowProducts | None = None, selector: KernelSelector = WITHOUT_MEMORY
+        self,
+        device: torch.device,
+        products: RowProducts | None = None,
+        selector: KernelSelector = WITHOUT_MEMORY,
     ) -> None:
         """Prepare for the first step on this device, after the weights are in place.
 
@@ -67,16 +81,21 @@ class StageModel(nn.Module):
             if isinstance(attention := self.block(layer).attention, LatentAttention):
                 attention.finalize_weights(self.block(layer).attention_norm.weight.dtype, products)
         if self.experts is not None:
-            self.experts.finalize_weights(self.block(self.global_layers.start).attention_norm.weight.dtype, products, selector)
+            self.experts.finalize_weights(
+                self.block(self.global_layers.start).attention_norm.weight.dtype, products, selector
+            )
         if products is None and device.type == "cuda":
-            modules = [module for name, module in self.named_modules() if not name.startswith("experts.")]
+            modules = [
+                module for name, module in self.named_modules() if not name.startswith("experts.")
+            ]
             select_products((module for module in modules if isinstance(module, Linear)), selector)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of token ids. For the first stage."""
         assert self.tok_embeddings is not None
         hidden_TD: Tensor = self.tok_embeddings(token_ids_T)
-        return hidden_TD.to(self.block(0).attention_norm.weight.dtype)  # matrices may be in another one
+        # matrices may be in another one
+        return hidden_TD.to(self.block(0).attention_norm.weight.dtype)
 
     def forward(
         self,
@@ -95,9 +114,14 @@ class StageModel(nn.Module):
         return hidden_TD + added_TD
 
     def feed_forward(
-        self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None
+        self,
+        layer: int,
+        x_TD: Tensor,
+        on_choices: OnChoices | None = None,
+        is_padding_T: Tensor | None = None,
     ) -> Tensor:
-        """Return what a layer adds after its attention, [T, D]: from its dense network, or from each token's experts.
+        """Return what a layer adds after its attention, [T, D]: from its dense network, or from
+        each token's experts.
 
         Padding gets 0 from experts.
         """
@@ -109,14 +133,18 @@ class StageModel(nn.Module):
         shared_TD = self.run_shared_experts(layer, x_TD)
         return mixed_TD if shared_TD is None else mixed_TD + shared_TD
 
-    def _mix_experts(self, layer: int, x_TD: Tensor, on_choices: OnChoices | None, is_padding_T: Tensor | None) -> Tensor:
+    def _mix_experts(
+        self, layer: int, x_TD: Tensor, on_choices: OnChoices | None, is_padding_T: Tensor | None
+    ) -> Tensor:
         """Return the weighted sum of each token's experts, [T, D], with 0 for padding."""
         gate = self.block(layer).gate
         assert gate is not None
         assert self.experts is not None
         few = self.experts.stack_for_few(layer, len(x_TD) * gate.top_k)
         if few is not None:
-            expert_ids_Tk, weights_Tk = gate.choose_few(x_TD, is_padding_T, self._expert_tokens.total_ends_E(layer))
+            expert_ids_Tk, weights_Tk = gate.choose_few(
+                x_TD, is_padding_T, self._expert_tokens.total_ends_E(layer)
+            )
             if on_choices is not None:
                 on_choices(layer, expert_ids_Tk)
             return few.mix_few(x_TD, expert_ids_Tk, weights_Tk)
@@ -125,12 +153,18 @@ class StageModel(nn.Module):
         return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)
 
     def run_shared_experts(self, layer: int, x_TD: Tensor) -> Tensor | None:
-        """Return what the experts that compute every token add, [T, D]; None if the layer has none."""
+        """Return what the experts that compute every token add, [T, D]; None if the layer has
+        none.
+        """
         shared = self.block(layer).shared_experts
         return None if shared is None else shared(x_TD)
 
     def choose_experts(
-        self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None
+        self,
+        layer: int,
+        x_TD: Tensor,
+        on_choices: OnChoices | None = None,
+        is_padding_T: Tensor | None = None,
     ) -> tuple[ExpertPermutation, Tensor]:
         """Choose each token's experts and count the choices.
 
@@ -139,7 +173,8 @@ class StageModel(nn.Module):
         gate = self.block(layer).gate
         assert gate is not None
         expert_ids_Tk, weights_Tk = gate(x_TD)
-        if is_padding_T is not None:  # one past the last expert: sorted behind all groups, so its rows are undefined
+        # one past the last expert: sorted behind all groups, so its rows are undefined
+        if is_padding_T is not None:
             expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], gate.num_experts)
         if on_choices is not None:
             on_choices(layer, expert_ids_Tk)
@@ -149,9 +184,15 @@ class StageModel(nn.Module):
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """Radians per position of each rotary pair, float32: of the configuration, times e^alpha if the model has alphas."""
+        """Radians per position of each rotary pair, float32: of the configuration, times e^alpha if
+        the model has alphas.
+        """
         frequencies = rotary_frequencies(self.args)
-        return frequencies if self.rotary_alpha is None else frequencies.to(self.rotary_alpha.device) * self.rotary_alpha.exp()
+        return (
+            frequencies
+            if self.rotary_alpha is None
+            else frequencies.to(self.rotary_alpha.device) * self.rotary_alpha.exp()
+        )
 
     @property
     def fused_ops(self) -> FusedOps:
@@ -159,10 +200,14 @@ class StageModel(nn.Module):
         return self.block(self.global_layers[-1]).attention.fused_ops
 
     def head(self, hidden_SD: Tensor) -> Tensor:
-        """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last stage."""
+        """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last
+        stage.
+        """
         assert self.norm is not None
         assert self.output is not None
-        logits_SV: Tensor = self.output(self.fused_ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps))
+        logits_SV: Tensor = self.output(
+            self.fused_ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps)
+        )
         return _cap(logits_SV.float(), self.args.final_logit_softcapping)
 
     def block(self, layer: int) -> TransformerBlock:
@@ -182,10 +227,14 @@ class StageModel(nn.Module):
 
 
 def _cap(logits_SV: Tensor, limit: float | None) -> Tensor:
-    """Return ``limit`` * tanh(x / limit) of each logit: tanh x = 2 sigmoid(2 x) - 1, see ``sigmoid`` for why so."""
+    """Return ``limit`` * tanh(x / limit) of each logit: tanh x = 2 sigmoid(2 x) - 1, see
+    ``sigmoid`` for why so.
+    """
     return logits_SV if limit is None else (2 * sigmoid(logits_SV * (2 / limit)) - 1) * limit
 
 
 def _embedding(args: ModelArgs) -> nn.Embedding:
-    """Make an embedding without random numbers: on the meta device they make PyTorch import its compiler (70 MiB, seconds)."""
+    """Make an embedding without random numbers: on the meta device they make PyTorch import its
+    compiler (70 MiB, seconds).
+    """
     return nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim), freeze=False)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,7 +1,8 @@
 """Verification of drafts: which of the sampled tokens are right, in the order of the steps.
 
-A sampled token is right if its row was computed from right tokens. Rows of a micro-batch that is ahead begin with drafts of
-which the steps before it decide, so tokens are accepted in the order in which steps have begun, by any thread.
+A sampled token is right if its row was computed from right tokens. Rows of a micro-batch that is
+ahead begin with drafts of which the steps before it decide, so tokens are accepted in the order in
+which steps have begun, by any thread.
 
 Shape letters: S sampled rows.
 """
@@ -14,14 +15,17 @@ from dataclasses import dataclass, field
 from tramontane.proto.step import NO_TOKEN, MicroBatch
 from tramontane.workers.device.pinned_memory import HostCopy
 
-Latest = Mapping[int, tuple[int, int]]  # position and id of the last token that was sampled for a sequence
+# position and id of the last token that was sampled for a sequence
+Latest = Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows that are sampled: their sequences, the positions of the new tokens, and the draft that each row begins with.
+    """The rows that are sampled: their sequences, the positions of the new tokens, and the draft
+    that each row begins with.
 
-    A row's draft is the token that the row is computed from; it is None for all rows but those of drafts.
+    A row's draft is the token that the row is computed from; it is None for all rows but those of
+    drafts.
     """
 
     seq_ids: tuple[int, ...]
@@ -45,10 +49,11 @@ class SampledRows:
         return cls(batch.sampled_seq_ids, positions, drafts, has_drafts=True)
 
     def accepted(self, token_ids: Sequence[int], latest: Latest) -> tuple[int, ...]:
-        """Return the sampled tokens, with NO_TOKEN in rows whose draft, or an earlier one, is not the token sampled before it.
+        """Return the sampled tokens, with NO_TOKEN in rows whose draft, or an earlier one, is not
+        the token sampled before it.
 
-        Drafts None, 41, 42 and tokens 41, 50, 60: 41, 50, NO_TOKEN. Drafts 43, 44 for the positions 12 and 13, and tokens 44, 45:
-        both if ``latest`` is (12, 43) for this sequence.
+        Drafts None, 41, 42 and tokens 41, 50, 60: 41, 50, NO_TOKEN. Drafts 43, 44 for the positions
+        12 and 13, and tokens 44, 45: both if ``latest`` is (12, 43) for this sequence.
         """
         if not self.has_drafts:
             return tuple(token_ids)
@@ -76,13 +81,16 @@ class StepVerdict:
 
 
 class DraftVerifier:
-    """Accepts the sampled tokens of steps in their order. ``is_needed``: whether sequences may ever have drafts."""
+    """Accepts the sampled tokens of steps in their order. ``is_needed``: whether sequences may ever
+    have drafts.
+    """
 
     def __init__(self, *, is_needed: bool) -> None:
         self._is_needed = is_needed
         self._lock = threading.Lock()
         self._open: deque[StepVerdict] = deque()
-        self._freed: list[int] = []  # sequences that have ended since the last step with sampled tokens
+        # sequences that have ended since the last step with sampled tokens
+        self._freed: list[int] = []
         self._latest: dict[int, tuple[int, int]] = {}
 
     def update(self, batch: MicroBatch) -> None:
@@ -100,7 +108,9 @@ class DraftVerifier:
         return verdict
 
     def accepted(self, verdict: StepVerdict) -> tuple[int, ...]:
-        """Return the accepted tokens of a step, with NO_TOKEN for the others. Waits for the tokens of this and earlier steps."""
+        """Return the accepted tokens of a step, with NO_TOKEN for the others. Waits for the tokens
+        of this and earlier steps.
+        """
         if not self._is_needed:
             verdict.sampled.wait()
             return tuple(verdict.sampled.tensor.tolist())
@@ -130,5 +140,11 @@ class DraftVerifier:
             verdict.token_ids, verdict.error = (NO_TOKEN,) * len(rows.seq_ids), error
             return
         verdict.token_ids = rows.accepted(verdict.sampled.tensor.tolist(), self._latest)
-        accepted = zip(rows.seq_ids, zip(rows.positions, verdict.token_ids, strict=True), strict=True)
-        self._latest.update(accepted if not rows.has_drafts else (each for each in accepted if each[1][1] != NO_TOKEN))
+        accepted = zip(
+            rows.seq_ids, zip(rows.positions, verdict.token_ids, strict=True), strict=True
+        )
+        self._latest.update(
+            accepted
+            if not rows.has_drafts
+            else (each for each in accepted if each[1][1] != NO_TOKEN)
+        )

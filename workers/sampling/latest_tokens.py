@@ -1,7 +1,9 @@
-"""The last token of every sequence, on the device: what a decode begins with if the router does not know it yet.
+"""The last token of every sequence, on the device: what a decode begins with if the router does not
+know it yet.
 
-With asynchronous scheduling the router submits a step before the tokens of the step before it have been read. Its columns then
-have a ``PLACEHOLDER_TOKEN``, and the device fills in what it has sampled itself, without a copy to the host and back.
+With asynchronous scheduling the router submits a step before the tokens of the step before it have
+been read. Its columns then have a ``PLACEHOLDER_TOKEN``, and the device fills in what it has
+sampled itself, without a copy to the host and back.
 
 Shape letters: N slots of sequences, S sampled rows, B single tokens.
 """
@@ -15,7 +17,9 @@ from tramontane.workers.device.pinned_memory import tensor_on
 
 
 class LatestTokens:
-    """The token id that was last sampled for each slot, [N]. ``slots``: the slot of each sequence, by its id; only read."""
+    """The token id that was last sampled for each slot, [N]. ``slots``: the slot of each sequence,
+    by its id; only read.
+    """
 
     def __init__(self, num_slots: int, slots: Mapping[int, int], device: torch.device) -> None:
         self._ids_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -24,8 +28,8 @@ class LatestTokens:
     def put(self, seq_ids: Sequence[int], token_ids_S: Tensor) -> None:
         """Keep the tokens that have been sampled for these sequences, each of which occurs once.
 
-        A sequence without a token has ended (NOT_FINITE_TOKEN). What is computed for it until that is known is in vain, but
-        has to begin with a token of the vocabulary: 0.
+        A sequence without a token has ended (NOT_FINITE_TOKEN). What is computed for it until that
+        is known is in vain, but has to begin with a token of the vocabulary: 0.
         """
         self._ids_N[self._index(seq_ids)] = token_ids_S.clamp(min=0)
 

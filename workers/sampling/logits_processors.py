@@ -1,4 +1,5 @@
-"""Logits processors: biases, penalties and ``min_tokens``. The last stage has state for sequences that ask for any of them.
+"""Logits processors: biases, penalties and ``min_tokens``. The last stage has state for sequences
+that ask for any of them.
 
 Shape letters: S sampled rows, R those of them that change, V vocabulary, N rows of counts.
 """
@@ -18,7 +19,8 @@ INITIAL_ROWS = 4  # of token counts
 
 
 class TokenCounts:
-    """Which tokens sequences have had, and how often: a row per sequence, of 5 bytes per token of the vocabulary.
+    """Which tokens sequences have had, and how often: a row per sequence, of 5 bytes per token of
+    the vocabulary.
 
     Rows are reused; when none is left their number doubles.
     """
@@ -46,12 +48,16 @@ class TokenCounts:
         self._prompt_NV[row, self._index(token_ids)] = True
 
     def add_output(self, rows: list[int], token_ids: Tensor) -> None:
-        """Count one more of each token (on the device) in its row. Pairs of row and token may repeat."""
+        """Count one more of each token (on the device) in its row. Pairs of row and token may
+        repeat.
+        """
         ones = torch.ones(len(rows), dtype=torch.int32, device=self._output_NV.device)
         self._output_NV.index_put_((self._index(rows), token_ids), ones, accumulate=True)
 
     def counts(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return how often each token is in the output [R, V], and whether it is in prompt or output [R, V]."""
+        """Return how often each token is in the output [R, V], and whether it is in prompt or
+        output [R, V].
+        """
         index = self._index(rows)
         output_RV = self._output_NV[index]
         return output_RV, self._prompt_NV[index] | (output_RV > 0)
@@ -59,8 +65,12 @@ class TokenCounts:
     def _grow(self) -> None:
         num_rows = len(self._output_NV)
         num_new = max(num_rows, INITIAL_ROWS)
-        self._output_NV = torch.cat([self._output_NV, self._output_NV.new_zeros(num_new, self._output_NV.shape[1])])
-        self._prompt_NV = torch.cat([self._prompt_NV, self._prompt_NV.new_zeros(num_new, self._prompt_NV.shape[1])])
+        self._output_NV = torch.cat(
+            [self._output_NV, self._output_NV.new_zeros(num_new, self._output_NV.shape[1])]
+        )
+        self._prompt_NV = torch.cat(
+            [self._prompt_NV, self._prompt_NV.new_zeros(num_new, self._prompt_NV.shape[1])]
+        )
         self._free += range(num_rows, num_rows + num_new)
 
     def _index(self, numbers: list[int] | tuple[int, ...]) -> Tensor:
@@ -69,7 +79,9 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class LogitsState:
-    """What one sequence changes in its logits. ``row`` is its row of token counts, None if it needs none."""
+    """What one sequence changes in its logits. ``row`` is its row of token counts, None if it needs
+    none.
+    """
 
     sampling: SamplingParams
     num_prompt: int
@@ -81,8 +93,8 @@ class LogitsState:
 class LogitsProcessor:
     """Processor of the logits of all sequences that ask for changes.
 
-    Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have been counted. Drafts are counted
-    once they are known to be right (``count_draft``).
+    Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have
+    been counted. Drafts are counted once they are known to be right (``count_draft``).
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
@@ -92,7 +104,9 @@ class LogitsProcessor:
         self._states: dict[int, LogitsState] = {}
 
     def update(self, batch: MicroBatch, latest_tokens: LatestTokens | None = None) -> None:
-        """Remove freed sequences, add new ones, count tokens; ``latest_tokens`` has those that are placeholders in the batch."""
+        """Remove freed sequences, add new ones, count tokens; ``latest_tokens`` has those that are
+        placeholders in the batch.
+        """
         for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
         for chunk in batch.chunks:
@@ -107,8 +121,14 @@ class LogitsProcessor:
             self._forget(seq_id)
 
     def apply(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return the changed logits, or the input if no row changes. ``positions`` are those of the new tokens."""
-        rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._states] if self._states else []
+        """Return the changed logits, or the input if no row changes. ``positions`` are those of the
+        new tokens.
+        """
+        rows = (
+            [row for row, seq_id in enumerate(seq_ids) if seq_id in self._states]
+            if self._states
+            else []
+        )
         if not rows:  # nearly always
             return logits_SV
         states = [self._states[seq_ids[row]] for row in rows]
@@ -125,7 +145,10 @@ class LogitsProcessor:
             self._counts.add_output([state.row], tensor_on([token_id], torch.int64, self._device))
 
     def _new_state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
-        token_ids, biases = [token_id for token_id, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
+        token_ids, biases = (
+            [token_id for token_id, _ in sampling.logit_bias],
+            [bias for _, bias in sampling.logit_bias],
+        )
         return LogitsState(
             sampling,
             num_prompt,
@@ -147,7 +170,8 @@ class LogitsProcessor:
                 output_ids = self._count_prompt(state.row, state.num_prompt, chunk)
                 rows += [state.row] * len(output_ids)
                 token_ids += output_ids
-        previous, sampled = None, dict[int, int]()  # rows of counts, by the sequence, whose tokens are on the device
+        # rows of counts, by the sequence, whose tokens are on the device
+        previous, sampled = None, dict[int, int]()
         for seq_id, token_id in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
             is_draft, previous = seq_id == previous, seq_id
             if is_draft or (state := self._states.get(seq_id)) is None or state.row is None:
@@ -166,8 +190,8 @@ class LogitsProcessor:
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
         """Count the prompt tokens of a chunk; return the rest.
 
-        A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output. The first chunk has its cached
-        prefix, too.
+        A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output.
+        The first chunk has its cached prefix, too.
         """
         token_ids = chunk.skipped_ids + chunk.token_ids
         num_of_prompt = max(num_prompt - (chunk.start - len(chunk.skipped_ids)), 0)
@@ -177,7 +201,11 @@ class LogitsProcessor:
 
     def _penalize(self, logits_RV: Tensor, states: Sequence[LogitsState]) -> None:
         """Apply the repetition, frequency and presence penalties."""
-        counting = [(i, state.row, state.sampling) for i, state in enumerate(states) if state.row is not None]
+        counting = [
+            (i, state.row, state.sampling)
+            for i, state in enumerate(states)
+            if state.row is not None
+        ]
         if not counting:
             return
 
@@ -188,26 +216,47 @@ class LogitsProcessor:
         num_output, is_known = self._counts.counts([row for _, row, _ in counting])
         logits = logits_RV[index]
         repetition = column([sampling.repetition_penalty for _, _, sampling in counting])
-        logits = torch.where(is_known, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits = torch.where(
+            is_known, torch.where(logits > 0, logits / repetition, logits * repetition), logits
+        )
         logits -= column([sampling.frequency_penalty for _, _, sampling in counting]) * num_output
-        logits -= column([sampling.presence_penalty for _, _, sampling in counting]) * (num_output > 0)
+        logits -= column([sampling.presence_penalty for _, _, sampling in counting]) * (
+            num_output > 0
+        )
         logits_RV[index] = logits
 
-    def _mask_eos(self, logits_RV: Tensor, states: Sequence[LogitsState], positions: Sequence[int]) -> None:
-        """Ban tokens that end the output before ``min_tokens``. A prompt of 5 and min_tokens 2: at positions 5 and 6."""
-        early = [i for i, state in enumerate(states) if positions[i] - state.num_prompt < state.sampling.min_tokens]
+    def _mask_eos(
+        self, logits_RV: Tensor, states: Sequence[LogitsState], positions: Sequence[int]
+    ) -> None:
+        """Ban tokens that end the output before ``min_tokens``. A prompt of 5 and min_tokens 2: at
+        positions 5 and 6.
+        """
+        early = [
+            i
+            for i, state in enumerate(states)
+            if positions[i] - state.num_prompt < state.sampling.min_tokens
+        ]
         if early:
             logits_RV[tensor_on(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
         stops = [(i, token_id) for i in early for token_id in states[i].sampling.stop_token_ids]
         if stops:
             rows, token_ids = zip(*stops, strict=True)
-            logits_RV[tensor_on(rows, torch.int64, self._device), tensor_on(token_ids, torch.int64, self._device)] = -torch.inf
+            logits_RV[
+                tensor_on(rows, torch.int64, self._device),
+                tensor_on(token_ids, torch.int64, self._device),
+            ] = -torch.inf
 
 
 def _add_biases(logits_RV: Tensor, states: Sequence[LogitsState]) -> None:
     lengths = [len(state.bias_ids) for state in states]
     if not any(lengths):
         return
-    rows = tensor_on([row for row, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
+    rows = tensor_on(
+        [row for row, length in enumerate(lengths) for _ in range(length)],
+        torch.int64,
+        logits_RV.device,
+    )
     token_ids = torch.cat([state.bias_ids for state in states])
-    logits_RV.index_put_((rows, token_ids), torch.cat([state.biases for state in states]), accumulate=True)
+    logits_RV.index_put_(
+        (rows, token_ids), torch.cat([state.biases for state in states]), accumulate=True
+    )

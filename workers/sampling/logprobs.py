@@ -1,6 +1,7 @@
 """Log-probabilities of sampled tokens and of prompts, for the sequences that ask for them.
 
-Shape letters: T rows of a chunk, S sampled rows, R rows with log-probabilities, V vocabulary, D model width.
+Shape letters: T rows of a chunk, S sampled rows, R rows with log-probabilities, V vocabulary, D
+model width.
 """
 
 import math
@@ -19,18 +20,23 @@ MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinit
 MAX_LOGITS = 2**22  # that are scored or sorted at a time, in float32: 16 MiB
 
 Top = tuple[tuple[int, float], ...]
-# The log-probabilities of a sampled row, by its number, or of a prompt, by its sequence; None: its logits are not finite.
+# The log-probabilities of a sampled row, by its number, or of a prompt, by its sequence; None: its
+# logits are not finite.
 Scored = tuple[int, Logprobs | None]
 Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
-    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int], has_exact_sums: bool = False
+    logits_RV: Tensor,
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    has_exact_sums: bool = False,
 ) -> list[tuple[float, Top] | None]:
-    """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs.
+    """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens
+    with theirs.
 
-    None stands for a row whose logits are not finite, see ``sample``. They do not depend on the other rows, nor does the choice
-    between equal logits: on GPUs with ``has_exact_sums`` only.
+    None stands for a row whose logits are not finite, see ``sample``. They do not depend on the
+    other rows, nor does the choice between equal logits: on GPUs with ``has_exact_sums`` only.
     """
     totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else _logsumexp(logits_RV)
     totals_R1 = torch.where(totals_R1.isfinite(), totals_R1, torch.nan)
@@ -42,26 +48,37 @@ def token_logprobs(
     else:
         best_Rn, best_ids_Rn = _likeliest(logits_RV, [min(count, most) for count in num_top])
     logprobs = torch.cat([chosen_R1, best_Rn], dim=1) - totals_R1
-    rows = zip(logprobs.clamp(min=MIN_LOGPROB, max=0.0).tolist(), best_ids_Rn.tolist(), num_top, strict=True)
+    rows = zip(
+        logprobs.clamp(min=MIN_LOGPROB, max=0.0).tolist(),
+        best_ids_Rn.tolist(),
+        num_top,
+        strict=True,
+    )
     return [
-        None if math.isnan(chosen) else (chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows
+        None if math.isnan(chosen) else (chosen, tuple(zip(ids[:n], top[:n], strict=True)))
+        for (chosen, *top), ids, n in rows
     ]
 
 
 def _logsumexp(logits_RV: Tensor) -> Tensor:
     """Return the logarithm of the sum of each row's exponentials, [R, 1].
 
-    Of a single row PyTorch divides the sum between the threads of a CPU, of several it does not: two copies are summed alike.
+    Of a single row PyTorch divides the sum between the threads of a CPU, of several it does not:
+    two copies are summed alike.
     """
     is_single = len(logits_RV) == 1 and logits_RV.device.type == "cpu"
-    return (logits_RV.repeat(2, 1) if is_single else logits_RV).logsumexp(-1, keepdim=True)[: len(logits_RV)]
+    return (logits_RV.repeat(2, 1) if is_single else logits_RV).logsumexp(-1, keepdim=True)[
+        : len(logits_RV)
+    ]
 
 
 def _likeliest(logits_RV: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [R, n], of which a row's first ``counts`` are defined.
+    """Return the largest logits of each row and their tokens, [R, n], of which a row's first
+    ``counts`` are defined.
 
-    Which of equal logits PyTorch chooses, and in which order, depends on how many it has to find. In bfloat16 many are equal.
-    So rows that want as many as each other are chosen together, apart from the rest.
+    Which of equal logits PyTorch chooses, and in which order, depends on how many it has to find.
+    In bfloat16 many are equal. So rows that want as many as each other are chosen together, apart
+    from the rest.
     """
     if len(set(counts)) == 1:
         best = logits_RV.topk(counts[0], dim=-1)
@@ -69,7 +86,9 @@ def _likeliest(logits_RV: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor
     best_Rn = logits_RV.new_zeros(len(counts), max(counts))
     ids_Rn = torch.zeros_like(best_Rn, dtype=torch.int64)
     for count in set(counts):
-        rows = tensor_on([row for row, own in enumerate(counts) if own == count], torch.int64, logits_RV.device)
+        rows = tensor_on(
+            [row for row, own in enumerate(counts) if own == count], torch.int64, logits_RV.device
+        )
         best_Rn[rows, :count], ids_Rn[rows, :count] = logits_RV[rows].topk(count, dim=-1)
     return best_Rn, ids_Rn
 
@@ -78,7 +97,8 @@ def _likeliest(logits_RV: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor
 class PendingPromptLogprobs:
     """A prompt whose log-probabilities are not complete.
 
-    ``last_row_1D`` is the last row of hidden states so far, which predicts the first token of the next chunk.
+    ``last_row_1D`` is the last row of hidden states so far, which predicts the first token of the
+    next chunk.
     """
 
     num_top: int
@@ -87,7 +107,9 @@ class PendingPromptLogprobs:
 
 
 class LogprobTracker:
-    """State of the last stage for sequences that ask for log-probabilities; it has none for others."""
+    """State of the last stage for sequences that ask for log-probabilities; it has none for
+    others.
+    """
 
     def __init__(self, vocab_size: int, has_exact_sums: bool = False) -> None:
         self._has_exact_sums = has_exact_sums  # see ``token_logprobs``
@@ -97,7 +119,9 @@ class LogprobTracker:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that ask for log-probabilities of sampled tokens, or whose prompt is not complete."""
+        """Sequences that ask for log-probabilities of sampled tokens, or whose prompt is not
+        complete.
+        """
         return len(self._num_top.keys() | self._prompts.keys())
 
     def update(self, batch: MicroBatch) -> None:
@@ -121,10 +145,20 @@ class LogprobTracker:
         self._prompts.clear()
 
     def sampled(
-        self, logits_SV: Tensor, token_ids: Sequence[int], seq_ids: Sequence[int], positions: Sequence[int]
+        self,
+        logits_SV: Tensor,
+        token_ids: Sequence[int],
+        seq_ids: Sequence[int],
+        positions: Sequence[int],
     ) -> Iterator[Scored]:
-        """Yield the log-probabilities of tokens that were just chosen, by the unprocessed logits of the model."""
-        asked = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top] if self._num_top else []
+        """Yield the log-probabilities of tokens that were just chosen, by the unprocessed logits of
+        the model.
+        """
+        asked = (
+            [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top]
+            if self._num_top
+            else []
+        )
         rows = [row for row in asked if token_ids[row] not in (NO_TOKEN, NOT_FINITE_TOKEN)]
         if not rows:  # nearly always
             return
@@ -132,9 +166,14 @@ class LogprobTracker:
             some = rows[first : first + self._max_rows]
             num_top = [self._num_top[seq_ids[row]] for row in some]
             logits_RV = logits_SV[tensor_on(some, torch.int64, logits_SV.device)]
-            logprobs = token_logprobs(logits_RV, [token_ids[row] for row in some], num_top, self._has_exact_sums)
+            logprobs = token_logprobs(
+                logits_RV, [token_ids[row] for row in some], num_top, self._has_exact_sums
+            )
             for row, found in zip(some, logprobs, strict=True):
-                yield row, found and Logprobs(seq_ids[row], positions[row], (found[0],), (found[1],))
+                yield (
+                    row,
+                    found and Logprobs(seq_ids[row], positions[row], (found[0],), (found[1],)),
+                )
 
     def prompts(self, batch: MicroBatch, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
         """Yield the log-probabilities of the prompt tokens of a micro-batch."""
@@ -145,10 +184,11 @@ class LogprobTracker:
             row += chunk.num_tokens
 
     def _of_chunk(self, chunk: Chunk, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
-        """Yield those of one chunk. A token is predicted by the previous row, which may be in the previous chunk.
+        """Yield those of one chunk. A token is predicted by the previous row, which may be in the
+        previous chunk.
 
-        A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then tokens 4 and 5 by rows 3
-        and 4. Row 5 predicts the first sampled token.
+        A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then
+        tokens 4 and 5 by rows 3 and 4. Row 5 predicts the first sampled token.
         """
         prompt = self._prompts[chunk.seq_id]
         token_ids = chunk.token_ids[: prompt.num_prompt - chunk.start]
@@ -163,7 +203,9 @@ class LogprobTracker:
         for first in range(0, len(token_ids), self._max_rows):
             some_ids = token_ids[first : first + self._max_rows]
             logits_RV = head(rows_RD[first : first + self._max_rows])
-            found += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids), self._has_exact_sums)
+            found += token_logprobs(
+                logits_RV, some_ids, [prompt.num_top] * len(some_ids), self._has_exact_sums
+            )
         pairs = [pair for pair in found if pair is not None]
         if len(pairs) < len(found):
             self._prompts.pop(chunk.seq_id, None)  # the sequence ends

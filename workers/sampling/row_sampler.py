@@ -1,7 +1,9 @@
-"""Sampling of one row on a CPU: the likeliest tokens are sorted, and all of a vocabulary only where they do not suffice.
+"""Sampling of one row on a CPU: the likeliest tokens are sorted, and all of a vocabulary only where
+they do not suffice.
 
-Sorting 131,072 logits takes several times as long as finding the largest thousand and sorting these. Probabilities are
-proportional to e^(logit - best), their sums are float64, and NumPy computes each row by itself, in one thread.
+Sorting 131,072 logits takes several times as long as finding the largest thousand and sorting
+these. Probabilities are proportional to e^(logit - best), their sums are float64, and NumPy
+computes each row by itself, in one thread.
 
 Shape letters: V vocabulary, C candidates.
 """
@@ -18,7 +20,8 @@ Logits = NDArray[np.float32]
 
 
 def sample_row(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
-    """Choose a token by inversion of the cumulative distribution at ``uniform``, in [0, 1); see ``sampler._sample_randomly``.
+    """Choose a token by inversion of the cumulative distribution at ``uniform``, in [0, 1); see
+    ``sampler._sample_randomly``.
 
     The largest logit is finite.
     """
@@ -29,7 +32,8 @@ def sample_row(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
         return int(logits_V.argmax())
     if len(scaled_V) > NUM_LIKELIEST:
         limit = np.partition(scaled_V, -NUM_LIKELIEST)[-NUM_LIKELIEST]
-        token = _choose(scaled_V, np.flatnonzero(scaled_V >= limit), best, params, uniform)  # with all that are equal to the last
+        # with all that are equal to the last
+        token = _choose(scaled_V, np.flatnonzero(scaled_V >= limit), best, params, uniform)
         if token is not None:
             return token
     token = _choose(scaled_V, np.arange(len(scaled_V)), best, params, uniform)
@@ -38,7 +42,11 @@ def sample_row(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
 
 
 def _choose(
-    scaled_V: Logits, candidates_C: NDArray[np.intp], best: np.float32, params: SamplingParams, uniform: float
+    scaled_V: Logits,
+    candidates_C: NDArray[np.intp],
+    best: np.float32,
+    params: SamplingParams,
+    uniform: float,
 ) -> int | None:
     """Choose among the likeliest tokens, or return None if it takes more of them to know."""
     candidates_C = candidates_C[np.argsort(-scaled_V[candidates_C], kind="stable")]
@@ -54,7 +62,11 @@ def _choose(
         candidates_C, is_complete = candidates_C[scaled_V[candidates_C] >= floor], True
     weights_C = np.exp(scaled_V[candidates_C] - best).astype(np.float64)
     ends_C = weights_C.cumsum()
-    whole = ends_C[-1] if is_complete else np.exp(scaled_V[scaled_V >= floor] - best).sum(dtype=np.float64)
+    whole = (
+        ends_C[-1]
+        if is_complete
+        else np.exp(scaled_V[scaled_V >= floor] - best).sum(dtype=np.float64)
+    )
     if params.top_p < 1:
         needed = params.top_p * whole
         if ends_C[-1] < needed and not is_complete:

@@ -1,7 +1,9 @@
-"""Structured output: masks of the tokens that a sequence's grammar allows next, computed by llguidance.
+"""Structured output: masks of the tokens that a sequence's grammar allows next, computed by
+llguidance.
 
-The state of a grammar follows from the grammar and the output so far, so the last stage is the only one to keep it: a
-sequence that is computed again brings its output in its chunks, and the grammar is advanced by it.
+The state of a grammar follows from the grammar and the output so far, so the last stage is the only
+one to keep it: a sequence that is computed again brings its output in its chunks, and the grammar
+is advanced by it.
 """
 
 import logging
@@ -20,12 +22,17 @@ from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 logger = logging.getLogger(__name__)
 
-LoadVocabulary = Callable[[], Sequence[bytes]]  # returns the text of every token id, empty for control tokens
+# returns the text of every token id, empty for control tokens
+LoadVocabulary = Callable[[], Sequence[bytes]]
 
 MAX_COMPILED_GRAMMARS = 64
-# Bounds of one grammar: at worst tenths of a second to compile, a few ms per mask, and 1 to 2 KB per lexer state.
+# Bounds of one grammar: at worst tenths of a second to compile, a few ms per mask, and 1 to 2 KB
+# per lexer state.
 LIMITS = llguidance.LLParserLimits(
-    max_lexer_states=20_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
 )
 # llguidance would tokenize forced text by itself, and not as the model does.
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -36,7 +43,9 @@ class GrammarError(RequestError):
 
 
 class Vocabulary:
-    """Vocabulary in llguidance's form. To llguidance the end of the output is an additional token after the last piece."""
+    """Vocabulary in llguidance's form. To llguidance the end of the output is an additional token
+    after the last piece.
+    """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.num_pieces = len(pieces)
@@ -44,7 +53,9 @@ class Vocabulary:
 
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):
-    """Interface that ``LLTokenizer`` expects. A token without a piece becomes a special token that no text means."""
+    """Interface that ``LLTokenizer`` expects. A token without a piece becomes a special token that
+    no text means.
+    """
 
     eos_token_id = None  # type: ignore[assignment]  # makes llguidance add one
     bos_token_id = None
@@ -66,7 +77,8 @@ class GrammarState:
         self.num_prompt = num_prompt
         self._matcher, self._num_pieces = matcher, num_pieces
         self.can_stop = False
-        self.mask = b""  # a bit per token id, from the lowest bit of the first byte on; never set for the end token
+        # a bit per token id, from the lowest bit of the first byte on; never set for the end token
+        self.mask = b""
         self._refresh_mask()
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -90,19 +102,31 @@ class GrammarState:
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed: {self._matcher.get_error():.200}")
         if _is_empty(self.mask) and not self.can_stop:
-            raise GrammarError("the grammar cannot be followed: the vocabulary has no piece for what comes next")
+            raise GrammarError(
+                "the grammar cannot be followed: the vocabulary has no piece for what comes next"
+            )
 
 
 class StructuredOutputManager:
-    """State of the last stage for sequences that follow a grammar. The vocabulary is read for the first of them."""
+    """State of the last stage for sequences that follow a grammar. The vocabulary is read for the
+    first of them.
+    """
 
-    def __init__(self, read_pieces: LoadVocabulary, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        self._read_pieces, self._vocab_size, self._eos = read_pieces, vocab_size, sorted(eos_token_ids)
+    def __init__(
+        self, read_pieces: LoadVocabulary, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._read_pieces, self._vocab_size, self._eos = (
+            read_pieces,
+            vocab_size,
+            sorted(eos_token_ids),
+        )
         self._vocabulary: Vocabulary | GrammarError | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # least recently used first
+        # least recently used first
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._states: dict[int, GrammarState | GrammarError] = {}
         self._request_ids: dict[int, str] = {}  # for logs
-        self._ignore_eos: set[int] = set()  # sequences for which end-of-sequence is a token like others
+        # sequences for which end-of-sequence is a token like others
+        self._ignore_eos: set[int] = set()
 
     @property
     def num_sequences(self) -> int:
@@ -116,7 +140,9 @@ class StructuredOutputManager:
         self._ignore_eos.clear()
 
     def update(self, batch: MicroBatch) -> None:
-        """Remove freed sequences, add new ones, and advance those that are computed again by their output."""
+        """Remove freed sequences, add new ones, and advance those that are computed again by their
+        output.
+        """
         for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
         for chunk in batch.chunks:
@@ -129,23 +155,37 @@ class StructuredOutputManager:
                 self._advance(chunk.seq_id, output_tokens(chunk, state.num_prompt))
 
     def apply_masks(self, logits_SV: Tensor, seq_ids: Sequence[int]) -> Tensor:
-        """Return the logits with minus infinity for tokens that a sequence's grammar does not allow; a row per sequence."""
+        """Return the logits with minus infinity for tokens that a sequence's grammar does not
+        allow; a row per sequence.
+        """
         if not self._states:
             return logits_SV
         states = [(row, self._states.get(seq_id)) for row, seq_id in enumerate(seq_ids)]
         constrained = [(row, state) for row, state in states if isinstance(state, GrammarState)]
         if not constrained:
             return logits_SV
-        banned_RV = unpack_bitmasks([state.mask for _, state in constrained], self._vocab_size).logical_not_()
-        can_stop = [i for i, (row, state) in enumerate(constrained) if state.can_stop and seq_ids[row] not in self._ignore_eos]
+        banned_RV = unpack_bitmasks(
+            [state.mask for _, state in constrained], self._vocab_size
+        ).logical_not_()
+        can_stop = [
+            i
+            for i, (row, state) in enumerate(constrained)
+            if state.can_stop and seq_ids[row] not in self._ignore_eos
+        ]
         if can_stop and self._eos:
             banned_RV[torch.tensor(can_stop)[:, None], torch.tensor(self._eos)] = False
         rows_R = tensor_on([row for row, _ in constrained], torch.int64, logits_SV.device)
-        allowed_RV = logits_SV[rows_R].masked_fill_(to_device(banned_RV, logits_SV.device), -torch.inf)
+        allowed_RV = logits_SV[rows_R].masked_fill_(
+            to_device(banned_RV, logits_SV.device), -torch.inf
+        )
         return logits_SV.index_copy(0, rows_R, allowed_RV)
 
-    def finished(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
-        """Advance by sampled tokens; return the sequences that end with them, because no token can follow or by an error."""
+    def finished(
+        self, seq_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[tuple[int, FinishReason], ...]:
+        """Advance by sampled tokens; return the sequences that end with them, because no token can
+        follow or by an error.
+        """
         if not self._states:
             return ()
         return tuple(
@@ -160,7 +200,8 @@ class StructuredOutputManager:
         self._ignore_eos.discard(seq_id)
 
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
-        has_failed = isinstance(self._states[seq_id], GrammarError)  # then an end-of-sequence token means nothing
+        # then an end-of-sequence token means nothing
+        has_failed = isinstance(self._states[seq_id], GrammarError)
         if token_id in self._eos and seq_id not in self._ignore_eos and not has_failed:
             self._forget(seq_id)  # as below
             return None  # the router detects it
@@ -180,7 +221,10 @@ class StructuredOutputManager:
         except GrammarError as error:
             request_id = self._request_ids.get(seq_id, "")
             logger.warning(
-                "a sequence of request %s ends with an error: %s", request_id or "-", error, extra=request_fields(request_id)
+                "a sequence of request %s ends with an error: %s",
+                request_id or "-",
+                error,
+                extra=request_fields(request_id),
             )
             state = self._states[seq_id] = error
         return state
@@ -193,25 +237,35 @@ class StructuredOutputManager:
             return GrammarState(matcher, vocabulary.num_pieces, chunk.num_prompt)
         except GrammarError as error:
             extra = request_fields(chunk.request_id)
-            logger.warning("a sequence of request %s will end with an error: %s", chunk.request_id or "-", error, extra=extra)
+            logger.warning(
+                "a sequence of request %s will end with an error: %s",
+                chunk.request_id or "-",
+                error,
+                extra=extra,
+            )
             return error
 
     def _load_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
             try:
                 self._vocabulary = Vocabulary(self._read_pieces()[: self._vocab_size])
-            except (UserError, OSError, ValueError) as error:  # only sequences with a grammar need it
+            # only sequences with a grammar need it
+            except (UserError, OSError, ValueError) as error:
                 self._vocabulary = GrammarError(f"the vocabulary cannot be read: {error}")
         if isinstance(self._vocabulary, GrammarError):
             raise GrammarError(str(self._vocabulary))
         return self._vocabulary
 
     def _compile(self, vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
-        """Return a matcher at the start of the grammar, compiled or cached. The caller copies it."""
+        """Return a matcher at the start of the grammar, compiled or cached. The caller copies
+        it.
+        """
         if grammar in self._compiled:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
-        matcher = llguidance.LLMatcher(vocabulary.tokenizer, NO_FORCING + grammar, log_level=0, limits=LIMITS)
+        matcher = llguidance.LLMatcher(
+            vocabulary.tokenizer, NO_FORCING + grammar, log_level=0, limits=LIMITS
+        )
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error():.200}")
         self._compiled[grammar] = matcher
@@ -221,14 +275,19 @@ class StructuredOutputManager:
 
 
 def output_tokens(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
-    """Return the output tokens of a chunk: of positions 4..6 with a prompt of 5 tokens, those at 5 and 6."""
+    """Return the output tokens of a chunk: of positions 4..6 with a prompt of 5 tokens, those at 5
+    and 6.
+    """
     return chunk.skipped_ids[num_prompt:] + chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 
 
 def unpack_bitmasks(masks: Sequence[bytes], vocab_size: int) -> Tensor:
-    """Return [R, V] booleans from R rows of bits; ids past their end are false. 0b101 is ids 0 and 2."""
+    """Return [R, V] booleans from R rows of bits; ids past their end are false. 0b101 is ids 0 and
+    2.
+    """
     packed_RB = numpy.frombuffer(b"".join(masks), dtype=numpy.uint8).reshape(len(masks), -1)
-    bits_RV = numpy.unpackbits(packed_RB, axis=1, count=vocab_size, bitorder="little")  # several times faster than in torch
+    # several times faster than in torch
+    bits_RV = numpy.unpackbits(packed_RB, axis=1, count=vocab_size, bitorder="little")
     return torch.from_numpy(bits_RV).view(torch.bool)
 
 

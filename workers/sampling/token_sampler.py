@@ -1,4 +1,5 @@
-"""Tokens of a micro-batch: logits are processed, masked and sampled, row by row where drafts change what the next row may be.
+"""Tokens of a micro-batch: logits are processed, masked and sampled, row by row where drafts change
+what the next row may be.
 
 Shape letters: S sampled rows, V vocabulary.
 """
@@ -23,7 +24,9 @@ Finished = tuple[int, FinishReason]
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What has been sampled: ``token_ids`` [S] on the device, and the sequences whose grammars have been advanced already."""
+    """What has been sampled: ``token_ids`` [S] on the device, and the sequences whose grammars have
+    been advanced already.
+    """
 
     token_ids: Tensor
     advanced: set[int] = field(default_factory=set)
@@ -31,10 +34,12 @@ class SampledTokens:
 
 
 class TokenSampler:
-    """Samples the tokens of the last stage's rows, by ``LogitsProcessor`` and ``StructuredOutputManager``.
+    """Samples the tokens of the last stage's rows, by ``LogitsProcessor`` and
+    ``StructuredOutputManager``.
 
-    ``params_of`` returns a sequence's parameters; ``choose``: see ``sample``. Where parameters make a row depend on the tokens
-    before it, the rows of drafts are sampled one after the other, for as long as drafts are right; all others at once.
+    ``params_of`` returns a sequence's parameters; ``choose``: see ``sample``. Where parameters make
+    a row depend on the tokens before it, the rows of drafts are sampled one after the other, for as
+    long as drafts are right; all others at once.
     """
 
     def __init__(
@@ -48,19 +53,31 @@ class TokenSampler:
         self._params_of, self._choose = params_of, choose
 
     def sample(self, logits_SV: Tensor, rows: SampledRows) -> SampledTokens:
-        """Sample a token for each row. Waits for the device only where a sequence with drafts depends on its tokens."""
+        """Sample a token for each row. Waits for the device only where a sequence with drafts
+        depends on its tokens.
+        """
         if not rows.has_drafts:
             return SampledTokens(self._sample(logits_SV, rows.seq_ids, rows.positions))
-        drafted = dict.fromkeys(s for s, draft in zip(rows.seq_ids, rows.drafts, strict=True) if draft is not None)
+        drafted = dict.fromkeys(
+            s for s, draft in zip(rows.seq_ids, rows.drafts, strict=True) if draft is not None
+        )
         dependent = {seq_id for seq_id in drafted if self._params_of(seq_id).needs_tokens}
-        at_once = [row for row, s in enumerate(rows.seq_ids) if s not in dependent or rows.drafts[row] is None]
-        sampled = SampledTokens(torch.full((len(rows.seq_ids),), NO_TOKEN, dtype=torch.int64, device=logits_SV.device))
+        at_once = [
+            row
+            for row, s in enumerate(rows.seq_ids)
+            if s not in dependent or rows.drafts[row] is None
+        ]
+        sampled = SampledTokens(
+            torch.full((len(rows.seq_ids),), NO_TOKEN, dtype=torch.int64, device=logits_SV.device)
+        )
         self._sample_rows(logits_SV, rows, at_once, sampled)
         for seq_id in dependent:
             self._sample_in_order(logits_SV, rows, seq_id, sampled)
         return sampled
 
-    def finished(self, sampled: SampledTokens, rows: SampledRows, token_ids: Sequence[int]) -> tuple[Finished, ...]:
+    def finished(
+        self, sampled: SampledTokens, rows: SampledRows, token_ids: Sequence[int]
+    ) -> tuple[Finished, ...]:
         """Advance grammars by the accepted tokens; return the sequences that end with them."""
         own = [
             (seq_id, token_id)
@@ -70,8 +87,12 @@ class TokenSampler:
         seq_ids, tokens = [seq_id for seq_id, _ in own], [token_id for _, token_id in own]
         return (*sampled.finished, *self._structured_output.finished(seq_ids, tokens))
 
-    def _sample_in_order(self, logits_SV: Tensor, rows: SampledRows, seq_id: int, sampled: SampledTokens) -> None:
-        """Sample the rows of one sequence up to the first wrong draft, the end of its grammar, or logits that are not finite."""
+    def _sample_in_order(
+        self, logits_SV: Tensor, rows: SampledRows, seq_id: int, sampled: SampledTokens
+    ) -> None:
+        """Sample the rows of one sequence up to the first wrong draft, the end of its grammar, or
+        logits that are not finite.
+        """
         sampled.advanced.add(seq_id)
         row = rows.seq_ids.index(seq_id)
         while True:
@@ -82,17 +103,25 @@ class TokenSampler:
                 sampled.finished += ended
                 return
             row += 1
-            if row == len(rows.seq_ids) or rows.drafts[row] != token_id:  # another sequence begins with a row without one
+            # another sequence begins with a row without one
+            if row == len(rows.seq_ids) or rows.drafts[row] != token_id:
                 return
             self._logits_processor.count_draft(seq_id, token_id)
             self._sample_rows(logits_SV, rows, [row], sampled)
 
-    def _sample_rows(self, logits_SV: Tensor, rows: SampledRows, chosen: list[int], sampled: SampledTokens) -> None:
+    def _sample_rows(
+        self, logits_SV: Tensor, rows: SampledRows, chosen: list[int], sampled: SampledTokens
+    ) -> None:
         index = tensor_on(chosen, torch.int64, logits_SV.device)
-        seq_ids, positions = [rows.seq_ids[row] for row in chosen], [rows.positions[row] for row in chosen]
+        seq_ids, positions = (
+            [rows.seq_ids[row] for row in chosen],
+            [rows.positions[row] for row in chosen],
+        )
         sampled.token_ids[index] = self._sample(logits_SV[index], seq_ids, positions)
 
-    def _sample(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def _sample(
+        self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
         changed_SV = self._logits_processor.apply(logits_SV, seq_ids, positions)
         allowed_SV = self._structured_output.apply_masks(changed_SV, seq_ids)
         return sample(allowed_SV, [self._params_of(s) for s in seq_ids], positions, self._choose)

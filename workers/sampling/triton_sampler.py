@@ -1,9 +1,10 @@
-"""Triton kernel that samples a row by one program, without sorting it: ``integer_sampler.choose_plainly``, bit for bit.
+"""Triton kernel that samples a row by one program, without sorting it:
+``integer_sampler.choose_plainly``, bit for bit.
 
-Logits are read as keys, whole numbers of the same order. With top-k or top-p the program searches for
-the key of the last kept token: it adds up what three keys at a time would keep, and so has a quarter of
-the range after each pass over the row, at most 17 passes. Programs wait for nothing and no
-size depends on data, so launches can be recorded in a CUDA graph.
+Logits are read as keys, whole numbers of the same order. With top-k or top-p the program searches
+for the key of the last kept token: it adds up what three keys at a time would keep, and so has a
+quarter of the range after each pass over the row, at most 17 passes. Programs wait for nothing and
+no size depends on data, so launches can be recorded in a CUDA graph.
 
 Shape letters: S rows, V vocabulary; B tokens that are read at a time.
 """
@@ -40,8 +41,17 @@ def choose_tokens(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
     tokens_S = params_S5.new_empty(num_rows)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     if num_rows:
-        with torch.cuda.device_of(logits_SV):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            _kernel[(num_rows,)](aligned(logits_SV), aligned(params_S5), weights_SV, tokens_S, vocab, block, num_warps=WARPS)
+        # Triton launches on the current device
+        with torch.cuda.device_of(logits_SV):  # type: ignore[no-untyped-call]
+            _kernel[(num_rows,)](
+                aligned(logits_SV),
+                aligned(params_S5),
+                weights_SV,
+                tokens_S,
+                vocab,
+                block,
+                num_warps=WARPS,
+            )
     return tokens_S
 
 
@@ -49,7 +59,11 @@ def choose_tokens(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
 def _kernel(logits_SV, params_S5, weights_SV, tokens_S, vocab, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sample one row. Row 2 of 32,000 tokens begins at element 64,000, its parameters at 10."""
     row = tl.program_id(0).to(tl.int64)
-    logits_V, weights_V, params_5 = logits_SV + row * vocab, weights_SV + row * vocab, params_S5 + row * NUM_PARAMS
+    logits_V, weights_V, params_5 = (
+        logits_SV + row * vocab,
+        weights_SV + row * vocab,
+        params_S5 + row * NUM_PARAMS,
+    )
     best_key, token = _first_best(logits_V, vocab, block)
     temperature = tl.load(params_5).to(tl.int32).to(tl.float32, bitcast=True)
     is_finite = (best_key > MINUS_INFINITY_KEY) & (best_key < INFINITY_KEY)
@@ -62,12 +76,17 @@ def _kernel(logits_SV, params_S5, weights_SV, tokens_S, vocab, block: tl.constex
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Draw the token of a row. Kept are all tokens above ``key``, and the first ``ties`` of those with this key."""
+    """Draw the token of a row. Kept are all tokens above ``key``, and the first ``ties`` of those
+    with this key.
+    """
     top_k, min_weight = tl.load(params_5 + 1), tl.load(params_5 + 2)
     top_p, uniform = tl.load(params_5 + 3), tl.load(params_5 + 4)
-    kept, num_with_weight, lowest = _write_weights(logits_V, weights_V, vocab, best_key, best, temperature, min_weight, block)
+    kept, num_with_weight, lowest = _write_weights(
+        logits_V, weights_V, vocab, best_key, best, temperature, min_weight, block
+    )
     tl.debug_barrier()  # other threads may read them
-    key, ties, weight = lowest - 1, tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # all tokens with a weight
+    # all tokens with a weight
+    key, ties, weight = lowest - 1, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     if top_k < num_with_weight:  # else no token with a weight is lost
         key, above = _search(logits_V, weights_V, vocab, lowest, best_key, top_k, True, block)
         weight, ties = _weight(_logit(key), best, temperature, min_weight), top_k - above
@@ -84,7 +103,9 @@ def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, blo
 
 @triton.jit
 def _keys(logits):  # type: ignore[no-untyped-def]
-    """Return integers in the order of the logits, that of NaN being the largest. 0 and -0 are equal."""
+    """Return integers in the order of the logits, that of NaN being the largest. 0 and -0 are
+    equal.
+    """
     bits = logits.to(tl.int32, bitcast=True)
     keys = tl.where(logits == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return tl.where(logits != logits, NAN_KEY, keys)
@@ -101,16 +122,23 @@ def _first_best(logits_V, vocab, block: tl.constexpr):  # type: ignore[no-untype
     lanes_B = tl.arange(0, block)
     best_B, tokens_B = tl.full((block,), NO_KEY, tl.int32), lanes_B
     for begin in range(0, vocab, block):
-        keys_B = tl.where(begin + lanes_B < vocab, _keys(_load(logits_V, begin, vocab, block)), NO_KEY)
+        keys_B = tl.where(
+            begin + lanes_B < vocab, _keys(_load(logits_V, begin, vocab, block)), NO_KEY
+        )
         is_better_B = keys_B > best_B
-        best_B, tokens_B = tl.where(is_better_B, keys_B, best_B), tl.where(is_better_B, begin + lanes_B, tokens_B)
+        best_B, tokens_B = (
+            tl.where(is_better_B, keys_B, best_B),
+            tl.where(is_better_B, begin + lanes_B, tokens_B),
+        )
     best = tl.max(best_B, axis=0)
     return best, tl.min(tl.where(best_B == best, tokens_B, vocab), axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(numbers_V, begin, vocab, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the numbers of a block of tokens; of logits beyond the vocabulary 0, whose weight is 0."""
+    """Return the numbers of a block of tokens; of logits beyond the vocabulary 0, whose weight is
+    0.
+    """
     tokens_B = begin + tl.arange(0, block)
     return tl.load(numbers_V + tokens_B, mask=tokens_B < vocab, other=0)
 
@@ -161,26 +189,35 @@ def _write_weights(  # type: ignore[no-untyped-def]
 def _search(  # type: ignore[no-untyped-def]
     logits_V, weights_V, vocab, lowest, highest, needed, is_count: tl.constexpr, block: tl.constexpr
 ):
-    """Return the largest key whose tokens and those above it have the needed number or weight, and what those above have.
+    """Return the largest key whose tokens and those above it have the needed number or weight, and
+    what those above have.
 
-    Of ``lowest`` this is known, and above ``highest`` there is nothing. Keys from 10 to 109 after one pass over keys 35,
-    60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109. Of two or three keys some of the three are beyond the last one, which
-    no token has.
+    Of ``lowest`` this is known, and above ``highest`` there is nothing. Keys from 10 to 109 after
+    one pass over keys 35, 60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109. Of two or three
+    keys some of the three are beyond the last one, which no token has.
     """
-    first, last, above = lowest.to(tl.int64), highest.to(tl.int64) + 1, needed * 0  # first <= key < last
+    # first <= key < last
+    first, last, above = lowest.to(tl.int64), highest.to(tl.int64) + 1, needed * 0
     while last - first > 1:
         step = tl.maximum((last - first) // 4, 1)
         low, middle, high = first + step, first + 2 * step, first + 3 * step
         low_B = tl.zeros((block,), tl.int64)
         middle_B, high_B = low_B, low_B
         for begin in range(0, vocab, block):
-            keys_B, amounts_B = _keys(_load(logits_V, begin, vocab, block)), _load(weights_V, begin, vocab, block)
+            keys_B, amounts_B = (
+                _keys(_load(logits_V, begin, vocab, block)),
+                _load(weights_V, begin, vocab, block),
+            )
             if is_count:
                 amounts_B = (begin + tl.arange(0, block) < vocab).to(tl.int32)
             low_B += tl.where(keys_B >= low.to(tl.int32), amounts_B, 0)
             middle_B += tl.where(keys_B >= middle.to(tl.int32), amounts_B, 0)
             high_B += tl.where(keys_B >= high.to(tl.int32), amounts_B, 0)
-        of_low, of_middle, of_high = tl.sum(low_B, axis=0), tl.sum(middle_B, axis=0), tl.sum(high_B, axis=0)
+        of_low, of_middle, of_high = (
+            tl.sum(low_B, axis=0),
+            tl.sum(middle_B, axis=0),
+            tl.sum(high_B, axis=0),
+        )
         if of_high >= needed:
             first = high
         elif of_middle >= needed:
@@ -203,19 +240,27 @@ def _weight_above(logits_V, weights_V, vocab, key, block: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token_at(logits_V, weights_V, vocab, key, ties, weight, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the token into whose share ``target`` falls, which is less than all weight that is kept.
+    """Return the token into whose share ``target`` falls, which is less than all weight that is
+    kept.
 
-    ``weight`` is that of a tie. The block is found by the sums of blocks; the last one holds the token if no other does,
-    and what is beyond the vocabulary has no weight. Kept weights 3, 0, 2 | 4, 1 and target 6: the first block ends at 5, the
-    tokens of the second one at 9 and 10, so it is the first of these.
+    ``weight`` is that of a tie. The block is found by the sums of blocks; the last one holds the
+    token if no other does, and what is beyond the vocabulary has no weight. Kept weights 3, 0, 2 |
+    4, 1 and target 6: the first block ends at 5, the tokens of the second one at 9 and 10, so it is
+    the first of these.
     """
     begin, passed, in_block, tied = -block + vocab * 0, target * 0, target * 0, ties * 0
     while (passed + in_block <= target) & (begin + block < vocab):
         passed, ties, begin = passed + in_block, ties - tied, begin + block
-        keys_B, weights_B = _keys(_load(logits_V, begin, vocab, block)), _load(weights_V, begin, vocab, block)
+        keys_B, weights_B = (
+            _keys(_load(logits_V, begin, vocab, block)),
+            _load(weights_V, begin, vocab, block),
+        )
         tied = tl.minimum(tl.sum((keys_B == key).to(tl.int32), axis=0).to(tl.int64), ties)
         in_block = tl.sum(tl.where(keys_B > key, weights_B, 0).to(tl.int64), axis=0) + tied * weight
-    keys_B, weights_B = _keys(_load(logits_V, begin, vocab, block)), _load(weights_V, begin, vocab, block)
+    keys_B, weights_B = (
+        _keys(_load(logits_V, begin, vocab, block)),
+        _load(weights_V, begin, vocab, block),
+    )
     is_tie_B = keys_B == key
     is_kept_B = (keys_B > key) | (is_tie_B & (tl.cumsum(is_tie_B.to(tl.int32), axis=0) <= ties))
     ends_B = passed + tl.cumsum(tl.where(is_kept_B, weights_B, 0).to(tl.int64), axis=0)

@@ -1,4 +1,6 @@
-"""Outcome of a stage's step: a result, or hidden states, which travel to the next stage as a small header and raw bytes."""
+"""Outcome of a stage's step: a result, or hidden states, which travel to the next stage as a small
+header and raw bytes.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +22,9 @@ Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The output of a stage: hidden states, the timings of the stages they have passed, and the experts chosen there."""
+    """The output of a stage: hidden states, the timings of the stages they have passed, and the
+    experts chosen there.
+    """
 
     hidden_TD: Tensor
     timings: tuple[StageTiming, ...]
@@ -35,7 +39,9 @@ class Activation:
 
     @classmethod
     def unpack(cls, packed: Packed, device: torch.device = HOST) -> "Activation":
-        """Deserialize. On the host the tensor shares the array's memory, which may be read-only: never write to it in place."""
+        """Deserialize. On the host the tensor shares the array's memory, which may be read-only:
+        never write to it in place.
+        """
         dtype, shape, timings, choices = wire.decode_header(packed[0])
         hidden_TD = torch.from_numpy(packed[1]).view(getattr(torch, dtype)).view(shape)
         return cls(to_device(hidden_TD, device), timings, choices)
@@ -48,9 +54,9 @@ Outcome = Activation | StepResult
 class PendingOutcome:
     """A step whose work has been launched on the device and not awaited.
 
-    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the device's work.
-    ``is_stateful``: reading changes what the next step begins with, so it has to be read before that.
-    ``read``: waits for the device and returns the outcome; called once.
+    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the
+    device's work. ``is_stateful``: reading changes what the next step begins with, so it has to be
+    read before that. ``read``: waits for the device and returns the outcome; called once.
     """
 
     hidden_TD: Tensor | None

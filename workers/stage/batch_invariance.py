@@ -1,6 +1,8 @@
-"""Check at load that what a stage computes for a token depends on that token and those before it in its sequence alone.
+"""Check at load that what a stage computes for a token depends on that token and those before it in
+its sequence alone.
 
-Two sequences pass through a layer, once as two whole chunks and then token by token and in other pieces. All bits must be equal.
+Two sequences pass through a layer, once as two whole chunks and then token by token and in other
+pieces. All bits must be equal.
 """
 
 from dataclasses import dataclass, replace
@@ -36,11 +38,16 @@ PIECES = ((1, 1, 2, 24, 1, 38, 1, 2), (7, 1, 1, 13))
 
 
 def check_batch_invariance(
-    plan: StagePlan, model: StageModel, device: torch.device, backend: DeviceBackend, rotary_tables: MakeRotaryTables
+    plan: StagePlan,
+    model: StageModel,
+    device: torch.device,
+    backend: DeviceBackend,
+    rotary_tables: MakeRotaryTables,
 ) -> bool:
     """Return whether the stage is batch-invariant; False if it need not be, without a try.
 
-    Clears the counts of the experts' tokens. Raises ConfigError if the plan requires what the stage is not.
+    Clears the counts of the experts' tokens. Raises ConfigError if the plan requires what the stage
+    is not.
     """
     is_invariant = try_invariance(
         plan.label,
@@ -53,7 +60,11 @@ def check_batch_invariance(
 
 
 def _find_dependence(
-    plan: StagePlan, model: StageModel, device: torch.device, backend: DeviceBackend, rotary_tables: MakeRotaryTables
+    plan: StagePlan,
+    model: StageModel,
+    device: torch.device,
+    backend: DeviceBackend,
+    rotary_tables: MakeRotaryTables,
 ) -> str:
     """Return what depends on the other tokens of a micro-batch, or nothing."""
     dtype = getattr(torch, plan.dtype)
@@ -68,27 +79,41 @@ def _find_dependence(
 
 
 def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts | None) -> str:
-    """Try the matrices of one layer's experts, and those of heads, if ``products`` compute them in groups."""
+    """Try the matrices of one layer's experts, and those of heads, if ``products`` compute them in
+    groups.
+    """
     if products is None:
         return ""
     groups: list[tuple[Tensor, Tensor | None]] = []
     if model.experts is not None and (stack := model.experts.first_stack) is not None:
         groups += [(stack.w13_E2FD, stack.w13_scale_E2F), (stack.w2_EDF, stack.w2_scale_ED)]
     heads = (each.weight_HNK for each in model.modules() if isinstance(each, HeadProducts))
-    groups += {weight_HNK.shape: (weight_HNK, None) for weight_HNK in heads if weight_HNK is not None}.values()
+    groups += {
+        weight_HNK.shape: (weight_HNK, None) for weight_HNK in heads if weight_HNK is not None
+    }.values()
     problems = (find_group_dependence(*matrices, dtype, products) for matrices in groups)
     return next((problem for problem in problems if problem), "")
 
 
 def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:
-    """Return what PyTorch or a library computes in the place of the kernels in C or in Triton, whose order of sums is known."""
+    """Return what PyTorch or a library computes in the place of the kernels in C or in Triton,
+    whose order of sums is known.
+    """
     parts = {
-        "products": any(isinstance(each, Linear | QuantizedLinear) and each.product is None for each in model.modules()),
+        "products": any(
+            isinstance(each, Linear | QuantizedLinear) and each.product is None
+            for each in model.modules()
+        ),
         "attention": not backend.kernels.is_batch_invariant,
         "norms": backend.fused_ops is EAGER,
     }
     names = [name for name, is_pytorch in parts.items() if is_pytorch]
-    return f"PyTorch computes {' and '.join(names)}, since there are no kernels in C (is there a C compiler?)" if names else ""
+    return (
+        f"PyTorch computes {' and '.join(names)}, since there are no kernels in C (is there a C"
+        " compiler?)"
+        if names
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +126,29 @@ class _LayerCheck:
     rotary_tables: MakeRotaryTables
 
     def find_in_layers(self) -> str:
-        """Try one layer of each kind: all others have the same shapes, or use the keys or the choice of one of these."""
+        """Try one layer of each kind: all others have the same shapes, or use the keys or the
+        choice of one of these.
+        """
         args = self.plan.args
         own = [layer for layer in reversed(self.plan.layers) if args.kv_source(layer) == layer]
         own = [layer for layer in own if args.index_source(layer) in (layer, None)]
         first_of_kind = {
-            (args.windows[layer], layer in args.moe_layers, args.sparse and args.sparse.rope_layers[layer]): layer
+            (
+                args.windows[layer],
+                layer in args.moe_layers,
+                args.sparse and args.sparse.rope_layers[layer],
+            ): layer
             for layer in own
         }
         for layer in sorted(first_of_kind.values()):
             whole = self._run_layer(layer, WHOLE, is_first_of_stage=True)
-            if not all(map(torch.equal, whole, self._run_layer(layer, PIECES, is_first_of_stage=False))):
-                return f"layer {layer} gives the tokens of a prompt other bits one by one, or in smaller chunks"
+            if not all(
+                map(torch.equal, whole, self._run_layer(layer, PIECES, is_first_of_stage=False))
+            ):
+                return (
+                    f"layer {layer} gives the tokens of a prompt other bits one by one, or in"
+                    " smaller chunks"
+                )
         return ""
 
     def find_in_head(self) -> str:
@@ -120,19 +156,36 @@ class _LayerCheck:
             return ""
         hidden_TD = _random(sum(LENGTHS), self.plan.args.dim).to(self.device, self.dtype)
         count = differing_row_count(self.model.head, hidden_TD)
-        return f"the logits of {count} of {len(hidden_TD)} tokens have other bits than among all of them" if count else ""
+        return (
+            f"the logits of {count} of {len(hidden_TD)} tokens have other bits than among all of"
+            " them"
+            if count
+            else ""
+        )
 
-    def _run_layer(self, layer: int, chunks: tuple[tuple[int, ...], ...], is_first_of_stage: bool) -> tuple[Tensor, ...]:
-        """Return what a layer makes of the sequences, by token, if their chunks have these sizes."""
+    def _run_layer(
+        self, layer: int, chunks: tuple[tuple[int, ...], ...], is_first_of_stage: bool
+    ) -> tuple[Tensor, ...]:
+        """Return what a layer makes of the sequences, by token, if their chunks have these
+        sizes.
+        """
         plan = _plan_of_layer(self.plan, layer)
-        cache, table = RollingCache(plan, self.dtype, self.device), SequenceTable(plan.cache, len(LENGTHS), self.device)
+        cache, table = (
+            RollingCache(plan, self.dtype, self.device),
+            SequenceTable(plan.cache, len(LENGTHS), self.device),
+        )
         inputs = [_random(length, plan.args.dim).to(self.device, self.dtype) for length in LENGTHS]
         done: list[list[tuple[Tensor, ...]]] = [[] for _ in LENGTHS]
         for batch in _micro_batches(plan.cache, chunks):
             table.update(batch)
             metadata = build_attention_metadata(batch, table, self.device, self.kernels.reads_pages)
             attend = make_attend(plan.args, cache, metadata, self.kernels, batch, table)
-            h_TD = torch.cat([inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens] for chunk in batch.chunks])
+            h_TD = torch.cat(
+                [
+                    inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens]
+                    for chunk in batch.chunks
+                ]
+            )
             added = (h_TD + h_TD, None) if is_first_of_stage else (h_TD, h_TD)
             outs = self.model.block(layer)(*added, self.rotary_tables(metadata.positions), attend)
             if self.model.experts is None and self.model.block(layer).gate is not None:
@@ -141,10 +194,16 @@ class _LayerCheck:
                     outs = (*outs, shared_TD)
             else:
                 outs = (*outs, self.model.feed_forward(layer, outs[1]))
-            pieces = zip(*(torch.split(out, [chunk.num_tokens for chunk in batch.chunks]) for out in outs), strict=True)
+            pieces = zip(
+                *(torch.split(out, [chunk.num_tokens for chunk in batch.chunks]) for out in outs),
+                strict=True,
+            )
             for chunk, piece in zip(batch.chunks, pieces, strict=True):
                 done[chunk.seq_id].append(piece)
-        return tuple(torch.cat(parts) for parts in zip(*(piece for pieces in done for piece in pieces), strict=True))
+        return tuple(
+            torch.cat(parts)
+            for parts in zip(*(piece for pieces in done for piece in pieces), strict=True)
+        )
 
 
 def _random(num_tokens: int, width: int) -> Tensor:
@@ -156,13 +215,16 @@ def _plan_of_layer(plan: StagePlan, layer: int) -> StagePlan:
     size = plan.cache.page_size
     rings = [ring_pages(each.window, size, max(LENGTHS)) for each in plan.cache.classes]
     classes = tuple(
-        WindowClass(each.window, ring, len(LENGTHS) * ring) for each, ring in zip(plan.cache.classes, rings, strict=True)
+        WindowClass(each.window, ring, len(LENGTHS) * ring)
+        for each, ring in zip(plan.cache.classes, rings, strict=True)
     )
     return replace(plan, first_layer=layer, last_layer=layer + 1, cache=CachePlan(size, classes))
 
 
 def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> list[MicroBatch]:
-    """Return micro-batches of which the i-th has the i-th chunk of each sequence. Single tokens come last."""
+    """Return micro-batches of which the i-th has the i-th chunk of each sequence. Single tokens
+    come last.
+    """
     starts, batches = [0] * len(chunks), []
     for step in range(max(map(len, chunks))):
         parts = []
@@ -170,14 +232,20 @@ def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> lis
             if step < len(sizes):
                 parts.append(_chunk(cache, seq_id, starts[seq_id], sizes[step]))
                 starts[seq_id] += sizes[step]
-        batches.append(MicroBatch(0, step, tuple(sorted(parts, key=lambda chunk: chunk.num_tokens == 1))))
+        batches.append(
+            MicroBatch(0, step, tuple(sorted(parts, key=lambda chunk: chunk.num_tokens == 1)))
+        )
     return batches
 
 
 def _chunk(cache: CachePlan, seq_id: int, start: int, num_tokens: int) -> Chunk:
-    """Return a chunk. Its page of index n is that of the same entry: of sequence 1, with rings of 3 pages, 3, 4, 5, 3, ..."""
+    """Return a chunk. Its page of index n is that of the same entry: of sequence 1, with rings of 3
+    pages, 3, 4, 5, 3, ...
+    """
     pages = []
     for each in cache.classes:
         indices = each.new_pages(start, start + num_tokens, cache.page_size)
         pages.append(tuple(seq_id * each.ring_pages + n % each.ring_pages for n in indices))
-    return Chunk(seq_id, start, (0,) * num_tokens, tuple(pages), None if start else SamplingParams(), False)
+    return Chunk(
+        seq_id, start, (0,) * num_tokens, tuple(pages), None if start else SamplingParams(), False
+    )

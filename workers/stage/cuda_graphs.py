@@ -1,12 +1,14 @@
-"""CUDA graphs of steps of nothing but decodes: recorded once for each size and replayed, so a GPU waits for no launch.
+"""CUDA graphs of steps of nothing but decodes: recorded once for each size and replayed, so a GPU
+waits for no launch.
 
-A graph has fixed shapes and fixed memory. So decodes are padded to the sizes of ``padded_rows``, and page tables to the widths of
-``padded_width``. What differs from step to step is copied to the same memory first: of each decode its token (or hidden
-states, in stages after the first), its sequence's slot and its position. Everything else is computed from these on the
-device.
+A graph has fixed shapes and fixed memory. So decodes are padded to the sizes of ``padded_rows``,
+and page tables to the widths of ``padded_width``. What differs from step to step is copied to the
+same memory first: of each decode its token (or hidden states, in stages after the first), its
+sequence's slot and its position. Everything else is computed from these on the device.
 
-Three decodes, padded to four: tokens [5, 9, 2, 0], slots [0, 3, 1, S], positions [17, 400, 3, 0], where S is the scratch slot:
-the fourth row writes and reads the scratch page, and its result is dropped.
+Three decodes, padded to four: tokens [5, 9, 2, 0], slots [0, 3, 1, S], positions [17, 400, 3, 0],
+where S is the scratch slot: the fourth row writes and reads the scratch page, and its result is
+dropped.
 
 Shape letters: B decodes with padding, D model width, V vocabulary size.
 """
@@ -22,7 +24,12 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
+from tramontane.workers.attention.rolling_cache import (
+    RollingCache,
+    SequenceTable,
+    next_power_of_two,
+    padded_width,
+)
 from tramontane.workers.device.pinned_memory import fill
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_tables
@@ -32,21 +39,24 @@ from tramontane.workers.sampling.latest_tokens import LatestTokens
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
-# Records what a device computes; what is returned computes the same again, from what is then in the same memory. Its result is
-# overwritten by the next call, also of another recording.
+# Records what a device computes; what is returned computes the same again, from what is then in the
+# same memory. Its result is overwritten by the next call, also of another recording.
 GraphCapture = Callable[[Compute], Compute]
 Cut = Callable[[], None]
-# The same in pieces: a recording ends wherever what is computed calls the function that it is given, and another begins. What is
-# returned computes the pieces again, if all of them are called in their order; the last one returns the result.
+# The same in pieces: a recording ends wherever what is computed calls the function that it is
+# given, and another begins. What is returned computes the pieces again, if all of them are called
+# in their order; the last one returns the result.
 PiecewiseCapture = Callable[[Callable[[Cut], Tensor]], list[Compute]]
-Size = tuple[int, tuple[int, ...]]  # decodes, and pages of a table for each window class, 0 where kernels need no tables
+# decodes, and pages of a table for each window class, 0 where kernels need no tables
+Size = tuple[int, tuple[int, ...]]
 
 
 def padded_rows(num_decodes: int) -> int:
-    """Round up to a number of decodes of which there are graphs: 1, 2, 4, 8, then in steps of 8 to 64, and then in steps of 16.
+    """Round up to a number of decodes of which there are graphs: 1, 2, 4, 8, then in steps of 8 to
+    64, and then in steps of 16.
 
-    3 -> 4, 9 -> 16, 33 -> 40, 65 -> 80, 129 -> 144, where a power of two would be 256. Products of matrices take as long for
-    each of the numbers between two multiples of 8.
+    3 -> 4, 9 -> 16, 33 -> 40, 65 -> 80, 129 -> 144, where a power of two would be 256. Products of
+    matrices take as long for each of the numbers between two multiples of 8.
     """
     if num_decodes <= 8:
         return next_power_of_two(num_decodes)
@@ -55,13 +65,17 @@ def padded_rows(num_decodes: int) -> int:
 
 
 class CudaGraphCapture:
-    """The ``GraphCapture`` as CUDA graphs. All of them share one memory pool: no two run at the same time."""
+    """The ``GraphCapture`` as CUDA graphs. All of them share one memory pool: no two run at the
+    same time.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever been used.
+        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has
+        # ever been used.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # All that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph, also those that other graphs use.
+        # All that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph, also
+        # those that other graphs use.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
@@ -70,11 +84,13 @@ class CudaGraphCapture:
         return graph
 
     def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
-        """Record a CUDA graph, or several one after the other. The current stream stays what it was, also after an error.
+        """Record a CUDA graph, or several one after the other. The current stream stays what it
+        was, also after an error.
 
-        Tensors may be made in one graph and read in later ones. Their memory is of the pool, and what is recorded later takes
-        it when they are no longer referred to, as within one graph. If CUDA aborts a capture, torch leaves this thread on
-        the capture's stream, and what is computed next would not wait for what other threads launch on the usual one.
+        Tensors may be made in one graph and read in later ones. Their memory is of the pool, and
+        what is recorded later takes it when they are no longer referred to, as within one graph. If
+        CUDA aborts a capture, torch leaves this thread on the capture's stream, and what is
+        computed next would not wait for what other threads launch on the usual one.
         """
         stream = torch.cuda.current_stream()
         try:
@@ -95,7 +111,9 @@ class CudaGraphCapture:
                 graphs.append(torch.cuda.CUDAGraph())
                 self._graphs.append(graphs[-1])
                 # Other threads may use CUDA during the capture.
-                graph = torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode="thread_local")
+                graph = torch.cuda.graph(
+                    graphs[-1], self._pool, self._stream, capture_error_mode="thread_local"
+                )
                 recording.enter_context(graph)
 
             def cut() -> None:
@@ -118,9 +136,10 @@ class CudaGraphCapture:
 class CudaGraphRunner:
     """The CUDA graphs of one stage.
 
-    ``prepare`` records all of them if the attention kernel needs no page tables. Otherwise it records those for few keys, and
-    those for more keys are recorded when they are first needed: such a step waits for all work of the device, because torch
-    synchronizes before a capture and empties its caches.
+    ``prepare`` records all of them if the attention kernel needs no page tables. Otherwise it
+    records those for few keys, and those for more keys are recorded when they are first needed:
+    such a step waits for all work of the device, because torch synchronizes before a capture and
+    empties its caches.
     """
 
     def __init__(
@@ -136,13 +155,18 @@ class CudaGraphRunner:
         self._plan, self._model, self._cache, self._table = plan, model, cache, table
         self._latest_tokens = latest_tokens
         self._kernels, self._graph_capture = kernels, graph_capture
-        self._device, self._dtype = next(iter(cache.layers.values())).k_NGd.device, getattr(torch, plan.dtype)
+        self._device, self._dtype = (
+            next(iter(cache.layers.values())).k_NGd.device,
+            getattr(torch, plan.dtype),
+        )
         self._frequencies = model.rotary_frequencies.to(self._device)
         max_rows = padded_rows(plan.max_num_seqs)
         self._max_rows = max_rows
         self._inputs: dict[int, Tensor] = {}  # [3, B] of tokens, slots and positions, by B
         num_incoming = 0 if plan.is_first else max_rows
-        self._incoming_BD = torch.zeros(num_incoming, plan.args.dim, dtype=self._dtype, device=self._device)
+        self._incoming_BD = torch.zeros(
+            num_incoming, plan.args.dim, dtype=self._dtype, device=self._device
+        )
         self._graphs: dict[Size, Compute] = {}
         self._has_failed = False
 
@@ -152,17 +176,24 @@ class CudaGraphRunner:
         return list(self._graphs)
 
     def prepare(self) -> None:
-        """Record the sizes that every server needs: any number of decodes, of up to ``MIN_KEYS`` keys.
+        """Record the sizes that every server needs: any number of decodes, of up to ``MIN_KEYS``
+        keys.
 
-        The largest comes first, so that the others fit into its memory. For 64 sequences these are 64, 56, ... 8, 4, 2, 1.
+        The largest comes first, so that the others fit into its memory. For 64 sequences these are
+        64, 56, ... 8, 4, 2, 1.
         """
         widths = self._widths([0])
-        for num_rows in sorted({padded_rows(n) for n in range(1, self._max_rows + 1)}, reverse=True):
+        for num_rows in sorted(
+            {padded_rows(n) for n in range(1, self._max_rows + 1)}, reverse=True
+        ):
             if self._record((num_rows, widths)) is None:
                 return
 
-    def run(self, batch: MicroBatch, incoming_BD: Tensor | None, on_inputs_copied: Callable[[], None]) -> Tensor | None:
-        """Return hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32. ``batch`` has no chunks.
+    def run(
+        self, batch: MicroBatch, incoming_BD: Tensor | None, on_inputs_copied: Callable[[], None]
+    ) -> Tensor | None:
+        """Return hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32.
+        ``batch`` has no chunks.
 
         Returns None if the size cannot be recorded; the step then has to be computed eagerly.
         """
@@ -181,27 +212,37 @@ class CudaGraphRunner:
 
     def _widths(self, starts: list[int]) -> tuple[int, ...]:
         needs_tables = self._kernels.needs_page_tables
-        return tuple(padded_width(starts, ring) if needs_tables else 0 for ring in self._table.rings)
+        return tuple(
+            padded_width(starts, ring) if needs_tables else 0 for ring in self._table.rings
+        )
 
     def _record(self, size: Size) -> Compute | None:
         if self._has_failed:
             return None
-        self._copy_inputs(size[0], [[], [], []])  # nothing but padding: computing it changes no cache
+        # nothing but padding: computing it changes no cache
+        self._copy_inputs(size[0], [[], [], []])
         try:
             graph = self._graphs[size] = self._graph_capture(lambda: self._compute(size))
         except RuntimeError as error:  # the device cannot capture it, or has no memory left for it
             self._has_failed = True
             logger.warning(
-                "%s records no more CUDA graphs: capturing %d decodes failed (%s)", self._plan.label, size[0], one_line(error)
+                "%s records no more CUDA graphs: capturing %d decodes failed (%s)",
+                self._plan.label,
+                size[0],
+                one_line(error),
             )
             return None
         return graph
 
     def _copy_inputs(self, num_rows: int, inputs: list[list[int]]) -> None:
         padding = (0, self._table.rings[0].scratch_slot, 0)
-        padded = [row + [fill] * (num_rows - len(row)) for row, fill in zip(inputs, padding, strict=True)]
+        padded = [
+            row + [fill] * (num_rows - len(row)) for row, fill in zip(inputs, padding, strict=True)
+        ]
         if num_rows not in self._inputs:
-            self._inputs[num_rows] = torch.zeros(3, num_rows, dtype=torch.int64, device=self._device)
+            self._inputs[num_rows] = torch.zeros(
+                3, num_rows, dtype=torch.int64, device=self._device
+            )
         fill(self._inputs[num_rows], padded)
 
     def _compute(self, size: Size) -> Tensor:
@@ -213,9 +254,19 @@ class CudaGraphRunner:
             build_decode_metadata(ring, slots_B, positions_B, width, [], self._kernels.cache_rows)
             for ring, width in zip(self._table.rings, widths, strict=True)
         )
-        metadata = AttentionMetadata(token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode)
-        hidden_BD = self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]
-        rotary = rotary_tables(positions_B, self._plan.args, self._dtype, self._frequencies, self._model.fused_ops.cos_sin)
+        metadata = AttentionMetadata(
+            token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode
+        )
+        hidden_BD = (
+            self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]
+        )
+        rotary = rotary_tables(
+            positions_B,
+            self._plan.args,
+            self._dtype,
+            self._frequencies,
+            self._model.fused_ops.cos_sin,
+        )
         attend = CachedAttention(self._cache, metadata, self._kernels)
         is_padding_B = slots_B == self._table.rings[0].scratch_slot
         hidden_BD = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)

@@ -15,7 +15,15 @@ from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.device.self_test import try_or_reason
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops, row_wise_ops, try_ops
+from tramontane.workers.kernels.fused_ops import (
+    EAGER,
+    FusedOps,
+    NativeOps,
+    compile_ops,
+    native_ops,
+    row_wise_ops,
+    try_ops,
+)
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
@@ -30,10 +38,11 @@ from tramontane.workers.weights.quantize import NUMBER_DTYPES
 class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
-    ``graph_capture`` is None if steps of decodes are computed like all others, ``piecewise_capture`` if layers are in steps with
-    prompts, ``make_event`` if the device is synchronous.
-    ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses,
-    on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``: see ``sample``, for the last stage.
+    ``graph_capture`` is None if steps of decodes are computed like all others,
+    ``piecewise_capture`` if layers are in steps with prompts, ``make_event`` if the device is
+    synchronous. ``row_products`` replace those of linear layers and experts; without them
+    ``selector`` chooses, on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``:
+    see ``sample``, for the last stage.
     """
 
     kernels: AttentionKernels
@@ -53,7 +62,8 @@ class DeviceBackend:
 
 
 def compile_native_kernels(plan: StagePlan) -> None:
-    """Compile the kernels in C of a stage on a CPU, all at the same time; those that were compiled before are kept on the disk.
+    """Compile the kernels in C of a stage on a CPU, all at the same time; those that were compiled
+    before are kept on the disk.
 
     What cannot be compiled is reported by what needs it, which asks for it again.
     """
@@ -64,7 +74,10 @@ def compile_native_kernels(plan: StagePlan) -> None:
         lambda: NativeOps(plan.dtype),
     ]
     if weights.quantize:
-        number_dtype, is_w8a8 = NUMBER_DTYPES[weights.quantize], weights.quantize is Quantization.W8A8
+        number_dtype, is_w8a8 = (
+            NUMBER_DTYPES[weights.quantize],
+            weights.quantize is Quantization.W8A8,
+        )
         jobs.append(lambda: PackedMatmul(dtype, number_dtype, is_w8a8))
     if plan.args.moe and plan.args.moe.float32_gate:
         jobs.append(lambda: PackedMatmul(torch.float32, torch.float32))
@@ -77,13 +90,17 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
     This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
-    if the plan requires batch invariance on a GPU that has no kernels for it, or a cache in FP8 on one that has no FP8.
+    if the plan requires batch invariance on a GPU that has no kernels for it, or a cache in FP8 on
+    one that has no FP8.
     """
     if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
         check_fp8_support(plan.label, torch.cuda.get_device_capability(device))
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
-        return DeviceBackend(select_kernels(plan, device, KernelSelector.of_device(device)), native_ops(plan.args, dtype))
+        return DeviceBackend(
+            select_kernels(plan, device, KernelSelector.of_device(device)),
+            native_ops(plan.args, dtype),
+        )
     with torch.cuda.device(device):  # events and graphs belong to the current one
         capture = CudaGraphCapture()
         if plan.batch_invariant:
@@ -106,11 +123,14 @@ def _sampler(plan: StagePlan, device: torch.device) -> ChooseTokens | None:
 
 
 def check_fp8_support(label: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError if a GPU of this compute capability does not convert numbers in FP8 (e4m3)."""
+    """Raise ConfigError if a GPU of this compute capability does not convert numbers in FP8
+    (e4m3).
+    """
     if capability < FP8_CAPABILITY:
         have, need = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
         raise ConfigError(
-            f"{label} is on a GPU of compute capability {have}, and --kv-cache-dtype fp8 needs {need} or later; leave it out"
+            f"{label} is on a GPU of compute capability {have}, and --kv-cache-dtype fp8 needs"
+            f" {need} or later; leave it out"
         )
 
 
@@ -121,12 +141,18 @@ def row_wise_backend(
     make_event: RecordEvent | None = None,
     piecewise_capture: PiecewiseCapture | None = None,
 ) -> DeviceBackend:
-    """Return a backend of Triton's kernels in which what is computed for a token does not depend on the other tokens.
+    """Return a backend of Triton's kernels in which what is computed for a token does not depend on
+    the other tokens.
 
-    Nothing is chosen by speed. Raises ConfigError if the kernels do not run here, or are not correct.
+    Nothing is chosen by speed. Raises ConfigError if the kernels do not run here, or are not
+    correct.
     """
     if plan.args.sparse:
-        raise refusal(plan.label, "there are no kernels for sparse attention on GPUs that do not depend on the other tokens")
+        raise refusal(
+            plan.label,
+            "there are no kernels for sparse attention on GPUs that do not depend on the other"
+            " tokens",
+        )
     try:
         # Triton is not installed on every platform.
         from tramontane.workers.attention import triton_cache
@@ -138,7 +164,12 @@ def row_wise_backend(
             kernels, rotates = invariant_kernels(plan, device), None
         else:
             kernels, rotates = triton_kernels(plan), triton_cache.rotate_and_write
-        kernels = replace(kernels, read=triton_cache.read_rows, read_back=triton_cache.read_back, write=triton_cache.write_rows)
+        kernels = replace(
+            kernels,
+            read=triton_cache.read_rows,
+            read_back=triton_cache.read_back,
+            write=triton_cache.write_rows,
+        )
         kernels = replace(kernels, cache_rows=triton_cache.cache_rows, rotate_and_write=rotates)
         kernels = try_kernels(plan, device, kernels)
         ops = replace(row_wise_ops(), apply_rotary=triton_cache.apply_rotary)

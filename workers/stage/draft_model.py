@@ -1,7 +1,8 @@
 """A draft model: a small model that drafts the next tokens of sequences for a large one.
 
-Drafts are sampled with the random numbers of the tokens that they guess, which depend on seed, choice and position alone. A
-draft model with the large model's weights would draft all of its tokens rightly, at any temperature.
+Drafts are sampled with the random numbers of the tokens that they guess, which depend on seed,
+choice and position alone. A draft model with the large model's weights would draft all of its
+tokens rightly, at any temperature.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,15 +17,18 @@ from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
 
 MAX_BATCH_TOKENS = 512  # of one micro-batch; longer texts are cut
-MAX_CALL_TOKENS = 1024  # of one call, about: what is left of long texts is computed by the next calls
+# of one call, about: what is left of long texts is computed by the next calls
+MAX_CALL_TOKENS = 1024
 NOT_BEGUN = -1
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that is held. The cache has the first ``num_cached`` tokens of its text, which then grows up to ``goal``.
+    """A sequence that is held. The cache has the first ``num_cached`` tokens of its text, which
+    then grows up to ``goal``.
 
-    ``num_written``: the most tokens that the cache had since the sequence began, by which older ones are written over.
+    ``num_written``: the most tokens that the cache had since the sequence began, by which older
+    ones are written over.
     """
 
     slot: int
@@ -37,7 +41,9 @@ class _Sequence:
 
 
 class _Piece(NamedTuple):
-    """Tokens ``start`` up to ``end`` of a sequence's text, to be computed in the next micro-batch."""
+    """Tokens ``start`` up to ``end`` of a sequence's text, to be computed in the next
+    micro-batch.
+    """
 
     sequence: _Sequence
     start: int
@@ -51,20 +57,28 @@ class _Piece(NamedTuple):
     @property
     def is_decode(self) -> bool:
         """Whether it is a decode, for which GPUs have graphs."""
-        return self.needs_sample and self.end - self.start == 1 and self.sequence.worker_id != NOT_BEGUN
+        return (
+            self.needs_sample
+            and self.end - self.start == 1
+            and self.sequence.worker_id != NOT_BEGUN
+        )
 
 
 class DraftModel:
-    """Drafts tokens on a worker that has the whole model. Plain and synchronous: one caller, one thread.
+    """Drafts tokens on a worker that has the whole model. Plain and synchronous: one caller, one
+    thread.
 
-    Each sequence that is held has a slot with pages of its own in every window class, so that going back to an earlier token
-    takes no bookkeeping: what follows is written over. What goes back further than its ring of pages is computed from its start.
+    Each sequence that is held has a slot with pages of its own in every window class, so that going
+    back to an earlier token takes no bookkeeping: what follows is written over. What goes back
+    further than its ring of pages is computed from its start.
     """
 
     def __init__(self, worker: StageWorker) -> None:
         plan, cache = worker.plan, worker.plan.cache
         assert plan.num_stages == 1, "a draft model has one stage"
-        assert all(c.num_pages >= plan.max_num_seqs * c.ring_pages for c in cache.classes), "every slot has pages of its own"
+        assert all(c.num_pages >= plan.max_num_seqs * c.ring_pages for c in cache.classes), (
+            "every slot has pages of its own"
+        )
         self._worker, self._page_size, self._classes = worker, cache.page_size, cache.classes
         self._max_len = _max_text(plan)
         self._restart()
@@ -74,12 +88,14 @@ class DraftModel:
         """Numerics of the worker."""
         return self._worker.numerics
 
-    def draft(self, requests: Sequence[DraftRequest], ended: Collection[int] = ()) -> list[tuple[int, ...] | None]:
+    def draft(
+        self, requests: Sequence[DraftRequest], ended: Collection[int] = ()
+    ) -> list[tuple[int, ...] | None]:
         """Return drafts of each request; all of them are computed together.
 
-        There are fewer where the context ends, or none yet where a text is longer than what one call computes. None: the
-        sequence is not held as far as ``num_kept`` says, or begins and finds no slot. Sequences in ``ended`` are forgotten. After
-        an exception none is held.
+        There are fewer where the context ends, or none yet where a text is longer than what one
+        call computes. None: the sequence is not held as far as ``num_kept`` says, or begins and
+        finds no slot. Sequences in ``ended`` are forgotten. After an exception none is held.
         """
         for seq_id in ended:
             self._drop(seq_id)
@@ -88,7 +104,10 @@ class DraftModel:
         sequences = [self._take(request, called) for request in requests]
         lengths = [0 if sequence is None else len(sequence.text) for sequence in sequences]
         self._compute([sequence for sequence in sequences if sequence is not None])
-        return [None if s is None else tuple(s.text[length:]) for s, length in zip(sequences, lengths, strict=True)]
+        return [
+            None if s is None else tuple(s.text[length:])
+            for s, length in zip(sequences, lengths, strict=True)
+        ]
 
     # ---- which sequences are held, and their texts
 
@@ -97,11 +116,14 @@ class DraftModel:
         self._worker.fence(self._worker.epoch + 1)
         self._held: dict[int, _Sequence] = {}  # the least recently used first
         self._free_slots = list(range(self._worker.plan.max_num_seqs))
-        self._freed: list[int] = []  # ids on the worker of what has ended since the last micro-batch
+        # ids on the worker of what has ended since the last micro-batch
+        self._freed: list[int] = []
         self._worker_ids = count()
 
     def _take(self, request: DraftRequest, called: Collection[int]) -> _Sequence | None:
-        """Return a request's sequence, with its new text, as the most recently used; None if it is not held so far."""
+        """Return a request's sequence, with its new text, as the most recently used; None if it is
+        not held so far.
+        """
         sequence = self._held.pop(request.seq_id, None)
         if sequence is None:
             slot = None if request.num_kept else self._free_slot(called)
@@ -115,25 +137,33 @@ class DraftModel:
         return sequence
 
     def _set_text(self, sequence: _Sequence, request: DraftRequest) -> None:
-        """Go back to the tokens that are kept, and set the text and its goal. The last token at least is to be computed.
+        """Go back to the tokens that are kept, and set the text and its goal. The last token at
+        least is to be computed.
 
-        The cache has 6 tokens of 7, of which 5 are kept: with a new token computing begins at position 5, without one at 4.
+        The cache has 6 tokens of 7, of which 5 are kept: with a new token computing begins at
+        position 5, without one at 4.
         """
         sequence.text[request.num_kept :] = request.token_ids
         assert sequence.text, "drafts follow a token"
         sequence.sampling = request.sampling
         sequence.goal = min(len(sequence.text) + request.num_tokens, self._max_len)
         sequence.num_cached = min(sequence.num_cached, request.num_kept, len(sequence.text) - 1)
-        if request.num_kept == 0 or not all(self._has_window(sequence, each) for each in self._classes):
+        if request.num_kept == 0 or not all(
+            self._has_window(sequence, each) for each in self._classes
+        ):
             self._begin_again(sequence)
 
     def _has_window(self, sequence: _Sequence, window_class: WindowClass) -> bool:
         """Return whether the cache still has all that the next token sees.
 
-        P = 4, W = 6, R = 3: after 17 tokens the ring has the pages 2 to 4, with positions from 8 on. Position 13 sees from 8 on,
-        and can be computed again; position 12 cannot.
+        P = 4, W = 6, R = 3: after 17 tokens the ring has the pages 2 to 4, with positions from 8
+        on. Position 13 sees from 8 on, and can be computed again; position 12 cannot.
         """
-        oldest = 0 if window_class.window is None else max(sequence.num_cached - window_class.window + 1, 0)
+        oldest = (
+            0
+            if window_class.window is None
+            else max(sequence.num_cached - window_class.window + 1, 0)
+        )
         return oldest >= window_class.first_written(0, sequence.num_written, self._page_size)
 
     def _begin_again(self, sequence: _Sequence) -> None:
@@ -144,7 +174,9 @@ class DraftModel:
         sequence.num_cached = sequence.num_written = 0
 
     def _free_slot(self, called: Collection[int]) -> int | None:
-        """Return a slot for a new sequence. If none is free, the least recently used sequence without a request is dropped."""
+        """Return a slot for a new sequence. If none is free, the least recently used sequence
+        without a request is dropped.
+        """
         if not self._free_slots:
             self._drop(next((seq_id for seq_id in self._held if seq_id not in called), None))
         return self._free_slots.pop() if self._free_slots else None
@@ -164,7 +196,9 @@ class DraftModel:
         """
         num_left = MAX_CALL_TOKENS
         try:
-            while num_left > 0 and (growing := [each for each in sequences if len(each.text) < each.goal]):
+            while num_left > 0 and (
+                growing := [each for each in sequences if len(each.text) < each.goal]
+            ):
                 pieces = _next_pieces(growing)
                 self._step(pieces)
                 num_left -= sum(piece.end - piece.start for piece in pieces)
@@ -191,7 +225,8 @@ class DraftModel:
     def _make_batch(self, pieces: Sequence[_Piece]) -> MicroBatch:
         rows = [piece for piece in pieces if piece.is_decode]
         chunks = [self._chunk(piece) for piece in pieces if not piece.is_decode]
-        chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # single tokens last, next to the decodes
+        # single tokens last, next to the decodes
+        chunks.sort(key=lambda chunk: chunk.num_tokens == 1)
         new_pages = [(index, self._new_pages(piece)) for index, piece in enumerate(rows)]
         decodes = DecodeColumns(
             seq_ids=tuple([piece.sequence.worker_id for piece in rows]),
@@ -199,7 +234,13 @@ class DraftModel:
             token_ids=tuple([piece.sequence.text[-1] for piece in rows]),
             new_pages=tuple([(index, pages) for index, pages in new_pages if any(pages)]),
         )
-        return MicroBatch(self._worker.epoch, self._worker.next_step_id, tuple(chunks), tuple(self._freed), decodes)
+        return MicroBatch(
+            self._worker.epoch,
+            self._worker.next_step_id,
+            tuple(chunks),
+            tuple(self._freed),
+            decodes,
+        )
 
     def _chunk(self, piece: _Piece) -> Chunk:
         sequence, start, end = piece
@@ -216,22 +257,31 @@ class DraftModel:
         )
 
     def _new_pages(self, piece: _Piece) -> tuple[tuple[int, ...], ...]:
-        """Return the pages that begin in a piece, for each window class. Page n of a sequence is page n mod R of its slot.
+        """Return the pages that begin in a piece, for each window class. Page n of a sequence is
+        page n mod R of its slot.
 
-        R = 3, slot 2 has the pages 6 to 8. The sequence's pages 3 and 4 are 6 and 7, where its pages 0 and 1 were before.
+        R = 3, slot 2 has the pages 6 to 8. The sequence's pages 3 and 4 are 6 and 7, where its
+        pages 0 and 1 were before.
         """
         slot = piece.sequence.slot
         return tuple(
-            tuple([slot * c.ring_pages + n % c.ring_pages for n in c.new_pages(piece.start, piece.end, self._page_size)])
+            tuple(
+                [
+                    slot * c.ring_pages + n % c.ring_pages
+                    for n in c.new_pages(piece.start, piece.end, self._page_size)
+                ]
+            )
             for c in self._classes
         )
 
 
 def _next_pieces(sequences: Sequence[_Sequence]) -> list[_Piece]:
-    """Return what the next micro-batch computes: the known tokens of each sequence, as many as there is room for.
+    """Return what the next micro-batch computes: the known tokens of each sequence, as many as
+    there is room for.
 
-    Those that lack the fewest come first, so that they draft while long texts are computed. Sequences that lack 500, 1 and 30
-    tokens: 481, 1 and 30 of them now, and then the last 19, with a decode of the other two.
+    Those that lack the fewest come first, so that they draft while long texts are computed.
+    Sequences that lack 500, 1 and 30 tokens: 481, 1 and 30 of them now, and then the last 19, with
+    a decode of the other two.
     """
     pieces, num_left = [], MAX_BATCH_TOKENS
     for sequence in sorted(sequences, key=lambda each: len(each.text) - each.num_cached):
@@ -257,12 +307,17 @@ def _own_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def _max_text(plan: StagePlan) -> int:
-    """Return how long a text may be with its drafts: the model's context, or what page rings hold that are not to wrap around.
+    """Return how long a text may be with its drafts: the model's context, or what page rings hold
+    that are not to wrap around.
 
-    P = 16, a context of 4096, planned for 300 positions. Without a window a ring has 19 pages, for 304 tokens. With W = 64 it has
-    5 and wraps around: alone it would let a text have 4096 tokens.
+    P = 16, a context of 4096, planned for 300 positions. Without a window a ring has 19 pages, for
+    304 tokens. With W = 64 it has 5 and wraps around: alone it would let a text have 4096 tokens.
     """
     cache, context = plan.cache, plan.args.max_seq_len
     lengths = cache.page_size, context, cache.num_drafts
-    short = [c.ring_pages * cache.page_size for c in cache.classes if c.ring_pages < ring_pages(c.window, *lengths)]
+    short = [
+        c.ring_pages * cache.page_size
+        for c in cache.classes
+        if c.ring_pages < ring_pages(c.window, *lengths)
+    ]
     return min([context, *short])

@@ -1,4 +1,5 @@
-"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state that sampling has.
+"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state
+that sampling has.
 
 Shape letters: T tokens, S sampled rows, D model width, V vocabulary.
 """
@@ -31,7 +32,8 @@ class StepTokens(NamedTuple):
 
 
 class LastStage:
-    """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of hidden states [S, D].
+    """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of
+    hidden states [S, D].
 
     ``latest_tokens``: where those are kept that the router may not know before the next step.
     """
@@ -46,12 +48,18 @@ class LastStage:
         has_exact_sums: bool,
         choose: ChooseTokens | None,
     ) -> None:
-        vocab_size, eos_token_ids, device = plan.args.vocab_size, plan.args.eos_token_ids, table.device
+        vocab_size, eos_token_ids, device = (
+            plan.args.vocab_size,
+            plan.args.eos_token_ids,
+            table.device,
+        )
         self._head, self._latest_tokens = head, latest_tokens
         self.logits_processor = LogitsProcessor(vocab_size, eos_token_ids, device)
         self.structured_output = StructuredOutputManager(read_pieces, vocab_size, eos_token_ids)
         params_of = table.sampling.__getitem__
-        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, choose)
+        self.token_sampler = TokenSampler(
+            self.logits_processor, self.structured_output, params_of, choose
+        )
         self.draft_verifier = DraftVerifier(is_needed=plan.cache.num_drafts > 0)
         self.logprobs = LogprobTracker(vocab_size, has_exact_sums)
 
@@ -82,15 +90,22 @@ class LastStage:
         """Return the logits [S, V] of the rows to be sampled."""
         return self._head(hidden_TD[sampled_rows]) if len(sampled_rows) else hidden_TD[:0]
 
-    def sample(self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Scored, ...]) -> Callable[[], StepTokens]:
-        """Sample a token for each row; return what reads them, which waits for the device, and is called once.
+    def sample(
+        self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Scored, ...]
+    ) -> Callable[[], StepTokens]:
+        """Sample a token for each row; return what reads them, which waits for the device, and is
+        called once.
 
-        A sequence whose logits are not finite ends with an error, also if they are those of its prompt's log-probabilities.
+        A sequence whose logits are not finite ends with an error, also if they are those of its
+        prompt's log-probabilities.
         """
         of_prompts = tuple(found for _, found in prompt_logprobs if found is not None)
         failed = {seq_id for seq_id, found in prompt_logprobs if found is None}
         if not batch.sampled_seq_ids:
-            return lambda: StepTokens(logprobs=of_prompts, finished=tuple((seq_id, FinishReason.ERROR) for seq_id in failed))
+            return lambda: StepTokens(
+                logprobs=of_prompts,
+                finished=tuple((seq_id, FinishReason.ERROR) for seq_id in failed),
+            )
         rows = SampledRows.of(batch)
         sampled = self.token_sampler.sample(logits_SV, rows)
         verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids))
@@ -99,14 +114,27 @@ class LastStage:
 
         def read() -> StepTokens:
             token_ids = self.draft_verifier.accepted(verdict)
-            of_rows = dict(self.logprobs.sampled(logits_SV, token_ids, rows.seq_ids, rows.positions))
+            of_rows = dict(
+                self.logprobs.sampled(logits_SV, token_ids, rows.seq_ids, rows.positions)
+            )
             logprobs = (*of_prompts, *(found for found in of_rows.values() if found is not None))
             if failed or None in of_rows.values():
-                lost = {row for row, seq_id in enumerate(rows.seq_ids) if seq_id in failed or of_rows.get(row, ()) is None}
-                token_ids = tuple(NOT_FINITE_TOKEN if row in lost else token_id for row, token_id in enumerate(token_ids))
+                lost = {
+                    row
+                    for row, seq_id in enumerate(rows.seq_ids)
+                    if seq_id in failed or of_rows.get(row, ()) is None
+                }
+                token_ids = tuple(
+                    NOT_FINITE_TOKEN if row in lost else token_id
+                    for row, token_id in enumerate(token_ids)
+                )
             finished = self.token_sampler.finished(sampled, rows, token_ids)
             if failed or NOT_FINITE_TOKEN in token_ids:
-                ended = failed.union(s for s, token in zip(rows.seq_ids, token_ids, strict=True) if token == NOT_FINITE_TOKEN)
+                ended = failed.union(
+                    s
+                    for s, token in zip(rows.seq_ids, token_ids, strict=True)
+                    if token == NOT_FINITE_TOKEN
+                )
                 finished = (*finished, *((seq_id, FinishReason.ERROR) for seq_id in ended))
             return StepTokens(token_ids, logprobs, finished)
 

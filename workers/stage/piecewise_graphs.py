@@ -1,19 +1,23 @@
-"""Piecewise CUDA graphs, as vLLM calls them: of steps with prompts everything but attention is recorded, and replayed.
+"""Piecewise CUDA graphs, as vLLM calls them: of steps with prompts everything but attention is
+recorded, and replayed.
 
-How a step is made up of chunks and single tokens matters to attention alone, which is launched as in other steps. What comes
-between the attention of two layers is a piece: output product, norm, feed-forward network or experts, norm, product of queries,
-keys and values, rotation. The first piece begins with tokens or hidden states, the last one ends with hidden states. So a stage
-of 32 layers has 33 pieces, for each of the numbers of tokens of ``piece_sizes``, to which steps are padded.
+How a step is made up of chunks and single tokens matters to attention alone, which is launched as
+in other steps. What comes between the attention of two layers is a piece: output product, norm,
+feed-forward network or experts, norm, product of queries, keys and values, rotation. The first
+piece begins with tokens or hidden states, the last one ends with hidden states. So a stage of 32
+layers has 33 pieces, for each of the numbers of tokens of ``piece_sizes``, to which steps are
+padded.
 
-Steps pass through fixed memory that all sizes share: their tokens or hidden states, positions and number of tokens before the
-first piece, then queries, keys and values from each piece to attention, and what that returns to the next piece. Padding never
-leaves a piece: attention is given the step's own rows, and so is the cache.
+Steps pass through fixed memory that all sizes share: their tokens or hidden states, positions and
+number of tokens before the first piece, then queries, keys and values from each piece to attention,
+and what that returns to the next piece. Padding never leaves a piece: attention is given the step's
+own rows, and so is the cache.
 
-100 tokens, padded to 128: rows 0 to 99 are the step's. Rows 100 to 127 are what an earlier step left there. No expert is given
-any of them, and in all else a row is computed by itself.
+100 tokens, padded to 128: rows 0 to 99 are the step's. Rows 100 to 127 are what an earlier step
+left there. No expert is given any of them, and in all else a row is computed by itself.
 
-Shape letters: M tokens of the largest size, S of one size, T of a step, D model width, H query heads, G key/value heads, d and c
-numbers of a key and of a value that attention returns.
+Shape letters: M tokens of the largest size, S of one size, T of a step, D model width, H query
+heads, G key/value heads, d and c numbers of a key and of a value that attention returns.
 """
 
 import logging
@@ -34,35 +38,42 @@ from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 512  # of a step that is replayed: with more the device takes longer than the host does to launch kernels
+# of a step that is replayed: with more the device takes longer than the host does to launch kernels
+MAX_TOKENS = 512
 STEP = 64  # sizes are multiples of it
 
 
 def padded_tokens(num_tokens: int) -> int:
     """Round up to a number of tokens of which there are pieces: 1 -> 64, 65 -> 128.
 
-    Products compute tiles of 64 or 128 rows, so most of the padding would be computed without it too.
+    Products compute tiles of 64 or 128 rows, so most of the padding would be computed without it
+    too.
     """
     return -(-num_tokens // STEP) * STEP
 
 
 def piece_sizes(max_num_batched_tokens: int) -> range:
-    """Return the sizes that a stage records, 64, 128, ... 512 at most. Where steps have up to 100 tokens: 64 and 128."""
+    """Return the sizes that a stage records, 64, 128, ... 512 at most. Where steps have up to 100
+    tokens: 64 and 128.
+    """
     return range(STEP, padded_tokens(min(max_num_batched_tokens, MAX_TOKENS)) + 1, STEP)
 
 
 class AttendInto(Protocol):
     """Attention that writes its result, see ``CachedAttention.into``."""
 
-    def into(self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+    def into(
+        self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
+    ) -> None:
         """Compute one layer."""
 
 
 class _Memory(NamedTuple):
     """What is at the same place in every step.
 
-    ``tokens_M`` and ``positions_M``: see above; ``hidden_MD``: what a stage after the first begins with, and every stage ends
-    with; ``num_tokens``: [], of which the rest is padding; ``attended_MHc``: what attention returns.
+    ``tokens_M`` and ``positions_M``: see above; ``hidden_MD``: what a stage after the first begins
+    with, and every stage ends with; ``num_tokens``: [], of which the rest is padding;
+    ``attended_MHc``: what attention returns.
     """
 
     tokens_M: Tensor
@@ -78,7 +89,10 @@ class _Memory(NamedTuple):
     def of(cls, plan: StagePlan, max_tokens: int, device: torch.device) -> "_Memory":
         """Make it, filled with zeros. The values of latent attention are its keys."""
         args, dtype = plan.args, getattr(torch, plan.dtype)
-        number, zeros = partial(torch.zeros, dtype=torch.int64, device=device), partial(torch.zeros, dtype=dtype, device=device)
+        number, zeros = (
+            partial(torch.zeros, dtype=torch.int64, device=device),
+            partial(torch.zeros, dtype=dtype, device=device),
+        )
         k_MGd = zeros(max_tokens, args.n_kv_heads, args.head_dim)
         return cls(
             tokens_M=number(max_tokens if plan.is_first else 0),
@@ -88,17 +102,29 @@ class _Memory(NamedTuple):
             q_MHd=zeros(max_tokens, args.n_heads, args.head_dim),
             k_MGd=k_MGd,
             v_MGd=k_MGd if args.latent else torch.zeros_like(k_MGd),
-            attended_MHc=zeros(max_tokens, args.n_heads, args.latent.kv_lora_rank if args.latent else args.head_dim),
+            attended_MHc=zeros(
+                max_tokens, args.n_heads, args.latent.kv_lora_rank if args.latent else args.head_dim
+            ),
         )
 
 
 class _BetweenPieces:
-    """The ``Attend`` while pieces are recorded: each ends with what attention is given, and the next begins with its result."""
+    """The ``Attend`` while pieces are recorded: each ends with what attention is given, and the
+    next begins with its result.
+    """
 
     def __init__(self, memory: _Memory, size: int, cut: Cut) -> None:
         self._memory, self._size, self._cut = memory, size, cut
 
-    def __call__(self, _layer: int, q_SHd: Tensor, k_SGd: Tensor | None, v_SGd: Tensor | None, index: object = None, /) -> Tensor:
+    def __call__(
+        self,
+        _layer: int,
+        q_SHd: Tensor,
+        k_SGd: Tensor | None,
+        v_SGd: Tensor | None,
+        index: object = None,
+        /,
+    ) -> Tensor:
         assert index is None
         assert k_SGd is not None
         assert v_SGd is not None
@@ -115,9 +141,13 @@ class _BetweenPieces:
 
 
 class PiecewiseGraphRunner:
-    """The pieces of one stage. ``prepare`` records all of them: a step's bits must not depend on which there are yet."""
+    """The pieces of one stage. ``prepare`` records all of them: a step's bits must not depend on
+    which there are yet.
+    """
 
-    def __init__(self, plan: StagePlan, model: StageModel, capture: PiecewiseCapture, device: torch.device) -> None:
+    def __init__(
+        self, plan: StagePlan, model: StageModel, capture: PiecewiseCapture, device: torch.device
+    ) -> None:
         self._plan, self._model, self._capture, self._device = plan, model, capture, device
         self._dtype = getattr(torch, plan.dtype)
         self._frequencies = model.rotary_frequencies.to(device)
@@ -130,7 +160,8 @@ class PiecewiseGraphRunner:
         return sorted(self._pieces)
 
     def prepare(self) -> None:
-        """Record the pieces of all sizes and try each; without any if one fails, which is logged. Changes no cache.
+        """Record the pieces of all sizes and try each; without any if one fails, which is logged.
+        Changes no cache.
 
         The largest size comes first, so that the others fit into its memory.
         """
@@ -145,7 +176,10 @@ class PiecewiseGraphRunner:
         self._model.clear_expert_load()  # of what was tried
         if reason:
             self._pieces, self._memory = {}, None
-            text = "%s launches steps with prompts kernel by kernel: their CUDA graphs cannot be used (%s)"
+            text = (
+                "%s launches steps with prompts kernel by kernel: their CUDA graphs cannot be used"
+                " (%s)"
+            )
             logger.warning(text, self._plan.label, reason)
             return
         text = "%s recorded %d CUDA graphs in %.1f s, for steps with prompts of up to %d tokens"
@@ -165,7 +199,10 @@ class PiecewiseGraphRunner:
         memory, num_tokens = self._memory, len(positions_T)
         pieces = self._pieces[padded_tokens(num_tokens)]
         self._begin(begin_T, positions_T)
-        own = [each[:num_tokens] for each in (memory.attended_MHc, memory.q_MHd, memory.k_MGd, memory.v_MGd)]
+        own = [
+            each[:num_tokens]
+            for each in (memory.attended_MHc, memory.q_MHd, memory.k_MGd, memory.v_MGd)
+        ]
         out_THc, q_THd, k_TGd, v_TGd = own
         for layer, piece in zip(self._plan.layers, pieces[:-1], strict=True):
             piece()
@@ -186,13 +223,26 @@ class PiecewiseGraphRunner:
         """Compute the layers of what is in memory, which is padding while it is recorded."""
         assert self._memory is not None
         memory = self._memory
-        hidden_SD = self._model.embed(memory.tokens_M[:size]) if self._plan.is_first else memory.hidden_MD[:size]
-        done_SD = self._run_layers(hidden_SD, memory.positions_M[:size], _BetweenPieces(memory, size, cut), memory.num_tokens)
+        hidden_SD = (
+            self._model.embed(memory.tokens_M[:size])
+            if self._plan.is_first
+            else memory.hidden_MD[:size]
+        )
+        done_SD = self._run_layers(
+            hidden_SD,
+            memory.positions_M[:size],
+            _BetweenPieces(memory, size, cut),
+            memory.num_tokens,
+        )
         return memory.hidden_MD[:size].copy_(done_SD)
 
-    def _run_layers(self, hidden_SD: Tensor, positions_S: Tensor, attend: Attend, num_tokens: Tensor) -> Tensor:
+    def _run_layers(
+        self, hidden_SD: Tensor, positions_S: Tensor, attend: Attend, num_tokens: Tensor
+    ) -> Tensor:
         cos_sin = self._model.fused_ops.cos_sin
-        rotary = rotary_tables(positions_S, self._plan.args, self._dtype, self._frequencies, cos_sin)
+        rotary = rotary_tables(
+            positions_S, self._plan.args, self._dtype, self._frequencies, cos_sin
+        )
         is_padding_S = None
         if self._plan.args.moe is not None:
             is_padding_S = torch.arange(len(positions_S), device=self._device) >= num_tokens
@@ -200,17 +250,21 @@ class PiecewiseGraphRunner:
         return out_SD
 
     def _try_sizes(self) -> None:
-        """Compare the pieces of each size with the layers, for a step with one row of padding that is not a number, and no cache.
+        """Compare the pieces of each size with the layers, for a step with one row of padding that
+        is not a number, and no cache.
 
-        Raises ArithmeticError if they differ. Kernels are chosen by the number of rows, so the layers are given padding too,
-        unless the stage is to be batch-invariant: then bits must be those of the step alone.
+        Raises ArithmeticError if they differ. Kernels are chosen by the number of rows, so the
+        layers are given padding too, unless the stage is to be batch-invariant: then bits must be
+        those of the step alone.
         """
         memory, args = self._memory, self._plan.args
         assert memory is not None
         generator = torch.Generator().manual_seed(0)
         for size in self.sizes:
             positions_S = torch.arange(size, device=self._device)
-            begin_S = hidden_SD = torch.randn(size, args.dim, generator=generator).to(self._device, self._dtype)
+            begin_S = hidden_SD = torch.randn(size, args.dim, generator=generator).to(
+                self._device, self._dtype
+            )
             if self._plan.is_first:
                 begin_S = positions_S % args.vocab_size
                 hidden_SD = self._model.embed(begin_S)
@@ -218,22 +272,38 @@ class PiecewiseGraphRunner:
                 each.fill_(torch.nan)
             found_TD = self.run(begin_S[:-1], positions_S[:-1], _NoCache())
             rows = slice(size - 1 if self._plan.batch_invariant else size)
-            expected_SD = self._run_layers(hidden_SD[rows], positions_S[rows], _NoCache(), memory.num_tokens)
+            expected_SD = self._run_layers(
+                hidden_SD[rows], positions_S[rows], _NoCache(), memory.num_tokens
+            )
             assert_close_norm(found_TD, expected_SD[: size - 1], MAX_DIFFERENCE)
             if self._plan.batch_invariant and not torch.equal(found_TD, expected_SD):
-                raise ArithmeticError(f"with {size} rows a step of {size - 1} tokens has other bits than alone")
+                raise ArithmeticError(
+                    f"with {size} rows a step of {size - 1} tokens has other bits than alone"
+                )
 
 
 class _NoCache:
-    """What takes the place of attention where pieces are tried: a mean of each token's own queries, keys and values."""
+    """What takes the place of attention where pieces are tried: a mean of each token's own queries,
+    keys and values.
+    """
 
-    def __call__(self, _layer: int, q_THd: Tensor, k_TGd: Tensor | None, v_TGd: Tensor | None, index: object = None, /) -> Tensor:
+    def __call__(
+        self,
+        _layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor | None,
+        v_TGd: Tensor | None,
+        index: object = None,
+        /,
+    ) -> Tensor:
         assert index is None
         assert k_TGd is not None
         assert v_TGd is not None
         return (q_THd + k_TGd.mean(dim=1, keepdim=True) + v_TGd.mean(dim=1, keepdim=True)) / 3
 
-    def into(self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+    def into(
+        self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
+    ) -> None:
         out_THc.copy_(self(layer, q_THd, k_TGd, v_TGd)[..., : out_THc.shape[2]])
 
     def rotate_and_write(self, *_: object) -> None:

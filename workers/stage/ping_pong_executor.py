@@ -1,6 +1,7 @@
 """Ping-pong: while a micro-batch waits for its experts, its stage computes another one.
 
-Three micro-batches in a stage of two layers; a number is attention of that layer, dots are waiting for experts:
+Three micro-batches in a stage of two layers; a number is attention of that layer, dots are waiting
+for experts:
 
     a  0 . . 1 . . |
     b    0 . . 1 . . |
@@ -43,13 +44,16 @@ class RunningStep:
     def can_resume(self, earlier: "RunningStep | None") -> bool:
         """Whether its experts have answered, and it would not overtake the micro-batch before it.
 
-        The next layer's caches hold earlier positions only once the micro-batch before has passed that layer's attention.
+        The next layer's caches hold earlier positions only once the micro-batch before has passed
+        that layer's attention.
         """
         in_order = earlier is None or earlier.layer > self.layer
         return in_order and (self._call is None or self._call.is_ready)
 
     def resume(self) -> bool:
-        """Compute until experts have been called, or to the end. Returns True if the step is over, failed or not."""
+        """Compute until experts have been called, or to the end. Returns True if the step is over,
+        failed or not.
+        """
         try:
             if (pending := self._advance()) is None:
                 return False
@@ -78,13 +82,17 @@ class RunningStep:
 class PingPongExecutor:
     """The ``StepExecutor`` of a stage that keeps up to ``max_open`` micro-batches open.
 
-    Any number of threads call ``step``, each of which waits for its own result; one thread of the executor computes.
+    Any number of threads call ``step``, each of which waits for its own result; one thread of the
+    executor computes.
     """
 
-    def __init__(self, worker: StageWorker, experts: RemoteExperts, max_open: int, num_threads: int) -> None:
+    def __init__(
+        self, worker: StageWorker, experts: RemoteExperts, max_open: int, num_threads: int
+    ) -> None:
         self.worker = worker
         self._max_open, self._num_threads = max_open, num_threads
-        self._experts, self._condition = experts, experts.condition  # one condition for all that the computing thread waits for
+        # one condition for all that the computing thread waits for
+        self._experts, self._condition = experts, experts.condition
         self._arrived: dict[int, RunningStep] = {}  # by step id, until their turn to begin
         self._open: deque[RunningStep] = deque()
         self._computing: RunningStep | None = None
@@ -93,8 +101,12 @@ class PingPongExecutor:
         self._is_interrupted = self._is_closed = False
         threading.Thread(target=self._compute, name="stage", daemon=True).start()
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
-        """Run one micro-batch. ``receive`` is called on the caller's thread, ``deliver`` on the computing one."""
+    def step(
+        self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
+    ) -> Outcome:
+        """Run one micro-batch. ``receive`` is called on the caller's thread, ``deliver`` on the
+        computing one.
+        """
         self._wait_in_order(batch)
         incoming = receive()
         with self._condition:
@@ -111,7 +123,9 @@ class PingPongExecutor:
         return self._stopwatch.running_s
 
     def fence(self, epoch: int) -> None:
-        """Drop the steps in progress and fence the worker. Raises PipelineError if an expert is permanently unavailable."""
+        """Drop the steps in progress and fence the worker. Raises PipelineError if an expert is
+        permanently unavailable.
+        """
         self.worker.check_epoch_increases(epoch)
         self._experts.check()
         self.interrupt()
@@ -122,7 +136,9 @@ class PingPongExecutor:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Cancel all steps; the one that is computed is cancelled when it next waits for its experts."""
+        """Cancel all steps; the one that is computed is cancelled when it next waits for its
+        experts.
+        """
         with self._condition:
             self._is_interrupted = True
             for step in (*self._open, *self._arrived.values()):
@@ -140,14 +156,22 @@ class PingPongExecutor:
             self._condition.notify_all()
 
     def _wait_in_order(self, batch: MicroBatch) -> None:
-        """Wait until all earlier steps have been received. Raises StaleEpochError, also if the epoch ends while it waits."""
+        """Wait until all earlier steps have been received. Raises StaleEpochError, also if the
+        epoch ends while it waits.
+        """
         with self._condition:
             self._check(batch)
             self._condition.wait_for(
-                lambda: self._is_interrupted or batch.epoch != self.worker.epoch or batch.step_id <= self._next_received
+                lambda: (
+                    self._is_interrupted
+                    or batch.epoch != self.worker.epoch
+                    or batch.step_id <= self._next_received
+                )
             )
             self._check(batch)
-            assert batch.step_id == self._next_received, f"step {batch.step_id} came where {self._next_received} was due"
+            assert batch.step_id == self._next_received, (
+                f"step {batch.step_id} came where {self._next_received} was due"
+            )
 
     def _check(self, batch: MicroBatch) -> None:
         self.worker.check_epoch(batch)
@@ -155,7 +179,9 @@ class PingPongExecutor:
             raise self._interruption()
 
     def _interruption(self) -> StaleEpochError:
-        return StaleEpochError(f"{self.worker.plan.label} was interrupted before the step had ended")
+        return StaleEpochError(
+            f"{self.worker.plan.label} was interrupted before the step had ended"
+        )
 
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread
@@ -171,7 +197,9 @@ class PingPongExecutor:
                 self._condition.notify_all()  # a fence may wait
 
     def _wait_runnable(self) -> RunningStep | None:
-        """Wait for a step that can be computed, and open it if it is new. None when the executor is closed."""
+        """Wait for a step that can be computed, and open it if it is new. None when the executor is
+        closed.
+        """
         with self._condition:
             while (step := self._next()) is None and not self._is_closed:
                 self._condition.wait()

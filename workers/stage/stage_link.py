@@ -1,4 +1,6 @@
-"""The direct link: hidden states go from stage to stage over channels, which are made anew for every epoch."""
+"""The direct link: hidden states go from stage to stage over channels, which are made anew for
+every epoch.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,13 +18,20 @@ from tramontane.workers.stage.step_executor import StepExecutor
 
 
 class StageLink:
-    """The channels of one stage in one epoch. An error in one closes both, so that no other stage waits forever.
+    """The channels of one stage in one epoch. An error in one closes both, so that no other stage
+    waits forever.
 
-    One thread calls ``listen``, ``connect`` and ``step``, or as many as ``executor`` allows; ``close`` may be called from any
-    other. ``host`` is the only address that is listened on.
+    One thread calls ``listen``, ``connect`` and ``step``, or as many as ``executor`` allows;
+    ``close`` may be called from any other. ``host`` is the only address that is listened on.
     """
 
-    def __init__(self, worker: StageWorker, executor: StepExecutor, host: str, channels: ChannelFactory | None = None) -> None:
+    def __init__(
+        self,
+        worker: StageWorker,
+        executor: StepExecutor,
+        host: str,
+        channels: ChannelFactory | None = None,
+    ) -> None:
         self._worker, self._executor = worker, executor
         self._host = host
         self._channels = channels or channel_factory_for(worker.device)
@@ -32,16 +41,20 @@ class StageLink:
         self._is_closed = False
 
     def listen(self) -> Address | None:
-        """Start to listen for the next stage; returns the address, or None if there is no next stage."""
+        """Start to listen for the next stage; returns the address, or None if there is no next
+        stage.
+        """
         if self._worker.plan.is_last:
             return None
         self._listener = self._channels.listen(self._host)
         return self._listener.address
 
     def connect(self, inlet: Address | None) -> None:
-        """Make the channels at once: from the stage before, which listens at ``inlet``, and to the next. Raises LinkError.
+        """Make the channels at once: from the stage before, which listens at ``inlet``, and to the
+        next. Raises LinkError.
 
-        One after the other, each stage would wait for the one before it, and the last stage for all edges in turn.
+        One after the other, each stage would wait for the one before it, and the last stage for all
+        edges in turn.
         """
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="accept") as thread:
@@ -58,7 +71,8 @@ class StageLink:
             self.close()
 
     def step(self, batch: MicroBatch) -> StepResult:
-        """Run a step with hidden states from the stage before and to the next; returns this stage's own part of the result.
+        """Run a step with hidden states from the stage before and to the next; returns this stage's
+        own part of the result.
 
         Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
         """
@@ -70,7 +84,9 @@ class StageLink:
             raise
 
     def close(self) -> None:
-        """Close the channels; steps that wait for a neighbor fail with LinkError. From any thread."""
+        """Close the channels; steps that wait for a neighbor fail with LinkError. From any
+        thread.
+        """
         self._is_closed = True
         for end in (self._listener, self._inlet, self._outlet):
             if end is not None:
@@ -103,7 +119,12 @@ class StageLink:
     def _receive(self, num_tokens: int) -> Activation | None:
         if self._inlet is None:
             return None
-        hidden_TD = torch.empty(num_tokens, self._worker.plan.args.dim, dtype=self._worker.dtype, device=self._worker.device)
+        hidden_TD = torch.empty(
+            num_tokens,
+            self._worker.plan.args.dim,
+            dtype=self._worker.dtype,
+            device=self._worker.device,
+        )
         self._inlet.receive(hidden_TD)
         return Activation(hidden_TD, ())
 

@@ -19,10 +19,18 @@ def stage_numerics(
     *,
     is_batch_invariant: bool,
 ) -> Numerics:
-    """Return the numerics of a stage with this backend. Threads, caches and the sizes of pages are no part of them."""
+    """Return the numerics of a stage with this backend. Threads, caches and the sizes of pages are
+    no part of them.
+    """
     prefill, decode = backend.kernels.prefill, backend.kernels.decode
-    in_c = isinstance(prefill, native_backend.NativePrefill) and isinstance(decode, native_backend.NativeDecode)
-    attention = name_in_c(native_backend.SOURCE) if in_c else f"{describe_kernel(prefill)}, {describe_kernel(decode)}"
+    in_c = isinstance(prefill, native_backend.NativePrefill) and isinstance(
+        decode, native_backend.NativeDecode
+    )
+    attention = (
+        name_in_c(native_backend.SOURCE)
+        if in_c
+        else f"{describe_kernel(prefill)}, {describe_kernel(decode)}"
+    )
     parts = {"attention": attention, **name_kernels(model, backend.fused_ops, device, dtype)}
     if kv_cache_dtype != "auto":
         parts["keys and values"] = kv_cache_dtype

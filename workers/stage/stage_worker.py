@@ -33,12 +33,21 @@ from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
-from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, compile_native_kernels
+from tramontane.workers.stage.device_backend import (
+    DeviceBackend,
+    backend_for,
+    compile_native_kernels,
+)
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.piecewise_graphs import PiecewiseGraphRunner
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_profiler import StepProfiler
-from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
+from tramontane.workers.stage.step_record import (
+    NO_RECORDER,
+    ExpertChoiceRecorder,
+    StepTimer,
+    expert_choice_recorder,
+)
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_spec import ProgressCallback
@@ -61,9 +70,9 @@ class _Step(NamedTuple):
 class StageWorker:
     """Run micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
 
-    A new worker refuses steps until it is fenced: it may be the restarted successor of one whose caches are lost, and the
-    old chain must not run on empty caches. ``read_pieces`` is called in the last stage when the first request with a grammar
-    arrives.
+    A new worker refuses steps until it is fenced: it may be the restarted successor of one whose
+    caches are lost, and the old chain must not run on empty caches. ``read_pieces`` is called in
+    the last stage when the first request with a grammar arrives.
     """
 
     def __init__(
@@ -84,23 +93,40 @@ class StageWorker:
         model.finalize_weights(self.device, self.backend.row_products, self.backend.selector)
         if self.device.type == "cuda":  # elsewhere they take memory as they fill
             on_activity("allocating caches")
-        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
+        self.cache = RollingCache(
+            plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes
+        )
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
-        set_fused_ops(model, self.backend.fused_ops, rotates_in_cache=self.backend.kernels.rotate_and_write is not None)
-        cos_sin, frequencies = self.backend.fused_ops.cos_sin, model.rotary_frequencies.to(self.device)
+        set_fused_ops(
+            model,
+            self.backend.fused_ops,
+            rotates_in_cache=self.backend.kernels.rotate_and_write is not None,
+        )
+        cos_sin, frequencies = (
+            self.backend.fused_ops.cos_sin,
+            model.rotary_frequencies.to(self.device),
+        )
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
-        # The tokens that the last stage has sampled; the only stage of a pipeline also embeds them (else see ``fill_in``).
-        self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if plan.is_last else None
+        # The tokens that the last stage has sampled; the only stage of a pipeline also embeds them
+        # (else see ``fill_in``).
+        self.latest_tokens = (
+            LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device)
+            if plan.is_last
+            else None
+        )
         self.graphs, self.pieces = self._graph_runners()
         self.last_stage = None
         if self.latest_tokens is not None:
             sampling = self.backend.has_exact_sums, self.backend.choose_tokens
-            self.last_stage = LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling)
+            self.last_stage = LastStage(
+                plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling
+            )
         self.numerics = Numerics()  # until ``load`` has found them out
         self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
-        self._sampled_seq_ids: tuple[int, ...] = ()  # the sequences that the last step has sampled a token for
+        # the sequences that the last step has sampled a token for
+        self._sampled_seq_ids: tuple[int, ...] = ()
 
     @classmethod
     def load(
@@ -112,11 +138,13 @@ class StageWorker:
         read_pieces: LoadVocabulary = tuple,
         on_activity: Callable[[str], None] = lambda _: None,
     ) -> "StageWorker":
-        """Read or make the tensors of this stage, and only those, directly in their dtype and on their device.
+        """Read or make the tensors of this stage, and only those, directly in their dtype and on
+        their device.
 
         ``on_activity`` is called with what follows the weights, such as ``choosing kernels``.
         """
-        profiler = StepProfiler.from_environment(plan, torch.device(device))  # which is to fail first
+        # which is to fail first
+        profiler = StepProfiler.from_environment(plan, torch.device(device))
         if torch.device(device).type == "cpu":
             compile_native_kernels(plan)
         model = load_module(
@@ -136,9 +164,13 @@ class StageWorker:
         if worker.device.type == "cuda" and worker.has_experts:
             on_activity("computing prompts of every length once")
             worker.warm_up()
-        is_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
+        is_invariant = check_batch_invariance(
+            plan, model, worker.device, worker.backend, worker.rotary_tables
+        )
         kinds = worker.dtype, plan.kv_cache_dtype
-        worker.numerics = stage_numerics(model, worker.backend, worker.device, *kinds, is_batch_invariant=is_invariant)
+        worker.numerics = stage_numerics(
+            model, worker.backend, worker.device, *kinds, is_batch_invariant=is_invariant
+        )
         if worker.device.type == "cuda":
             report_compilations(plan.label)
         worker.profiler = profiler
@@ -146,7 +178,9 @@ class StageWorker:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a check has shown that a token's bits depend on that token and those before it alone."""
+        """Whether a check has shown that a token's bits depend on that token and those before it
+        alone.
+        """
         return self.numerics.is_batch_invariant
 
     @property
@@ -168,9 +202,11 @@ class StageWorker:
         return self.plan.experts_inside or not self.plan.args.moe
 
     def warm_up(self) -> None:
-        """Compute the steps of ``warm_up.py``, before the first fence. No sequence remains, and what a page holds is not read.
+        """Compute the steps of ``warm_up.py``, before the first fence. No sequence remains, and
+        what a page holds is not read.
 
-        Prompts for which the device has no memory are left out: a micro-batch may have fewer tokens at most.
+        Prompts for which the device has no memory are left out: a micro-batch may have fewer tokens
+        at most.
         """
         assert self.epoch == NOT_FENCED
         for run in warm_up_runs(self.plan, WARM_UP_EPOCH):
@@ -180,14 +216,19 @@ class StageWorker:
                     hidden_TD = torch.zeros(batch.num_tokens, self.plan.args.dim, dtype=self.dtype)
                     self.step(batch, None if self.plan.is_first else Activation(hidden_TD, ()))
             except torch.OutOfMemoryError:
-                why = "%s has no memory for a micro-batch of %d tokens; the first of this size, if any, takes longer"
+                why = (
+                    "%s has no memory for a micro-batch of %d tokens; the first of this size, if"
+                    " any, takes longer"
+                )
                 logger.warning(why, self.plan.label, batch.num_tokens)
                 torch.cuda.empty_cache()  # what the others need may be in pieces
         self._begin_epoch(NOT_FENCED)
         self.model.clear_expert_load()
 
     def fence(self, epoch: int) -> None:
-        """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
+        """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only
+        grow.
+        """
         self.check_epoch_increases(epoch)
         self._begin_epoch(epoch)
 
@@ -201,48 +242,69 @@ class StageWorker:
     def check_epoch_increases(self, epoch: int) -> None:
         """Raise StaleEpochError for an epoch that is not newer than the current one."""
         if epoch <= self.epoch:
-            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
+            raise StaleEpochError(
+                f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}"
+            )
 
     def check_epoch(self, batch: MicroBatch) -> None:
         """Raise StaleEpochError for a step of another epoch than the stage is fenced to."""
         if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
-            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
+            raise StaleEpochError(
+                f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch"
+                f" {batch.epoch}"
+            )
 
     def request_ids_of(self, batch: MicroBatch) -> list[str]:
         """Return the known request ids of a micro-batch, for logs. The step need not have begun."""
-        known = self.table.request_ids | {chunk.seq_id: chunk.request_id for chunk in batch.chunks if chunk.request_id}
+        known = self.table.request_ids | {
+            chunk.seq_id: chunk.request_id for chunk in batch.chunks if chunk.request_id
+        }
         return [known[seq_id] for seq_id in batch.seq_ids if seq_id in known]
 
     def check_order(self, batch: MicroBatch) -> None:
         """Assert that this is the next step of the epoch."""
-        assert batch.step_id == self.next_step_id, f"step {batch.step_id} came where {self.next_step_id} was due"
+        assert batch.step_id == self.next_step_id, (
+            f"step {batch.step_id} came where {self.next_step_id} was due"
+        )
 
     def fill_in(self, batch: MicroBatch, last: StepResult) -> MicroBatch:
-        """Return the micro-batch with tokens in the places of placeholders: those of the step before it, which has returned.
+        """Return the micro-batch with tokens in the places of placeholders: those of the step
+        before it, which has returned.
 
-        The first of several stages has not sampled them itself. Raises StaleEpochError as ``step`` does. Sequences 4 and 7 got
-        the tokens 50 and 60, and the columns are (7, placeholder), (9, 30): (7, 60), (9, 30). A sequence without a token has
-        ended; what is computed for it is in vain, and begins with token 0.
+        The first of several stages has not sampled them itself. Raises StaleEpochError as ``step``
+        does. Sequences 4 and 7 got the tokens 50 and 60, and the columns are (7, placeholder), (9,
+        30): (7, 60), (9, 30). A sequence without a token has ended; what is computed for it is in
+        vain, and begins with token 0.
         """
         self.check_epoch(batch)
         if not batch.decodes.has_placeholders:
             return batch
-        assert (last.epoch, last.step_id) == (batch.epoch, batch.step_id - 1) == (self.epoch, self.next_step_id - 1)
+        assert (
+            (last.epoch, last.step_id)
+            == (batch.epoch, batch.step_id - 1)
+            == (self.epoch, self.next_step_id - 1)
+        )
         tokens = dict(zip(self._sampled_seq_ids, last.token_ids, strict=True))
         decodes = batch.decodes
         pairs = zip(decodes.seq_ids, decodes.token_ids, strict=True)
-        known = tuple(max(tokens[seq_id], 0) if token == PLACEHOLDER_TOKEN else token for seq_id, token in pairs)
+        known = tuple(
+            max(tokens[seq_id], 0) if token == PLACEHOLDER_TOKEN else token
+            for seq_id, token in pairs
+        )
         return replace(batch, decodes=decodes._replace(token_ids=known))
 
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Outcome:
-        """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
+        """Run one micro-batch. The first stage takes token ids from the batch, the others hidden
+        states.
 
         Raises StaleEpochError for a step of another epoch.
         """
         return self.launch(batch, incoming).read()
 
     def launch(self, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
-        """Begin a step as ``step`` does. On a GPU the next step can be launched before the outcome is read."""
+        """Begin a step as ``step`` does. On a GPU the next step can be launched before the outcome
+        is read.
+        """
         with self._inference_context():
             step = self._begin(batch, incoming)
             if (done := self._replay_graph(step)) is not None:
@@ -256,38 +318,54 @@ class StageWorker:
     def step_coroutine(
         self, batch: MicroBatch, incoming: Activation | None, experts: RemoteExperts
     ) -> StepCoroutine[PendingOutcome]:
-        """Run a step whose experts are on actors; yields in every layer once its experts have been called.
+        """Run a step whose experts are on actors; yields in every layer once its experts have been
+        called.
 
-        Steps begin in their order, and a step may only be resumed while the step before it is a layer ahead: what that wrote
-        to the next layer's caches may be needed. Raises StaleEpochError as ``step`` does, and PipelineError if an expert is
-        permanently unavailable.
+        Steps begin in their order, and a step may only be resumed while the step before it is a
+        layer ahead: what that wrote to the next layer's caches may be needed. Raises
+        StaleEpochError as ``step`` does, and PipelineError if an expert is permanently unavailable.
         """
         step = self._begin(batch, incoming)
         metadata = self._attention_metadata(batch)
         inputs = self._layer_inputs(step, metadata)
-        layers = forward_with_remote_experts(self.model, experts, *inputs, step.choices.record, step.timer.record_usage)
+        layers = forward_with_remote_experts(
+            self.model, experts, *inputs, step.choices.record, step.timer.record_usage
+        )
         hidden_TD = yield from step.timer.exclude_waits(layers)
         return self._finish(step, metadata, hidden_TD)
 
     @contextmanager
     def _inference_context(self) -> Iterator[None]:
-        with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with (
+            torch.inference_mode(),
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext(),
+        ):
             yield
 
     def _graph_runners(self) -> tuple[CudaGraphRunner | None, PiecewiseGraphRunner | None]:
         """Return those of decodes and of steps with prompts.
 
-        None if the device has no graphs, or the groups of the experts or the chosen keys must be known on the host.
+        None if the device has no graphs, or the groups of the experts or the chosen keys must be
+        known on the host.
         """
         backend, experts = self.backend, self.model.experts
-        if self.plan.args.sparse or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
+        if self.plan.args.sparse or (
+            self.plan.args.moe and (experts is None or not experts.is_graph_safe)
+        ):
             return None, None
         graphs = pieces = None
         if backend.graph_capture is not None:
-            state, tokens = (self.cache, self.table), self.latest_tokens if self.plan.is_first else None
-            graphs = CudaGraphRunner(self.plan, self.model, *state, backend.kernels, backend.graph_capture, tokens)
+            state, tokens = (
+                (self.cache, self.table),
+                self.latest_tokens if self.plan.is_first else None,
+            )
+            graphs = CudaGraphRunner(
+                self.plan, self.model, *state, backend.kernels, backend.graph_capture, tokens
+            )
         if backend.piecewise_capture is not None:
-            pieces = PiecewiseGraphRunner(self.plan, self.model, backend.piecewise_capture, self.device)
+            pieces = PiecewiseGraphRunner(
+                self.plan, self.model, backend.piecewise_capture, self.device
+            )
         return graphs, pieces
 
     def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
@@ -301,12 +379,16 @@ class StageWorker:
         self.table.update(batch)
         if self.last_stage is not None:
             self.last_stage.update(batch)
-        return _Step(batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers))
+        return _Step(
+            batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers)
+        )
 
     def _replay_graph(self, step: _Step) -> Tensor | None:
-        """Compute a step of nothing but decodes by a CUDA graph, unless a sequence wants its expert choices.
+        """Compute a step of nothing but decodes by a CUDA graph, unless a sequence wants its expert
+        choices.
 
-        Returns hidden states or logits as ``_pending_outcome`` takes them, or None if the step has to be computed eagerly.
+        Returns hidden states or logits as ``_pending_outcome`` takes them, or None if the step has
+        to be computed eagerly.
         """
         is_decode_only = not step.batch.chunks and bool(step.batch.decodes.seq_ids)
         if self.graphs is None or not is_decode_only or step.choices is not NO_RECORDER:
@@ -315,18 +397,26 @@ class StageWorker:
         return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
 
     def _replay_pieces(self, step: _Step, metadata: AttentionMetadata) -> Tensor | None:
-        """Compute the layers of a step with prompts by CUDA graphs around attention, unless a sequence wants its expert choices.
+        """Compute the layers of a step with prompts by CUDA graphs around attention, unless a
+        sequence wants its expert choices.
 
         Returns the hidden states after them, or None if the step has to be computed eagerly.
         """
         batch, pieces = step.batch, self.pieces
-        if pieces is None or not batch.chunks or not pieces.has_size_for(batch.num_tokens) or step.choices is not NO_RECORDER:
+        if (
+            pieces is None
+            or not batch.chunks
+            or not pieces.has_size_for(batch.num_tokens)
+            or step.choices is not NO_RECORDER
+        ):
             return None
         begin_T = self._incoming_hidden(step)
         step.timer.start()
         if begin_T is None:
             begin_T = self._token_ids(batch, metadata)
-        return pieces.run(begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels))
+        return pieces.run(
+            begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels)
+        )
 
     def _incoming_hidden(self, step: _Step) -> Tensor | None:
         if step.incoming is None:
@@ -336,20 +426,28 @@ class StageWorker:
         return to_device(step.incoming.hidden_TD, self.device)
 
     def _attention_metadata(self, batch: MicroBatch) -> AttentionMetadata:
-        return build_attention_metadata(batch, self.table, self.device, self.backend.kernels.reads_pages)
+        return build_attention_metadata(
+            batch, self.table, self.device, self.backend.kernels.reads_pages
+        )
 
-    def _layer_inputs(self, step: _Step, metadata: AttentionMetadata) -> tuple[Tensor, RotaryTables, Attend]:
+    def _layer_inputs(
+        self, step: _Step, metadata: AttentionMetadata
+    ) -> tuple[Tensor, RotaryTables, Attend]:
         """Return the arguments of ``StageModel.forward``."""
         hidden_TD = self._incoming_hidden(step)
         step.timer.start()
         if hidden_TD is None:
             hidden_TD = self.model.embed(self._token_ids(step.batch, metadata))
         rotary = self.rotary_tables(metadata.positions)
-        attend = make_attend(self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table)
+        attend = make_attend(
+            self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table
+        )
         return hidden_TD, rotary, attend
 
     def _token_ids(self, batch: MicroBatch, metadata: AttentionMetadata) -> Tensor:
-        """Return the tokens of the row, [T]; in the places of placeholders those that have been sampled."""
+        """Return the tokens of the row, [T]; in the places of placeholders those that have been
+        sampled.
+        """
         if not batch.decodes.has_placeholders:
             return metadata.token_ids
         assert self.latest_tokens is not None, "a stage that samples elsewhere has none left"
@@ -357,15 +455,23 @@ class StageWorker:
         chunks_T, ones_B = metadata.token_ids.tensor_split([metadata.num_prefill_tokens])
         return torch.cat([chunks_T, self.latest_tokens.fill_in(ones_B, metadata.decode[0].slots)])
 
-    def _finish(self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor) -> PendingOutcome:
+    def _finish(
+        self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor
+    ) -> PendingOutcome:
         """Compute the logits in the last stage, after the layers."""
         if self.last_stage is None:
             return self._pending_outcome(step, hidden_TD)
         prompt_logprobs = self.last_stage.prompt_logprobs(step.batch, hidden_TD)
-        return self._pending_outcome(step, self.last_stage.logits(hidden_TD, metadata.sampled_rows), prompt_logprobs)
+        return self._pending_outcome(
+            step, self.last_stage.logits(hidden_TD, metadata.sampled_rows), prompt_logprobs
+        )
 
-    def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Scored, ...] = ()) -> PendingOutcome:
-        """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
+    def _pending_outcome(
+        self, step: _Step, done: Tensor, prompt_logprobs: tuple[Scored, ...] = ()
+    ) -> PendingOutcome:
+        """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the
+        rows to be sampled.
+        """
         batch, incoming, timer, recorder = step
         last, read_tokens = self.last_stage, None
         if last is not None:
@@ -373,12 +479,17 @@ class StageWorker:
         timer.stop()
 
         def read() -> Outcome:
-            timings = (*(incoming.timings if incoming else ()), timer.timing(self.plan.stage_id, batch.num_tokens))
+            timings = (
+                *(incoming.timings if incoming else ()),
+                timer.timing(self.plan.stage_id, batch.num_tokens),
+            )
             choices = (*(incoming.choices if incoming else ()), *recorder.collect())
             if read_tokens is None:
                 return Activation(done, timings, choices)
             token_ids, logprobs, finished = read_tokens()
-            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished)
+            return StepResult(
+                batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
+            )
 
         is_stateful = recorder is not NO_RECORDER or (last is not None and last.is_stateful)
         return PendingOutcome(None if last is not None else done, is_stateful, read)

@@ -1,4 +1,6 @@
-"""What drives a stage's steps: the protocol of step executors, and those that compute on the caller's thread."""
+"""What drives a stage's steps: the protocol of step executors, and those that compute on the
+caller's thread.
+"""
 
 import threading
 import time
@@ -33,27 +35,38 @@ class StepExecutor(Protocol):
     | `PingPongExecutor`   | experts on actors, CPU or GPU  | several: one computes while the others wait for their experts |
     """
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+    def step(
+        self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
+    ) -> Outcome:
         """Run one micro-batch.
 
-        Hidden states are received and delivered in the order of the steps. On a GPU they are delivered before they are
-        computed. The last stage delivers None. Raises as ``StageWorker.step`` and ``StageWorker.step_coroutine`` do, and what
-        ``receive`` and ``deliver`` raise.
+        Hidden states are received and delivered in the order of the steps. On a GPU they are
+        delivered before they are computed. The last stage delivers None. Raises as
+        ``StageWorker.step`` and ``StageWorker.step_coroutine`` do, and what ``receive`` and
+        ``deliver`` raise.
         """
 
     def fence(self, epoch: int) -> None:
-        """Fence the worker as ``StageWorker.fence`` does; steps in progress end first or are dropped."""
+        """Fence the worker as ``StageWorker.fence`` does; steps in progress end first or are
+        dropped.
+        """
 
     @property
     def busy_for_s(self) -> float:
-        """How long the thread that computes has worked without a pause; 0 while it waits. Can be read from any thread."""
+        """How long the thread that computes has worked without a pause; 0 while it waits. Can be
+        read from any thread.
+        """
 
     def interrupt(self) -> None:
-        """End what waits for experts with a StaleEpochError; nothing begins before the next fence. From any thread."""
+        """End what waits for experts with a StaleEpochError; nothing begins before the next fence.
+        From any thread.
+        """
 
 
 class Stopwatch:
-    """The time for which work has run without a beginning or an end: for threads that work, and others that read."""
+    """The time for which work has run without a beginning or an end: for threads that work, and
+    others that read.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +96,9 @@ class SerialExecutor:
         self._worker, self._num_threads = worker, num_threads
         self._stopwatch = Stopwatch()
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+    def step(
+        self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
+    ) -> Outcome:
         """Run one micro-batch on the caller's thread."""
         self._worker.check_epoch(batch)
         self._worker.check_order(batch)  # before anything is received from the stage before
@@ -109,7 +124,8 @@ class SerialExecutor:
 
 
 class OverlappedExecutor:
-    """The ``StepExecutor`` of a stage on a GPU: while it works on one step, the host prepares the next.
+    """The ``StepExecutor`` of a stage on a GPU: while it works on one step, the host prepares the
+    next.
 
     A number is a step; the host prepares it, the GPU computes it, its outcome is read:
 
@@ -118,19 +134,24 @@ class OverlappedExecutor:
         read        0   1   2
 
     Any number of threads call ``step``; each runs its own step on its own thread.
-    One thread at a time has the turn: it receives from the stage before, launches its step and delivers to the next stage. At
-    most ``max_open`` steps have been launched and not read: with two, one is computed and one waits for the device.
+    One thread at a time has the turn: it receives from the stage before, launches its step and
+    delivers to the next stage. At most ``max_open`` steps have been launched and not read: with
+    two, one is computed and one waits for the device.
     """
 
     def __init__(self, worker: StageWorker, max_open: int) -> None:
-        assert worker.backend.make_event is not None, "this executor is for devices that compute asynchronously"
+        assert worker.backend.make_event is not None, (
+            "this executor is for devices that compute asynchronously"
+        )
         self.worker, self._max_open, self._make_event = worker, max_open, worker.backend.make_event
         self._condition = threading.Condition()
         self._has_turn = self._is_interrupted = False
         self._num_open = 0
         self._stopwatch = Stopwatch()
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+    def step(
+        self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
+    ) -> Outcome:
         """Run one micro-batch in its turn, and wait for its outcome."""
         with self._admit(batch):
             with self._release_turn():
@@ -145,11 +166,15 @@ class OverlappedExecutor:
 
     @property
     def busy_for_s(self) -> float:
-        """The seconds since a launch or read last began or ended, while one runs. Waiting for neighbors does not count."""
+        """The seconds since a launch or read last began or ended, while one runs. Waiting for
+        neighbors does not count.
+        """
         return self._stopwatch.running_s
 
     def fence(self, epoch: int) -> None:
-        """Fence the worker once no step has the turn. Steps that were launched end by themselves, before any later one."""
+        """Fence the worker once no step has the turn. Steps that were launched end by themselves,
+        before any later one.
+        """
         self.worker.check_epoch_increases(epoch)
         self.interrupt()
         with self._condition:
@@ -175,13 +200,17 @@ class OverlappedExecutor:
 
     @contextmanager
     def _admit(self, batch: MicroBatch) -> Iterator[None]:
-        """Wait for the turn and take it. Raises StaleEpochError, also if the epoch ends while it waits."""
+        """Wait for the turn and take it. Raises StaleEpochError, also if the epoch ends while it
+        waits.
+        """
         with self._condition:
             self.worker.check_epoch(batch)
             self._condition.wait_for(lambda: self._is_over(batch) or self._is_next(batch))
             self.worker.check_epoch(batch)
             if self._is_interrupted:
-                raise StaleEpochError(f"{self.worker.plan.label} was interrupted before the step had begun")
+                raise StaleEpochError(
+                    f"{self.worker.plan.label} was interrupted before the step had begun"
+                )
             self.worker.check_order(batch)
             self._has_turn, self._num_open = True, self._num_open + 1
         try:
@@ -205,4 +234,8 @@ class OverlappedExecutor:
         return self._is_interrupted or batch.epoch != self.worker.epoch
 
     def _is_next(self, batch: MicroBatch) -> bool:
-        return not self._has_turn and self._num_open < self._max_open and batch.step_id <= self.worker.next_step_id
+        return (
+            not self._has_turn
+            and self._num_open < self._max_open
+            and batch.step_id <= self.worker.next_step_id
+        )

@@ -1,4 +1,6 @@
-"""The profile of served steps that the environment asks for, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``."""
+"""The profile of served steps that the environment asks for, as
+``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``.
+"""
 
 import os
 import re
@@ -11,7 +13,9 @@ VARIABLE = "TRAMONTANE_PROFILE"
 
 
 class StepProfile(NamedTuple):
-    """Each stage skips ``first`` steps, and writes a profile of the next ``num_steps`` into a folder of its node."""
+    """Each stage skips ``first`` steps, and writes a profile of the next ``num_steps`` into a
+    folder of its node.
+    """
 
     folder: Path
     first: int
@@ -19,10 +23,14 @@ class StepProfile(NamedTuple):
 
 
 def read_profile() -> StepProfile | None:
-    """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is malformed."""
+    """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is
+    malformed.
+    """
     if not (text := os.environ.get(VARIABLE)):
         return None
     found = re.fullmatch(r"(.+):(\d{1,9}):(\d{1,9})", text)
     if found is None or not int(found[3]):
-        raise ConfigError(f"{VARIABLE} is {text!r}; it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20")
+        raise ConfigError(
+            f"{VARIABLE} is {text!r}; it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20"
+        )
     return StepProfile(Path(found[1]), int(found[2]), int(found[3]))

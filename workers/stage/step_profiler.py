@@ -1,8 +1,10 @@
-"""Profiles of served steps by PyTorch's profiler: where a stage's time goes under the load of a real server.
+"""Profiles of served steps by PyTorch's profiler: where a stage's time goes under the load of a
+real server.
 
-The environment asks for one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the first steps that it serves,
-records as many as wanted, and writes two files: a trace for Perfetto or Chrome, and a table of operations and kernels. Steps take
-longer while they are recorded, and one waits for the files.
+The environment asks for one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the
+first steps that it serves, records as many as wanted, and writes two files: a trace for Perfetto or
+Chrome, and a table of operations and kernels. Steps take longer while they are recorded, and one
+waits for the files.
 """
 
 import logging
@@ -22,7 +24,9 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Counts the steps of a stage, and records those from ``first`` on, ``num_steps`` of them."""
 
-    def __init__(self, folder: Path, first: int, num_steps: int, plan: StagePlan, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, first: int, num_steps: int, plan: StagePlan, device: torch.device
+    ) -> None:
         self._folder, self._first, self._num_steps, self._plan = folder, first, num_steps, plan
         self._device = device
         self._num_begun = 0
@@ -30,9 +34,15 @@ class StepProfiler:
 
     @classmethod
     def from_environment(cls, plan: StagePlan, device: torch.device) -> "StepProfiler | None":
-        """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is malformed."""
+        """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it
+        is malformed.
+        """
         wanted = read_profile()
-        return None if wanted is None else cls(wanted.folder, wanted.first, wanted.num_steps, plan, device)
+        return (
+            None
+            if wanted is None
+            else cls(wanted.folder, wanted.first, wanted.num_steps, plan, device)
+        )
 
     @property
     def is_recording(self) -> bool:
@@ -40,7 +50,9 @@ class StepProfiler:
         return self._profile is not None
 
     def begin_step(self) -> None:
-        """Call it where a step begins. Of 20 steps from 200 on, the 201st starts the recording and the 221st ends it."""
+        """Call it where a step begins. Of 20 steps from 200 on, the 201st starts the recording and
+        the 221st ends it.
+        """
         self._num_begun += 1
         if self._num_begun == self._first + 1:
             self._start()
@@ -64,10 +76,16 @@ class StepProfiler:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._folder / f"{name}.json"))
-            order = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+            order = (
+                "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+            )
             table = recorded.key_averages().table(sort_by=order, row_limit=MAX_ROWS)
             (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
         except (OSError, RuntimeError) as error:
-            logger.warning("%s cannot write its profile to %s: %s", self._plan.label, self._folder, error)
+            logger.warning(
+                "%s cannot write its profile to %s: %s", self._plan.label, self._folder, error
+            )
             return
-        logger.info("%s has written %s.json and %s.txt to %s", self._plan.label, name, name, self._folder)
+        logger.info(
+            "%s has written %s.json and %s.txt to %s", self._plan.label, name, name, self._folder
+        )

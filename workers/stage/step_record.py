@@ -1,4 +1,6 @@
-"""What is recorded of one step of a stage: its times, what its expert actors did, and which experts tokens have chosen."""
+"""What is recorded of one step of a stage: its times, what its expert actors did, and which experts
+tokens have chosen.
+"""
 
 import time
 from collections import Counter
@@ -19,10 +21,11 @@ T = TypeVar("T")
 
 
 class StepTimer:
-    """The clock of one step, which is made when the step begins. Written by the thread that computes the step.
+    """The clock of one step, which is made when the step begins. Written by the thread that
+    computes the step.
 
-    ``make_event``: for a device that computes asynchronously. Its time counts then, from ``start`` to ``stop``, and not the
-    host's.
+    ``make_event``: for a device that computes asynchronously. Its time counts then, from ``start``
+    to ``stop``, and not the host's.
     """
 
     def __init__(self, make_event: RecordEvent | None = None) -> None:
@@ -36,7 +39,9 @@ class StepTimer:
         self._actors_rows: Counter[int] = Counter()
 
     def start(self) -> None:
-        """Mark the start of the device's work: the inputs are on their way, and host preparation before does not count."""
+        """Mark the start of the device's work: the inputs are on their way, and host preparation
+        before does not count.
+        """
         self._first = self._make_event() if self._make_event else None
 
     def exclude_waits(self, layers: StepCoroutine[T]) -> StepCoroutine[T]:
@@ -80,12 +85,17 @@ class StepTimer:
             open_s,
             self._expert_wait_s,
             self._experts_busy_s,
-            tuple(ExpertTiming(actor, busy_s, self._actors_rows[actor]) for actor, busy_s in self._actors_busy_s.items()),
+            tuple(
+                ExpertTiming(actor, busy_s, self._actors_rows[actor])
+                for actor, busy_s in self._actors_busy_s.items()
+            ),
         )
 
 
 class TokenSpan(NamedTuple):
-    """Consecutive rows of a micro-batch that are consecutive tokens of one sequence, the first at position ``start``."""
+    """Consecutive rows of a micro-batch that are consecutive tokens of one sequence, the first at
+    position ``start``.
+    """
 
     seq_id: int
     start: int
@@ -104,17 +114,30 @@ class ExpertChoiceRecorder:
         self._chosen: dict[int, Tensor] = {}
 
     def record(self, layer: int, expert_ids_Tk: Tensor) -> None:
-        """Keep what a layer's gate has chosen. It is read when the step has ended: on a GPU reading waits for the device."""
+        """Keep what a layer's gate has chosen. It is read when the step has ended: on a GPU reading
+        waits for the device.
+        """
         if layer in self._spans:
             self._chosen[layer] = expert_ids_Tk
 
     def collect(self) -> tuple[ExpertChoices, ...]:
-        """Return the choices in the order of layers, and within a layer in the order of rows. Waits for the device."""
-        return tuple(choices for layer, ids_Tk in self._chosen.items() for choices in self._of_layer(layer, ids_Tk.cpu()))
+        """Return the choices in the order of layers, and within a layer in the order of rows. Waits
+        for the device.
+        """
+        return tuple(
+            choices
+            for layer, ids_Tk in self._chosen.items()
+            for choices in self._of_layer(layer, ids_Tk.cpu())
+        )
 
     def _of_layer(self, layer: int, ids_Tk: Tensor) -> list[ExpertChoices]:
         return [
-            ExpertChoices(span.seq_id, layer, span.start, tuple(map(tuple, ids_Tk[span.first_row :][: span.num_rows].tolist())))
+            ExpertChoices(
+                span.seq_id,
+                layer,
+                span.start,
+                tuple(map(tuple, ids_Tk[span.first_row :][: span.num_rows].tolist())),
+            )
             for span in self._spans[layer]
         ]
 
@@ -122,20 +145,29 @@ class ExpertChoiceRecorder:
 NO_RECORDER = ExpertChoiceRecorder({})
 
 
-def expert_choice_recorder(batch: MicroBatch, table: SequenceTable, layers: range) -> ExpertChoiceRecorder:
+def expert_choice_recorder(
+    batch: MicroBatch, table: SequenceTable, layers: range
+) -> ExpertChoiceRecorder:
     """Make the recorder of a micro-batch in a stage with these layers."""
     if not table.expert_layers:  # the usual case
         return NO_RECORDER
     spans = [span for span in _token_spans(batch) if span.seq_id in table.expert_layers]
-    by_layer = {layer: [span for span in spans if layer in table.expert_layers[span.seq_id]] for layer in layers}
+    by_layer = {
+        layer: [span for span in spans if layer in table.expert_layers[span.seq_id]]
+        for layer in layers
+    }
     return ExpertChoiceRecorder({layer: wanted for layer, wanted in by_layer.items() if wanted})
 
 
 def _token_spans(batch: MicroBatch) -> list[TokenSpan]:
-    """Return the rows of each sequence. Chunks of 3 and 2 tokens and two decodes: rows 0 to 2, 3 and 4, 5, 6."""
+    """Return the rows of each sequence. Chunks of 3 and 2 tokens and two decodes: rows 0 to 2, 3
+    and 4, 5, 6.
+    """
     spans, row = [], 0
     for chunk in batch.chunks:
         spans.append(TokenSpan(chunk.seq_id, chunk.start, row, chunk.num_tokens))
         row += chunk.num_tokens
     decodes = zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)
-    return spans + [TokenSpan(seq_id, start, row + i, 1) for i, (seq_id, start) in enumerate(decodes)]
+    return spans + [
+        TokenSpan(seq_id, start, row + i, 1) for i, (seq_id, start) in enumerate(decodes)
+    ]

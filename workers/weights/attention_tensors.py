@@ -33,17 +33,32 @@ def _grouped_query_attention(args: ModelArgs, layer: int, layout: Layout) -> Ite
             first_row=first_row,
             parameter_rows=q_width + 2 * kv_width,
         )
-    yield matrix_spec(args, layout, names["wo"].format(layer), f"{prefix}.wo.weight", (args.dim, q_width))
+    yield matrix_spec(
+        args, layout, names["wo"].format(layer), f"{prefix}.wo.weight", (args.dim, q_width)
+    )
 
 
 def _latent_attention(args: ModelArgs, layer: int, layout: Layout) -> Iterator[TensorSpec]:
     """Yield the tensors of latent attention, whose rotary pairs are adjacent in both layouts."""
-    latent, names, prefix = args.latent_of(layer), names_of(args, layout).attention, f"layers.{layer}.attention"
-    q_width, rank, own_keys = args.n_heads * latent.qk_head_dim, latent.q_lora_rank, args.kv_source(layer) == layer
-    rows_a = (rank or q_width) + own_keys * latent.cached_dim  # of the matrix that multiplies hidden states
+    latent, names, prefix = (
+        args.latent_of(layer),
+        names_of(args, layout).attention,
+        f"layers.{layer}.attention",
+    )
+    q_width, rank, own_keys = (
+        args.n_heads * latent.qk_head_dim,
+        latent.q_lora_rank,
+        args.kv_source(layer) == layer,
+    )
+    # of the matrix that multiplies hidden states
+    rows_a = (rank or q_width) + own_keys * latent.cached_dim
 
-    def matrix(w: str, parameter: str, shape: tuple[int, int], plain_rows: int = 0, **where: int) -> TensorSpec:
-        spec = matrix_spec(args, layout, names[w].format(layer), f"{prefix}.{parameter}.weight", shape, **where)
+    def matrix(
+        w: str, parameter: str, shape: tuple[int, int], plain_rows: int = 0, **where: int
+    ) -> TensorSpec:
+        spec = matrix_spec(
+            args, layout, names[w].format(layer), f"{prefix}.{parameter}.weight", shape, **where
+        )
         return replace(spec, plain_rows=plain_rows)
 
     is_rotated = latent.qk_rope_head_dim > 0
@@ -57,8 +72,17 @@ def _latent_attention(args: ModelArgs, layer: int, layout: Layout) -> Iterator[T
     if own_keys:
         keys = {"interleaved_heads": int(is_rotated), "plain_rows": latent.kv_lora_rank}
         first_row = rows_a - latent.cached_dim
-        yield matrix("wkv_a", "wqkv_a", (latent.cached_dim, args.dim), first_row=first_row, parameter_rows=rows_a, **keys)
-        yield TensorSpec(names["kv_a_norm"].format(layer), f"{prefix}.kv_a_norm.weight", (latent.kv_lora_rank,))
+        yield matrix(
+            "wkv_a",
+            "wqkv_a",
+            (latent.cached_dim, args.dim),
+            first_row=first_row,
+            parameter_rows=rows_a,
+            **keys,
+        )
+        yield TensorSpec(
+            names["kv_a_norm"].format(layer), f"{prefix}.kv_a_norm.weight", (latent.kv_lora_rank,)
+        )
     rank, nope, value = latent.kv_lora_rank, latent.qk_nope_head_dim, latent.v_head_dim
     wkv_b = matrix("wkv_b", "wkv_b", (args.n_heads * (nope + value), rank))
     yield replace(wkv_b, packed_as=((args.n_heads, rank, nope), (args.n_heads, value, rank)))
@@ -67,7 +91,9 @@ def _latent_attention(args: ModelArgs, layer: int, layout: Layout) -> Iterator[T
         yield from _sparse_attention(args, args.sparse, layer, layout)
 
 
-def _sparse_attention(args: ModelArgs, sparse: SparseArgs, layer: int, layout: Layout) -> Iterator[TensorSpec]:
+def _sparse_attention(
+    args: ModelArgs, sparse: SparseArgs, layer: int, layout: Layout
+) -> Iterator[TensorSpec]:
     """Yield the scaling of a layer's queries, and its indexer if it has one."""
     names, prefix = names_of(args, layout).attention, f"layers.{layer}.attention"
     heads, width = sparse.index_n_heads, sparse.index_head_dim
@@ -75,9 +101,18 @@ def _sparse_attention(args: ModelArgs, sparse: SparseArgs, layer: int, layout: L
     def vector(part: str, parameter: str, length: int) -> TensorSpec:
         return TensorSpec(names[part].format(layer), f"{prefix}.{parameter}", (length,))
 
-    def matrix(part: str, parameter: str, num_rows: int, first_row: int = 0, parameter_rows: int = 0) -> TensorSpec:
-        name, shape = names[part].format(layer), (num_rows, args.dim)  # not quantized: rounding would change the choice
-        return TensorSpec(name, f"{prefix}.{parameter}.weight", shape, first_row=first_row, parameter_rows=parameter_rows)
+    def matrix(
+        part: str, parameter: str, num_rows: int, first_row: int = 0, parameter_rows: int = 0
+    ) -> TensorSpec:
+        # not quantized: rounding would change the choice
+        name, shape = names[part].format(layer), (num_rows, args.dim)
+        return TensorSpec(
+            name,
+            f"{prefix}.{parameter}.weight",
+            shape,
+            first_row=first_row,
+            parameter_rows=parameter_rows,
+        )
 
     yield vector("ssmax_scaling.s", "head_scaling.scale", args.n_heads)
     yield vector("ssmax_scaling.b", "head_scaling.bias", args.n_heads)

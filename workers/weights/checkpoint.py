@@ -1,6 +1,8 @@
-"""Checkpoint folder: which file holds which tensor, how the tensors of a stage are read, and its fingerprint.
+"""Checkpoint folder: which file holds which tensor, how the tensors of a stage are read, and its
+fingerprint.
 
-Only safetensors files are opened. ``Checkpoint.check`` reads headers only and does not import torch.
+Only safetensors files are opened. ``Checkpoint.check`` reads headers only and does not import
+torch.
 """
 
 import hashlib
@@ -12,12 +14,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.foreign_folders import INDEX_SUFFIX, SHARD_GLOBS, SINGLE_NAMES, refuse_other_weights
+from tramontane.proto.foreign_folders import (
+    INDEX_SUFFIX,
+    SHARD_GLOBS,
+    SINGLE_NAMES,
+    refuse_other_weights,
+)
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
-from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, have_same_bytes, open_safetensors, read_scales
-from tramontane.workers.weights.tensor_names import canonical_name, is_unused, is_vision, names_of, stack_scale_name
-from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec, largest_first
+from tramontane.workers.weights.safetensors_file import (
+    FP8,
+    STORED_TYPES,
+    have_same_bytes,
+    open_safetensors,
+    read_scales,
+)
+from tramontane.workers.weights.tensor_names import (
+    canonical_name,
+    is_unused,
+    is_vision,
+    names_of,
+    stack_scale_name,
+)
+from tramontane.workers.weights.tensor_spec import (
+    ProgressCallback,
+    TensorsOf,
+    TensorSpec,
+    largest_first,
+)
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 if TYPE_CHECKING:
@@ -42,38 +66,56 @@ METADATA_GLOBS = (
 
 
 class Checkpoint:
-    """The files of a folder, by the tensors of the text model that they hold. Raises CheckpointError if they contradict."""
+    """The files of a folder, by the tensors of the text model that they hold. Raises
+    CheckpointError if they contradict.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.layout = detect_layout(folder)
         self.files = _tensor_files(folder, self.layout)
         self._stored_names = {canonical_name(name): name for name in self.files}
-        if twice := next((name for name in self.files if self._stored_names[canonical_name(name)] != name), None):
+        if twice := next(
+            (name for name in self.files if self._stored_names[canonical_name(name)] != name), None
+        ):
             other = self._stored_names[canonical_name(twice)]
-            raise CheckpointError(f"{folder} has the tensor {twice}, and as {other}, too; one of them does not belong here")
+            raise CheckpointError(
+                f"{folder} has the tensor {twice}, and as {other}, too; one of them does not belong"
+                " here"
+            )
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
-        return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder)})
+        return compute_fingerprint(
+            self.folder, {*self.files.values(), *_metadata_files(self.folder)}
+        )
 
     def with_stored_head(self, args: ModelArgs) -> ModelArgs:
-        """Return ``args`` without tied embeddings if the files have an output head with other numbers than the embeddings.
+        """Return ``args`` without tied embeddings if the files have an output head with other
+        numbers than the embeddings.
 
         Whatever the configuration says: the head of a model may have been trained apart later.
         """
         names = names_of(args, self.layout)
-        if not args.tied_embeddings or not {names.head, names.embedding} <= self._stored_names.keys():
+        if (
+            not args.tied_embeddings
+            or not {names.head, names.embedding} <= self._stored_names.keys()
+        ):
             return args
-        places = [(self.files[name], name) for name in map(self._stored_name, (names.head, names.embedding))]
+        places = [
+            (self.files[name], name)
+            for name in map(self._stored_name, (names.head, names.embedding))
+        ]
         return args if have_same_bytes(*places) else replace(args, tied_embeddings=False)
 
     def check(self, args: ModelArgs) -> str:
-        """Return the dtype of the matrices, whatever the configuration says; float32 if they have several, since it holds all.
+        """Return the dtype of the matrices, whatever the configuration says; float32 if they have
+        several, since it holds all.
 
         Those that are in float32 in every model, such as gates, do not count.
 
-        Raises CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file.
+        Raises CheckpointError naming the first tensor that is missing, misshapen or superfluous, or
+        the damaged file.
         """
         dtypes: set[str] = set()
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
@@ -89,10 +131,17 @@ class Checkpoint:
                         dtypes.add(dtype)
         self._read_scales(spec for spec, _ in located)
         known = {spec.name for spec in specs} | {spec.scale for spec in specs}
-        known |= {name for spec in specs if spec.stack for name in (spec.stack.name, stack_scale_name(spec.stack.name))}
+        known |= {
+            name
+            for spec in specs
+            if spec.stack
+            for name in (spec.stack.name, stack_scale_name(spec.stack.name))
+        }
         unknown = self._stored_names.keys() - known
         for name in sorted(unknown):
-            if not is_unused(name, self.layout) and not (args.tied_embeddings and name == names_of(args, self.layout).head):
+            if not is_unused(name, self.layout) and not (
+                args.tied_embeddings and name == names_of(args, self.layout).head
+            ):
                 stored_name = self._stored_names[name]
                 raise CheckpointError(
                     f"{self.files[stored_name]} holds the tensor {stored_name}, "
@@ -109,10 +158,12 @@ class Checkpoint:
         allocated: "Mapping[str, Tensor] | None" = None,
         packed: "Mapping[str, PackedMatmul] | None" = None,
     ) -> dict[str, "Tensor"]:
-        """Read these tensors and no others; return parameters by name, in the format ``weights``, on ``device``.
+        """Read these tensors and no others; return parameters by name, in the format ``weights``,
+        on ``device``.
 
-        Parameters in ``allocated`` are written there; it has no others than those that are read. Tensors are quantized, and
-        packed as ``packed`` says, while they are read, so that no more than a chunk of one is in memory as it is stored.
+        Parameters in ``allocated`` are written there; it has no others than those that are read.
+        Tensors are quantized, and packed as ``packed`` says, while they are read, so that no more
+        than a chunk of one is in memory as it is stored.
         """
         # Imported here because a check of a checkpoint must not import torch.
         from tramontane.workers.weights.quantize import load_tensor
@@ -124,12 +175,16 @@ class Checkpoint:
         with open_reader(device) as read_rows:
             for spec, path in specs:
                 scale = scales.get(spec.scale, 1.0)
-                num_read = load_tensor(state, spec, read_rows(path, spec), weights, device, packed or {}, scale)
+                num_read = load_tensor(
+                    state, spec, read_rows(path, spec), weights, device, packed or {}, scale
+                )
                 on_tensor(num_read, spec.num_bytes(weights))
         return state
 
     def _locate(self, spec: TensorSpec) -> tuple[TensorSpec, Path]:
-        """Return the tensor with its name in the files, and its file. It has a stack only if it is stored in one."""
+        """Return the tensor with its name in the files, and its file. It has a stack only if it is
+        stored in one.
+        """
         stack = None if spec.name in self._stored_names or spec.stack is None else spec.stack
         if stack and stack.name not in self._stored_names:
             stack = None
@@ -138,55 +193,74 @@ class Checkpoint:
 
     def _stored_name(self, name: str) -> str:
         if name not in self._stored_names:
-            raise CheckpointError(f"{self.folder} lacks the tensor {name}, which {self.layout.value} calls for")
+            raise CheckpointError(
+                f"{self.folder} lacks the tensor {name}, which {self.layout.value} calls for"
+            )
         return self._stored_names[name]
 
     def _read_scales(self, specs: Iterable[TensorSpec]) -> dict[str, float]:
-        """Return the numbers by which quantized tensors, as ``_locate`` returns them, are multiplied, by ``scale``.
+        """Return the numbers by which quantized tensors, as ``_locate`` returns them, are
+        multiplied, by ``scale``.
 
         Raises CheckpointError.
         """
         wanted = [spec for spec in specs if spec.scale]
-        names = {s.scale: self._stored_name(stack_scale_name(s.stack.name) if s.stack else s.scale) for s in wanted}
+        names = {
+            s.scale: self._stored_name(stack_scale_name(s.stack.name) if s.stack else s.scale)
+            for s in wanted
+        }
         counts = {names[spec.scale]: spec.stack.shape[0] if spec.stack else 1 for spec in wanted}
         by_file: dict[Path, dict[str, int]] = {}
         for name, count in counts.items():
             by_file.setdefault(self.files[name], {})[name] = count
-        numbers = {name: scales for path, own in by_file.items() for name, scales in read_scales(path, own).items()}
+        numbers = {
+            name: scales
+            for path, own in by_file.items()
+            for name, scales in read_scales(path, own).items()
+        }
         return {spec.scale: _scale_of(spec, numbers[names[spec.scale]]) for spec in wanted}
 
 
 def _scale_of(spec: TensorSpec, scales: Sequence[float]) -> float:
-    """Return a matrix's scale. Of 4 experts' gate and up rows with 8 scales, that of the up rows of expert 3 is number 7."""
+    """Return a matrix's scale. Of 4 experts' gate and up rows with 8 scales, that of the up rows of
+    expert 3 is number 7.
+    """
     if spec.stack is None:
         return scales[0]
     per_expert = len(scales) // spec.stack.shape[0]
     return scales[spec.stack.index * per_expert + (per_expert == 2 and spec.stack.first_row > 0)]
 
 
-def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> str:  # noqa: ANN401 - safetensors' slice has no type
+# safetensors' slice has no type
+def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> str:
     """Return the tensor's dtype."""
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
     if spec.scale and dtype != FP8:
         raise CheckpointError(
-            f"tensor {spec.name} in {path} is of type {dtype}; {layout.value} says that matrices are FP8 ({FP8}), "
-            "and layers of which only some are quantized are not supported"
+            f"tensor {spec.name} in {path} is of type {dtype}; {layout.value} says that matrices"
+            f" are FP8 ({FP8}), and layers of which only some are quantized are not supported"
         )
     if not spec.scale and dtype not in STORED_TYPES:
         reason = f"and {layout.value} does not say how it is quantized"
         if dtype == FP8 and (spec.is_head or not spec.quantizable):
             reason = "which only matrices of layers may be"
         raise CheckpointError(
-            f"tensor {spec.name} in {path} is of type {dtype}, {reason}; supported are {', '.join(STORED_TYPES)}, and FP8 with "
-            "one scale for each matrix of a layer, as Mistral publishes it"
+            f"tensor {spec.name} in {path} is of type {dtype}, {reason}; supported are"
+            f" {', '.join(STORED_TYPES)}, and FP8 with one scale for each matrix of a layer, as"
+            " Mistral publishes it"
         )
     if shape != spec.stored_shape:
-        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.stored_shape}")
+        raise CheckpointError(
+            f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs"
+            f" {spec.stored_shape}"
+        )
     return STORED_TYPES.get(dtype, "fp8")
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
-    """Return the file of each tensor that is not of an encoder of images. An index is compared with the files that it names."""
+    """Return the file of each tensor that is not of an encoder of images. An index is compared with
+    the files that it names.
+    """
     single = folder / SINGLE_NAMES[layout.value]
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
@@ -196,34 +270,43 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     parts = sorted(folder.glob(SHARD_GLOBS[layout.value]))
     if not parts:
         refuse_other_weights(folder, layout.value)
-        raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
+        raise CheckpointError(
+            f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are"
+            " loaded"
+        )
     files: dict[str, Path] = {}
     for path in parts:
         for name in filterfalse(is_vision, _tensor_names(path)):
             if name in files:
                 raise CheckpointError(
-                    f"tensor {name} is both in {files[name]} and in {path.name}; one of the files does not belong here"
+                    f"tensor {name} is both in {files[name]} and in {path.name}; one of the files"
+                    " does not belong here"
                 )
             files[name] = path
     return files
 
 
 def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str) -> dict[str, Path]:
-    """Return the tensors that both index and files have. Anything else in the folder may belong to another checkpoint.
+    """Return the tensors that both index and files have. Anything else in the folder may belong to
+    another checkpoint.
 
     Files with nothing but an encoder of images are not opened.
     """
     named = {folder / file for file in names.values()}
     paths = sorted({folder / file for name, file in names.items() if not is_vision(name)})
     if strays := sorted(path.name for path in folder.glob(parts) if path not in named):
-        raise CheckpointError(f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong here")
+        raise CheckpointError(
+            f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong"
+            " here"
+        )
     names_by_path = {path: _tensor_names(path) for path in paths}
     for path in paths:
         for name in sorted(names_by_path[path]):
             if (file := names.get(name)) != path.name:
                 where = f"says it is in {file}" if file else "does not name it"
                 raise CheckpointError(
-                    f"{path} holds the tensor {name}, but {index.name} {where}; one of them does not belong here"
+                    f"{path} holds the tensor {name}, but {index.name} {where}; one of them does"
+                    " not belong here"
                 )
     needed = {name: folder / file for name, file in names.items() if not is_vision(name)}
     return {name: path for name, path in needed.items() if name in names_by_path[path]}
@@ -237,9 +320,13 @@ def _index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not a safetensors index") from error
     for file in names.values():
         if Path(file).name != file:
-            raise CheckpointError(f"{path} names the file {file!r:.100}, which is not in its folder")
+            raise CheckpointError(
+                f"{path} names the file {file!r:.100}, which is not in its folder"
+            )
         if not file.endswith(".safetensors") or not file.isprintable():
-            raise CheckpointError(f"{path} names the file {file!r:.100}; only safetensors is ever opened")
+            raise CheckpointError(
+                f"{path} names the file {file!r:.100}; only safetensors is ever opened"
+            )
     return names
 
 
@@ -252,13 +339,17 @@ def _tensor_names(path: Path) -> frozenset[str]:
 
 
 def fingerprint_without_weights(folder: Path) -> Fingerprint:
-    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it is no model folder."""
+    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it
+    is no model folder.
+    """
     detect_layout(folder)
     return compute_fingerprint(folder, _metadata_files(folder))
 
 
 def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
-    """Compute a digest of each file's size and of samples of its bytes, to compare nodes without reading gigabytes."""
+    """Compute a digest of each file's size and of samples of its bytes, to compare nodes without
+    reading gigabytes.
+    """
     return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
 
 
@@ -268,7 +359,9 @@ def short_digest(fingerprint: Fingerprint) -> str:
 
 
 def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
-    """Raise CheckpointError naming the first file that is missing or differs from the fingerprint of another node."""
+    """Raise CheckpointError naming the first file that is missing or differs from the fingerprint
+    of another node.
+    """
     for name, digest in expected:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, but other nodes have it")
@@ -277,9 +370,11 @@ def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Hash a file of up to NUM_SAMPLES * SAMPLE_BYTES completely; of a longer one, evenly spaced blocks, both ends included.
+    """Hash a file of up to NUM_SAMPLES * SAMPLE_BYTES completely; of a longer one, evenly spaced
+    blocks, both ends included.
 
-    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
+    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at
+    63 * 995,904 // 63 = 995,904.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

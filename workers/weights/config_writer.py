@@ -1,4 +1,6 @@
-"""Writers of the configurations that a checkpoint has, in either layout: the inverse of what ``proto`` reads."""
+"""Writers of the configurations that a checkpoint has, in either layout: the inverse of what
+``proto`` reads.
+"""
 
 import math
 from dataclasses import asdict
@@ -9,9 +11,18 @@ from tramontane.proto.hf_config import LARGE_4, LATENT, MIXTRAL
 from tramontane.proto.model_args import ModelArgs, MoeArgs, SparseArgs, YarnScaling
 
 LARGE_4_ROPE_KEYS = frozenset(
-    {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+    {
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+    }
 )
-MODEL_TYPES = {"DeepseekV3ForCausalLM": "deepseek_v3"}  # where they are not the name of the class in lower case
+# where they are not the name of the class in lower case
+MODEL_TYPES = {"DeepseekV3ForCausalLM": "deepseek_v3"}
 
 
 def to_hf_config(args: ModelArgs) -> dict[str, Any]:
@@ -30,10 +41,14 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
         }
         if args.latent:
             rope |= {"mscale_all_dim": _mscale_all_dim(scaling)}
-            rope |= {"partial_rotary_factor": args.latent.qk_rope_head_dim / args.latent.qk_head_dim}
+            rope |= {
+                "partial_rotary_factor": args.latent.qk_rope_head_dim / args.latent.qk_head_dim
+            }
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower()),
+        "model_type": MODEL_TYPES.get(
+            architecture, architecture.removesuffix("ForCausalLM").lower()
+        ),
         "hidden_size": args.dim,
         "num_hidden_layers": args.n_layers,
         "head_dim": args.head_dim,
@@ -52,11 +67,17 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
         "eos_token_id": list(args.eos_token_ids) or None,
     }
     if args.moe:
-        config |= _hf_experts(args.moe) if args.latent else {"num_local_experts": args.moe.num_experts}
+        config |= (
+            _hf_experts(args.moe) if args.latent else {"num_local_experts": args.moe.num_experts}
+        )
         config["num_experts_per_tok"] = args.moe.num_experts_per_tok
     if args.latent:
         config |= asdict(args.latent)
-        config |= {"head_dim": args.latent.qk_head_dim, "num_key_value_heads": args.n_heads, "rope_interleave": True}
+        config |= {
+            "head_dim": args.latent.qk_head_dim,
+            "num_key_value_heads": args.n_heads,
+            "rope_interleave": True,
+        }
     if args.quantization:
         config["quantization_config"] = {
             "quant_method": args.quantization.value,
@@ -67,27 +88,46 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
     if args.sparse:
         return _wrap_large_4(config, args, args.sparse)
     if len(args.window_classes) > 1:
-        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in args.windows]
+        config["layer_types"] = [
+            "full_attention" if w is None else "sliding_attention" for w in args.windows
+        ]
     return config
 
 
 def _wrap_large_4(config: dict[str, Any], args: ModelArgs, sparse: SparseArgs) -> dict[str, Any]:
-    """Return the configuration of the only class of transformers that has such a model, which has an encoder of images, too."""
-    for key in ("architectures", "q_lora_rank", "norm_topk_prob", "rope_interleave", "sliding_window"):
+    """Return the configuration of the only class of transformers that has such a model, which has
+    an encoder of images, too.
+    """
+    for key in (
+        "architectures",
+        "q_lora_rank",
+        "norm_topk_prob",
+        "rope_interleave",
+        "sliding_window",
+    ):
         del config[key]
-    rope = {key: value for key, value in config["rope_parameters"].items() if key in LARGE_4_ROPE_KEYS}
+    rope = {
+        key: value for key, value in config["rope_parameters"].items() if key in LARGE_4_ROPE_KEYS
+    }
     text = config | {
         "model_type": "mistral_large4_text",
         "rope_parameters": rope,
         "no_rope_layers": [int(has_rope) for has_rope in sparse.rope_layers],
         "kv_source_layers": list(sparse.kv_source_layers),
-        "indexer_types": ["full" if source == n else "shared" for n, source in enumerate(sparse.index_source_layers)],
+        "indexer_types": [
+            "full" if source == n else "shared"
+            for n, source in enumerate(sparse.index_source_layers)
+        ],
         "index_n_heads": sparse.index_n_heads,
         "index_head_dim": sparse.index_head_dim,
         "index_topk": sparse.index_topk,
         "final_logit_softcapping": args.final_logit_softcapping,
     }
-    wrapper = {"architectures": ["MistralLarge4ForConditionalGeneration"], "model_type": "mistral_large4", "text_config": text}
+    wrapper = {
+        "architectures": ["MistralLarge4ForConditionalGeneration"],
+        "model_type": "mistral_large4",
+        "text_config": text,
+    }
     shared = ("tie_word_embeddings", "dtype", "eos_token_id", "quantization_config")
     return wrapper | {key: config[key] for key in shared if key in config}
 
@@ -106,8 +146,14 @@ def _hf_experts(moe: MoeArgs) -> dict[str, Any]:
 
 
 def _mscale_all_dim(scaling: YarnScaling) -> float:
-    """Return the weight of which ``score_factor`` is the square of YaRN's magnitude. 1.4852 ** 2 of a factor of 128: 1."""
-    return (math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor)) if scaling.factor > 1 else 0.0
+    """Return the weight of which ``score_factor`` is the square of YaRN's magnitude. 1.4852 ** 2 of
+    a factor of 128: 1.
+    """
+    return (
+        (math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor))
+        if scaling.factor > 1
+        else 0.0
+    )
 
 
 def _architecture(args: ModelArgs) -> str:
@@ -115,7 +161,9 @@ def _architecture(args: ModelArgs) -> str:
     if args.sparse:
         return LARGE_4
     if args.latent:
-        return next(name for name, scores in LATENT.items() if args.moe and args.moe.scores is scores)
+        return next(
+            name for name, scores in LATENT.items() if args.moe and args.moe.scores is scores
+        )
     if args.moe:
         return MIXTRAL
     if args.rope_scaling:
@@ -126,7 +174,10 @@ def _architecture(args: ModelArgs) -> str:
 def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
     """Return the ``params.json`` of ``args``. Raises ConfigError if that cannot describe it."""
     if args.sparse:
-        raise ConfigError("Mistral's own layout does not describe sparse attention; use the layout of Hugging Face")
+        raise ConfigError(
+            "Mistral's own layout does not describe sparse attention; use the layout of Hugging"
+            " Face"
+        )
     params: dict[str, Any] = {
         "dim": args.dim,
         "n_layers": args.n_layers,
@@ -142,12 +193,20 @@ def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
         "dtype": args.dtype,
     }
     if any(args.windows):
-        params["sliding_window"] = args.windows[0] if len(args.window_classes) == 1 else list(args.windows)
+        params["sliding_window"] = (
+            args.windows[0] if len(args.window_classes) == 1 else list(args.windows)
+        )
     if args.moe:
-        params["moe"] = {"num_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+        params["moe"] = {
+            "num_experts": args.moe.num_experts,
+            "num_experts_per_tok": args.moe.num_experts_per_tok,
+        }
         params["moe"] |= _mistral_experts(args.moe) if args.latent else {}
     if args.latent:
-        params |= asdict(args.latent) | {"head_dim": args.latent.qk_head_dim, "n_kv_heads": args.n_heads}
+        params |= asdict(args.latent) | {
+            "head_dim": args.latent.qk_head_dim,
+            "n_kv_heads": args.n_heads,
+        }
     if args.quantization:
         params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "NO_SCALES"}
     if (scaling := args.rope_scaling) is not None:
@@ -160,7 +219,10 @@ def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
         }
         if scaling.llama4_beta:
             original = scaling.original_max_seq_len
-            params["llama_4_scaling"] = {"original_max_position_embeddings": original, "beta": scaling.llama4_beta}
+            params["llama_4_scaling"] = {
+                "original_max_position_embeddings": original,
+                "beta": scaling.llama4_beta,
+            }
     return params
 
 

@@ -1,4 +1,5 @@
-"""Loading of modules: weights are read, or made at random, directly in their dtype, on their device and in their place.
+"""Loading of modules: weights are read, or made at random, directly in their dtype, on their device
+and in their place.
 
 A layer's experts are placed in memory so that a grouped GEMM can read them as one block.
 """
@@ -36,10 +37,11 @@ def load_module(
     contiguous_experts: bool = False,
     on_activity: Callable[[str], None] = lambda _: None,
 ) -> M:
-    """Build a module with ``make`` and load its weights. It has the parameters of ``tensors_of`` and no others.
+    """Build a module with ``make`` and load its weights. It has the parameters of ``tensors_of``
+    and no others.
 
-    ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs. ``on_activity`` is called
-    with what follows the weights.
+    ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
+    ``on_activity`` is called with what follows the weights.
     """
     dtype: torch.dtype = getattr(torch, plan.dtype)
     with torch.device("meta"):
@@ -52,17 +54,23 @@ def load_module(
     if isinstance(weights, RandomWeights):
         state = random_state(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     else:
-        state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
+        state = Checkpoint(weights).load(
+            tensors_of, plan.weight_format, device, on_tensor, allocated, packed
+        )
     module.load_state_dict(state, assign=True)
-    if not (plan.batch_invariant and torch.device(device).type == "cuda"):  # there none of these kernels is used
+    # there none of these kernels is used
+    if not (plan.batch_invariant and torch.device(device).type == "cuda"):
         if plan.weight_format.quantize and torch.device(device).type != "cpu":
             on_activity("trying products with quantized weights")
         warm_up_kernels(module, dtype)
     return module.eval()
 
 
-def allocate_contiguous(specs: Iterable[TensorSpec], weights: WeightFormat, device: str | torch.device) -> dict[str, Tensor]:
-    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2; and one for the scales of each.
+def allocate_contiguous(
+    specs: Iterable[TensorSpec], weights: WeightFormat, device: str | torch.device
+) -> dict[str, Tensor]:
+    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2;
+    and one for the scales of each.
 
     ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
     """
@@ -81,16 +89,24 @@ def allocate_contiguous(specs: Iterable[TensorSpec], weights: WeightFormat, devi
         allocated |= dict(zip(block, block_ENK, strict=True))
         if quantize:
             scales_EN = torch.empty(block_ENK.shape[:2], dtype=torch.float32, device=device)
-            allocated |= dict(zip([spec.scale_parameter for spec in block.values()], scales_EN, strict=True))
+            allocated |= dict(
+                zip([spec.scale_parameter for spec in block.values()], scales_EN, strict=True)
+            )
     return allocated
 
 
 def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
-    """Return whether a stage's experts are loaded for grouped GEMMs. If not, logs the reason on a GPU."""
+    """Return whether a stage's experts are loaded for grouped GEMMs. If not, logs the reason on a
+    GPU.
+    """
     if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
         return False
     if reason := _unsupported_reason(plan, torch.device(device)):
-        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, reason)
+        logger.warning(
+            "%s: experts run one after the other, and each layer waits for their sizes: %s",
+            plan.label,
+            reason,
+        )
     return not reason
 
 
@@ -103,7 +119,11 @@ def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     if plan.dtype != "bfloat16":
         return f"activations are {plan.dtype}, not bfloat16"
     if capability[0] not in KERNEL_CAPABILITIES:
-        return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
+        return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(
+            *capability
+        )
     if plan.args.dim % KERNEL_STEP or plan.args.expert_dim % KERNEL_STEP:
-        return f"widths {plan.args.dim} and {plan.args.expert_dim} are not multiples of {KERNEL_STEP}"
+        return (
+            f"widths {plan.args.dim} and {plan.args.expert_dim} are not multiples of {KERNEL_STEP}"
+        )
     return ""

@@ -1,4 +1,6 @@
-"""Random weights of full size, for benchmarks, plans and tests: in memory, or as a complete checkpoint in either layout."""
+"""Random weights of full size, for benchmarks, plans and tests: in memory, or as a complete
+checkpoint in either layout.
+"""
 
 import json
 import math
@@ -25,7 +27,12 @@ from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_names import NAMES
-from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec, largest_first
+from tramontane.workers.weights.tensor_spec import (
+    ProgressCallback,
+    TensorsOf,
+    TensorSpec,
+    largest_first,
+)
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 PART_BYTES = 2**28  # of one file, which is in memory at a time
@@ -38,22 +45,29 @@ def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tenso
 
 
 def random_scale(spec: TensorSpec) -> float:
-    """Return the scale of a matrix that is quantized in the checkpoint; the largest number is eight standard deviations."""
+    """Return the scale of a matrix that is quantized in the checkpoint; the largest number is eight
+    standard deviations.
+    """
     return 8 / math.sqrt(spec.shape[1]) / MAX_FP8
 
 
 def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
-    """Yield the rows of a random tensor, the same for every split of the model and every layout on one kind of device.
+    """Yield the rows of a random tensor, the same for every split of the model and every layout on
+    one kind of device.
 
-    Norms are near one and all different, so that a mix-up shows. Embeddings have variance one, and other matrices keep
-    the variance of what they multiply.
+    Norms are near one and all different, so that a mix-up shows. Embeddings have variance one, and
+    other matrices keep the variance of what they multiply.
     """
     is_embedding = spec.name in EMBEDDINGS  # a tied head too
     name = "tok_embeddings.weight" if is_embedding else spec.parameter
     for rows in replace(spec, interleaved_heads=0).row_chunks:
-        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
+        generator = torch.Generator(device).manual_seed(
+            crc32(name.encode()) + spec.first_row + rows.start
+        )
         shape = (len(rows), *spec.shape[1:])
-        numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+        numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(
+            generator=generator
+        )
         if len(shape) == 1:
             yield numbers.mul_(0.1).add_(1)
         elif is_embedding:
@@ -73,14 +87,18 @@ def random_state(
     allocated: Mapping[str, Tensor] | None = None,
     packed: Mapping[str, PackedMatmul] | None = None,
 ) -> dict[str, Tensor]:
-    """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without any file.
+    """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without
+    any file.
 
-    Numbers are drawn in the dtype ``weights.stored``, and then converted or quantized. ``allocated`` and ``packed`` are as in
-    ``Checkpoint.load``.
+    Numbers are drawn in the dtype ``weights.stored``, and then converted or quantized.
+    ``allocated`` and ``packed`` are as in ``Checkpoint.load``.
     """
     state = dict(allocated or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
-        pieces, scale = random_pieces(spec, weights.stored, device), random_scale(spec) if spec.scale else 1.0
+        pieces, scale = (
+            random_pieces(spec, weights.stored, device),
+            random_scale(spec) if spec.scale else 1.0,
+        )
         load_tensor(state, spec, pieces, weights, device, packed or {}, scale)
         on_tensor(0, spec.num_bytes(weights))
     return state
@@ -96,8 +114,9 @@ def write_random_checkpoint(
 ) -> None:
     """Write configuration and weights; the model is the same in both layouts.
 
-    ``on_start`` is called before the first file, ``on_written`` with the bytes of each file's tensors. Raises ConfigError,
-    and leaves nothing behind, if the layout cannot describe the model, the folder is not empty or its disk has too little space.
+    ``on_start`` is called before the first file, ``on_written`` with the bytes of each file's
+    tensors. Raises ConfigError, and leaves nothing behind, if the layout cannot describe the model,
+    the folder is not empty or its disk has too little space.
     """
     config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
     is_new = not folder.exists()
@@ -112,11 +131,16 @@ def write_random_checkpoint(
     needed = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
     try:
         if needed > free:
-            raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
+            raise ConfigError(
+                f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+                " there"
+            )
         on_start()
         _write(folder, args, layout, parts, on_written)
-        (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
-    except BaseException:  # also Ctrl-C: half a checkpoint is useless and would block the next attempt
+        # last: without it the folder is no model
+        (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")
+    # also Ctrl-C: half a checkpoint is useless and would block the next attempt
+    except BaseException:
         for path in folder.iterdir():
             path.unlink()
         if is_new:
@@ -125,7 +149,11 @@ def write_random_checkpoint(
 
 
 def _write(
-    folder: Path, args: ModelArgs, layout: Layout, parts: Sequence[Sequence[TensorSpec]], on_written: Callable[[int], None]
+    folder: Path,
+    args: ModelArgs,
+    layout: Layout,
+    parts: Sequence[Sequence[TensorSpec]],
+    on_written: Callable[[int], None],
 ) -> None:
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):
@@ -137,7 +165,9 @@ def _write(
     if len(parts) > 1:
         total_size = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        (folder / (SINGLE_NAMES[layout.value] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
+        (folder / (SINGLE_NAMES[layout.value] + INDEX_SUFFIX)).write_text(
+            json.dumps(index, indent=1)
+        )
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -149,9 +179,12 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:
-    """Yield the tensors of each file in the order of the model, up to ``part_bytes``, but at least one."""
+    """Yield the tensors of each file in the order of the model, up to ``part_bytes``, but at least
+    one.
+    """
     part: list[TensorSpec] = []
-    specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
+    # a tied head is stored once
+    specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}
     for _, group in groupby(specs.values(), _group):
         together = list(group)
         if part and sum(spec.stored_bytes(args.dtype) for spec in (*part, *together)) > part_bytes:
@@ -162,19 +195,27 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
 
 
 def _group(spec: TensorSpec) -> str:
-    """Return the same name for tensors of one file: the experts of a layer, if they are stored as one tensor."""
+    """Return the same name for tensors of one file: the experts of a layer, if they are stored as
+    one tensor.
+    """
     return spec.stack.name.rpartition(".")[0] if _is_stacked(spec) and spec.stack else spec.name
 
 
 def _is_stacked(spec: TensorSpec) -> bool:
-    """Return whether a matrix is stored with those of the other experts, as transformers has them unless they are quantized."""
+    """Return whether a matrix is stored with those of the other experts, as transformers has them
+    unless they are quantized.
+    """
     return spec.stack is not None and not spec.scale
 
 
 def _file_name(layout: Layout, number: int, num_parts: int) -> str:
     """Return the name of a file in both layouts' style: model-00002-of-00007.safetensors."""
     single = SINGLE_NAMES[layout.value]
-    return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
+    return (
+        single
+        if num_parts == 1
+        else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
+    )
 
 
 def _as_stored(specs: Sequence[TensorSpec], dtype: str) -> dict[str, Tensor]:
@@ -183,7 +224,9 @@ def _as_stored(specs: Sequence[TensorSpec], dtype: str) -> dict[str, Tensor]:
     for spec in specs:
         tensor, heads = random_parameter(spec, dtype), spec.interleaved_heads
         if spec.stack and _is_stacked(spec):
-            stacked = tensors.setdefault(spec.stack.name, torch.empty(spec.stack.shape, dtype=tensor.dtype))
+            stacked = tensors.setdefault(
+                spec.stack.name, torch.empty(spec.stack.shape, dtype=tensor.dtype)
+            )
             stacked[spec.stack.index, spec.stack.first_row :][: len(tensor)] = tensor
             continue
         tensors[spec.name] = interleave_rows(tensor, heads, spec.plain_rows) if heads else tensor

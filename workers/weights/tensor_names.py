@@ -1,4 +1,6 @@
-"""Names of the tensors in a checkpoint, by its layout; what a wrapper with an encoder of images adds to them."""
+"""Names of the tensors in a checkpoint, by its layout; what a wrapper with an encoder of images
+adds to them.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +12,9 @@ from tramontane.proto.model_folder import Layout
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """Names of tensors in one layout; ``{}`` stands for the layer, and in those of ``experts`` also for the expert."""
+    """Names of tensors in one layout; ``{}`` stands for the layer, and in those of ``experts`` also
+    for the expert.
+    """
 
     embedding: str
     norm: str
@@ -25,7 +29,8 @@ class CheckpointNames:
     activation_scale: str
     shared_experts: Mapping[str, str] = field(default_factory=dict)
     gate_bias: str = ""
-    stacked_experts: Mapping[str, str] = field(default_factory=dict)  # tensors of all experts of a layer
+    # tensors of all experts of a layer
+    stacked_experts: Mapping[str, str] = field(default_factory=dict)
     rotary_alpha: str = ""  # of the rotary embedding of all layers
 
 
@@ -38,10 +43,15 @@ NAMES = {
         head="lm_head.weight",
         attention_norm="model.layers.{}.input_layernorm.weight",
         ffn_norm="model.layers.{}.post_attention_layernorm.weight",
-        attention={w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")},
+        attention={
+            w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")
+        },
         feed_forward={w: f"model.layers.{{}}.mlp.{name}.weight" for w, name in PROJECTIONS.items()},
         gate="model.layers.{}.block_sparse_moe.gate.weight",
-        experts={w: f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3")},
+        experts={
+            w: f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}.weight"
+            for w in ("w1", "w2", "w3")
+        },
         scale="weight_scale_inv",
         activation_scale="activation_scale",
     ),
@@ -54,7 +64,9 @@ NAMES = {
         attention={w: f"layers.{{}}.attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")},
         feed_forward={w: f"layers.{{}}.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")},
         gate="layers.{}.feed_forward.gate.weight",
-        experts={w: f"layers.{{}}.feed_forward.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3")},
+        experts={
+            w: f"layers.{{}}.feed_forward.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3")
+        },
         scale="qscale_weight",
         activation_scale="qscale_act",
     ),
@@ -79,8 +91,14 @@ LATENT_NAMES = {
         },
         gate="model.layers.{}.mlp.gate.weight",
         gate_bias="model.layers.{}.mlp.gate.e_score_correction_bias",
-        experts={w: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight" for w, name in PROJECTIONS.items()},
-        shared_experts={w: f"model.layers.{{}}.mlp.shared_experts.{name}.weight" for w, name in PROJECTIONS.items()},
+        experts={
+            w: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight"
+            for w, name in PROJECTIONS.items()
+        },
+        shared_experts={
+            w: f"model.layers.{{}}.mlp.shared_experts.{name}.weight"
+            for w, name in PROJECTIONS.items()
+        },
         stacked_experts={
             "w13": "model.layers.{}.mlp.experts.gate_up_proj",
             "w2": "model.layers.{}.mlp.experts.down_proj",
@@ -103,7 +121,14 @@ LATENT_NAMES = {
 }
 
 INDEXER_PARTS = (
-    *("q_input_norm.weight", "q_input_norm.bias", "wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias"),
+    *(
+        "q_input_norm.weight",
+        "q_input_norm.bias",
+        "wq_b.weight",
+        "wk.weight",
+        "k_norm.weight",
+        "k_norm.bias",
+    ),
     *("weights_proj.weight", "ssmax_scaling.s", "ssmax_scaling.b"),
 )
 # Of models with sparse attention: Mistral's in both layouts (transformers, conversion_mapping.py).
@@ -111,21 +136,32 @@ SPARSE_NAMES = replace(
     LATENT_NAMES[Layout.MISTRAL],
     attention={
         **LATENT_NAMES[Layout.MISTRAL].attention,
-        **{part: f"layers.{{}}.attention.{part}" for part in ("ssmax_scaling.s", "ssmax_scaling.b")},
+        **{
+            part: f"layers.{{}}.attention.{part}" for part in ("ssmax_scaling.s", "ssmax_scaling.b")
+        },
         **{f"indexer.{part}": f"layers.{{}}.attention.indexer.{part}" for part in INDEXER_PARTS},
     },
     rotary_alpha="lerope.alpha",
 )
 
-# Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in memory.
+# Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in
+# memory.
 WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
-# Of AutoFP8, the program, and by which name transformers has the same number: a weight is its FP8 number times the scale.
+# Of AutoFP8, the program, and by which name transformers has the same number: a weight is its FP8
+# number times the scale.
 AUTO_FP8_SCALES = ((".weight_scale", ".weight_scale_inv"), (".input_scale", ".activation_scale"))
 # Of a key/value cache in FP8, which there is not: keys and values keep the model's dtype.
-CACHE_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.(kv_scale|([kv]|attn\.[kv])_scale|[kv]_proj\.output_scale)")
+CACHE_SCALE = re.compile(
+    r"model\.layers\.\d+\.self_attn\.(kv_scale|([kv]|attn\.[kv])_scale|[kv]_proj\.output_scale)"
+)
 # Encoder of images and its projector, in both layouts.
 VISION_PREFIXES = (
-    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    *(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
     *("vision_encoder.", "vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
 )
 DRAFT_PREFIX = "mtp_dspark."  # of a network that drafts tokens, which is not used
@@ -141,9 +177,11 @@ def names_of(args: ModelArgs, layout: Layout) -> CheckpointNames:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name in a checkpoint without a wrapper, and of a scale the one that transformers writes.
+    """Return the name in a checkpoint without a wrapper, and of a scale the one that transformers
+    writes.
 
-    ``language_model.model.norm.weight`` is ``model.norm.weight``, ``o_proj.weight_scale`` is ``o_proj.weight_scale_inv``.
+    ``language_model.model.norm.weight`` is ``model.norm.weight``, ``o_proj.weight_scale`` is
+    ``o_proj.weight_scale_inv``.
     """
     for wrapped, plain in WRAPPED_NAMES:
         if name.startswith(wrapped):
@@ -161,21 +199,28 @@ def scale_name(name: str, layout: Layout) -> str:
 
 
 def stack_scale_name(name: str) -> str:
-    """Return the name of the scales of all experts' matrices: ``model.layers.0.mlp.experts.gate_up_proj_scale_inv``."""
+    """Return the name of the scales of all experts' matrices:
+    ``model.layers.0.mlp.experts.gate_up_proj_scale_inv``.
+    """
     return f"{name}_scale_inv"
 
 
 def is_vision(name: str) -> bool:
-    """Return whether a tensor belongs to the encoder of images or its projector, which are never read."""
+    """Return whether a tensor belongs to the encoder of images or its projector, which are never
+    read.
+    """
     return name.startswith(VISION_PREFIXES)
 
 
 def is_unused(name: str, layout: Layout) -> bool:
     """Return whether a text model's tensor has no effect here.
 
-    These are scales of activations, for which each token gets its own, and of a cache, and a network that drafts tokens.
+    These are scales of activations, for which each token gets its own, and of a cache, and a
+    network that drafts tokens.
     """
     scale = NAMES[layout].activation_scale
     if name.startswith(DRAFT_PREFIX) or CACHE_SCALE.fullmatch(name):
         return True
-    return name.endswith((f".{scale}", f"_proj_{scale}")) or ROTARY_BUFFER.fullmatch(name) is not None
+    return (
+        name.endswith((f".{scale}", f"_proj_{scale}")) or ROTARY_BUFFER.fullmatch(name) is not None
+    )

@@ -1,8 +1,9 @@
 """Readers of stored tensors: their rows, a chunk at a time, on the way to their device.
 
-For a host they are read from a mapping of the file. For a GPU they are read into pinned memory, and while one buffer is
-copied to the GPU the next one is read. safetensors (0.8) would copy from a mapping to the GPU and wait for it; reading
-into pinned memory is twice as fast as copying out of a mapping, and the GPU copies from it without the host.
+For a host they are read from a mapping of the file. For a GPU they are read into pinned memory, and
+while one buffer is copied to the GPU the next one is read. safetensors (0.8) would copy from a
+mapping to the GPU and wait for it; reading into pinned memory is twice as fast as copying out of a
+mapping, and the GPU copies from it without the host.
 """
 
 import os
@@ -19,19 +20,30 @@ from torch import Tensor
 from tramontane.proto.errors import CheckpointError
 from tramontane.workers.device.pinned_memory import PinnedTransfer
 from tramontane.workers.model.rotary import deinterleave_rows
-from tramontane.workers.weights.safetensors_file import FP8, TensorLocation, open_safetensors, read_header
+from tramontane.workers.weights.safetensors_file import (
+    FP8,
+    TensorLocation,
+    open_safetensors,
+    read_header,
+)
 from tramontane.workers.weights.tensor_spec import TensorSpec
 
-DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, FP8: torch.float8_e4m3fn})
-NUM_READERS = 4  # threads that read parts of one chunk: a single one is slower than the copy to the GPU
+DTYPES = MappingProxyType(
+    {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, FP8: torch.float8_e4m3fn}
+)
+# threads that read parts of one chunk: a single one is slower than the copy to the GPU
+NUM_READERS = 4
 MIN_PART_BYTES = 2**20  # worth a thread
 
-ReadRows = Callable[[Path, TensorSpec], Iterator[Tensor]]  # yields the rows in order, interleaved heads sorted into halves
+# yields the rows in order, interleaved heads sorted into halves
+ReadRows = Callable[[Path, TensorSpec], Iterator[Tensor]]
 
 
 @contextmanager
 def open_reader(device: str) -> Iterator[ReadRows]:
-    """Yield a function that reads tensors for this device. All copies are complete when the block ends."""
+    """Yield a function that reads tensors for this device. All copies are complete when the block
+    ends.
+    """
     if torch.device(device).type != "cuda":
         yield read_mapped_rows
         return
@@ -45,8 +57,8 @@ def open_reader(device: str) -> Iterator[ReadRows]:
 def read_mapped_rows(path: Path, spec: TensorSpec) -> Iterator[Tensor]:
     """Yield rows in host memory, from a mapping of the file.
 
-    The file is opened for one chunk at a time: a mapping that stays open keeps every page that was read in the memory of
-    this process.
+    The file is opened for one chunk at a time: a mapping that stays open keeps every page that was
+    read in the memory of this process.
     """
     for rows in spec.row_chunks:
         with open_safetensors(path, framework="pt") as file:
@@ -59,14 +71,20 @@ def read_mapped_rows(path: Path, spec: TensorSpec) -> Iterator[Tensor]:
 
 
 def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
-    return deinterleave_rows(stored, spec.interleaved_heads, spec.plain_rows) if spec.interleaved_heads else stored
+    return (
+        deinterleave_rows(stored, spec.interleaved_heads, spec.plain_rows)
+        if spec.interleaved_heads
+        else stored
+    )
 
 
 # ---- from a file to a GPU
 
 
 class PinnedStagingBuffers:
-    """Two pinned buffers that are used alternately: reading into one waits only for the copy from two chunks ago."""
+    """Two pinned buffers that are used alternately: reading into one waits only for the copy from
+    two chunks ago.
+    """
 
     def __init__(self, device: torch.device, transfer: PinnedTransfer) -> None:
         self._device, self._transfer = device, transfer
@@ -76,7 +94,9 @@ class PinnedStagingBuffers:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reading")
 
     def upload(self, file: int, start: int, num_bytes: int) -> Tensor:
-        """Read bytes of an open file to the device, uint8 [num_bytes]. Raises EOFError if the file ends too early."""
+        """Read bytes of an open file to the device, uint8 [num_bytes]. Raises EOFError if the file
+        ends too early.
+        """
         turn, self._turn = self._turn, 1 - self._turn
         self._waits[turn]()
         if len(self._buffers[turn]) < num_bytes:
@@ -111,7 +131,9 @@ def _read_part(file: int, start: int, target: memoryview) -> None:
 
 
 class PinnedReader:
-    """Reader of tensors through ``staging``, on whose device interleaved heads are sorted. Each file's header is read once."""
+    """Reader of tensors through ``staging``, on whose device interleaved heads are sorted. Each
+    file's header is read once.
+    """
 
     def __init__(self, staging: PinnedStagingBuffers) -> None:
         self._staging = staging
@@ -124,11 +146,15 @@ class PinnedReader:
         stored = self._tensors[path].get(spec.name)
         shape = spec.stored_shape
         if stored is None or stored.shape != shape or stored.dtype not in DTYPES:
-            raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {shape} in {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"weights file {path} has no tensor {spec.name} of shape {shape} in"
+                f" {', '.join(DTYPES)}"
+            )
         return self._chunks(path, spec, stored)
 
     def _chunks(self, path: Path, spec: TensorSpec, stored: TensorLocation) -> Iterator[Tensor]:
-        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240.
+        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 *
+        8192 = 16778240.
 
         Row 7 of matrix 3 of a stack [8, 32, 4096] is row 3 * 32 + 7 = 103.
         """
@@ -142,6 +168,10 @@ class PinnedReader:
                     chunk_B = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
                     yield _deinterleave(chunk_B.view(dtype).view(len(rows), *spec.shape[1:]), spec)
         except EOFError as error:
-            raise CheckpointError(f"weights file {path} is damaged or truncated: it ends too soon") from error
+            raise CheckpointError(
+                f"weights file {path} is damaged or truncated: it ends too soon"
+            ) from error
         except OSError as error:
-            raise CheckpointError(f"weights file {path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"weights file {path} cannot be read: {error.strerror or error}"
+            ) from error

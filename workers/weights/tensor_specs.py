@@ -1,6 +1,8 @@
-"""Tensors of a checkpoint that a stage or an expert actor owns, and the parameter that each becomes.
+"""Tensors of a checkpoint that a stage or an expert actor owns, and the parameter that each
+becomes.
 
-Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints load nothing.
+Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints load
+nothing.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,9 @@ def layer_tensors(
 ) -> Iterator[TensorSpec]:
     """Yield the attention of one layer, and its feed-forward network or its gate and experts."""
     names, prefix = names_of(args, layout), f"layers.{layer}"
-    yield TensorSpec(names.attention_norm.format(layer), f"{prefix}.attention_norm.weight", (args.dim,))
+    yield TensorSpec(
+        names.attention_norm.format(layer), f"{prefix}.attention_norm.weight", (args.dim,)
+    )
     yield TensorSpec(names.ffn_norm.format(layer), f"{prefix}.ffn_norm.weight", (args.dim,))
     yield from attention_tensors(args, layer, layout)
     if layer not in args.moe_layers:
@@ -28,17 +32,32 @@ def layer_tensors(
     assert args.moe is not None
     gate_shape = (args.moe.num_experts, args.dim)
     is_float32 = args.moe.float32_gate
-    yield TensorSpec(names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape, is_float32=is_float32)
+    yield TensorSpec(
+        names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape, is_float32=is_float32
+    )
     if args.moe.scores is GateScores.SIGMOID:
-        yield TensorSpec(names.gate_bias.format(layer), f"{prefix}.gate.bias", gate_shape[:1], is_float32=is_float32)
+        yield TensorSpec(
+            names.gate_bias.format(layer),
+            f"{prefix}.gate.bias",
+            gate_shape[:1],
+            is_float32=is_float32,
+        )
     if args.moe.n_shared_experts:
         shared = {w: name.format(layer) for w, name in names.shared_experts.items()}
-        yield from _swiglu(args, layout, shared, f"{prefix}.shared_experts", args.moe.n_shared_experts * args.expert_dim)
+        yield from _swiglu(
+            args,
+            layout,
+            shared,
+            f"{prefix}.shared_experts",
+            args.moe.n_shared_experts * args.expert_dim,
+        )
     for expert in range(args.moe.num_experts if with_experts else 0):
         yield from expert_tensors(args, layer, expert, layout)
 
 
-def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+def expert_tensors(
+    args: ModelArgs, layer: int, expert: int, layout: Layout = Layout.HUGGING_FACE
+) -> Iterator[TensorSpec]:
     """Yield the matrices of one expert of one layer."""
     names = names_of(args, layout)
     own = {w: name.format(layer, expert) for w, name in names.experts.items()}
@@ -53,11 +72,21 @@ def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = La
             yield spec
 
 
-def _swiglu(args: ModelArgs, layout: Layout, names: dict[str, str], parameter: str, width: int) -> Iterator[TensorSpec]:
+def _swiglu(
+    args: ModelArgs, layout: Layout, names: dict[str, str], parameter: str, width: int
+) -> Iterator[TensorSpec]:
     """Yield the matrices of a feed-forward network of this width: w1 and w3 are one parameter."""
     for w, first_row in (("w1", 0), ("w3", width)):
         shape = (width, args.dim)
-        yield matrix_spec(args, layout, names[w], f"{parameter}.w13.weight", shape, first_row=first_row, parameter_rows=2 * width)
+        yield matrix_spec(
+            args,
+            layout,
+            names[w],
+            f"{parameter}.w13.weight",
+            shape,
+            first_row=first_row,
+            parameter_rows=2 * width,
+        )
     yield matrix_spec(args, layout, names["w2"], f"{parameter}.w2.weight", (args.dim, width))
 
 
@@ -77,12 +106,19 @@ def stage_tensors(
 def common_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
     """Yield what every stage has: factors of the rotary frequencies, if the model has them."""
     if args.sparse:
-        yield TensorSpec(names_of(args, layout).rotary_alpha, "rotary_alpha", (args.rotary_dim // 2,), is_float32=True)
+        yield TensorSpec(
+            names_of(args, layout).rotary_alpha,
+            "rotary_alpha",
+            (args.rotary_dim // 2,),
+            is_float32=True,
+        )
 
 
 def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:
     """Return the token embeddings."""
-    return TensorSpec(names_of(args, layout).embedding, "tok_embeddings.weight", (args.vocab_size, args.dim))
+    return TensorSpec(
+        names_of(args, layout).embedding, "tok_embeddings.weight", (args.vocab_size, args.dim)
+    )
 
 
 def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
@@ -90,4 +126,6 @@ def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Itera
     names = names_of(args, layout)
     yield TensorSpec(names.norm, "norm.weight", (args.dim,))
     head = names.embedding if args.tied_embeddings else names.head
-    yield TensorSpec(head, "output.weight", (args.vocab_size, args.dim), quantizable=True, is_head=True)
+    yield TensorSpec(
+        head, "output.weight", (args.vocab_size, args.dim), quantizable=True, is_head=True
+    )

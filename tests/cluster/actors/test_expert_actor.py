@@ -39,7 +39,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWa
 
 ARGS = tiny_args(n_layers=4)
 CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 130]
-NUM_CHOICES = 2 * sum(len(prompt) + GREEDY.max_tokens - 1 for prompt in CHOSEN)  # two experts of each layer for every token
+# two experts of each layer for every token
+NUM_CHOICES = 2 * sum(len(prompt) + GREEDY.max_tokens - 1 for prompt in CHOSEN)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,9 @@ def _pipeline(
 ) -> Iterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     plan = without_experts(tiny_plan(ARGS, num_stages), expert_plan(ARGS, num_actors, replicas))
     name = f"test-{num_stages}-{num_actors}-{replicas}-{link}"
-    spec = PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
+    spec = PipelineSpec(
+        name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2
+    )
     with running_chain(spec) as chain:
         yield spec, chain
 
@@ -74,10 +77,12 @@ def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
     return ray.get_actor(spec.expert_name(actor_id), NAMESPACE)
 
 
-# The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes cost nothing.
+# The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes
+# cost nothing.
 CASES: list[tuple[int, int, int, Link]] = [(2, 2, 1, "direct"), (1, 2, 2, "object-store")]
 LINKS: tuple[Link, ...] = ("direct", "object-store")
-EVERY = [case for case in product((1, 2, 4), (1, 2, 4, 8), (1, 2), LINKS) if case[2] <= case[1]]  # minutes: --full-products
+# minutes: --full-products
+EVERY = [case for case in product((1, 2, 4), (1, 2, 4, 8), (1, 2), LINKS) if case[2] <= case[1]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -87,14 +92,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.pairwise
-def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link) -> None:
+def test_same_tokens(
+    folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link
+) -> None:
     with _pipeline(folder, num_stages, num_actors, replicas, link) as (spec, chain):
         outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
         for prompt, output, expected in zip(CHOSEN, outputs, _expected(), strict=True):
             assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
         stages = ray.get([stage.health.remote() for stage in chain.stages])
-        experts = ray.get([_expert(spec, actor.actor_id).health.remote() for actor in spec.plan.experts.actors])
-        for health, planned in zip([*stages, *experts], [*spec.plan.stages, *spec.plan.experts.actors], strict=True):
+        experts = ray.get(
+            [_expert(spec, actor.actor_id).health.remote() for actor in spec.plan.experts.actors]
+        )
+        for health, planned in zip(
+            [*stages, *experts], [*spec.plan.stages, *spec.plan.experts.actors], strict=True
+        ):
             assert health.bytes_read == health.bytes_loaded == planned.weight_bytes
         tokens = {layer: sum(own) for stage in stages for layer, own in stage.expert_load.items()}
         assert tokens == dict.fromkeys(range(ARGS.n_layers), NUM_CHOICES)
@@ -103,8 +114,12 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
         _check_exported(spec, stages, experts)
 
 
-def _check_exported(spec: PipelineSpec, stages: list[StageHealth], experts: list[ExpertHealth]) -> None:
-    """What was counted is at Ray's own endpoint for Prometheus, under names that say whose it is."""
+def _check_exported(
+    spec: PipelineSpec, stages: list[StageHealth], experts: list[ExpertHealth]
+) -> None:
+    """What was counted is at Ray's own endpoint for Prometheus, under names that say whose it
+    is.
+    """
     tokens = {
         (str(stage), str(layer), str(expert)): float(number)
         for stage, health in enumerate(stages)
@@ -137,13 +152,18 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
 @pytest.mark.skipif(shutil.which("cc") is None, reason="only kernels in C are batch-invariant")
 def test_the_fingerprint_is_that_of_one_stage_with_its_experts(folder: Path) -> None:
     stage = tiny_plan(ARGS).stages[0]
-    expected = pipeline_fingerprint(weights_name(folder, (), None), [(stage, StageWorker.load(stage, folder).numerics)])
+    expected = pipeline_fingerprint(
+        weights_name(folder, (), None), [(stage, StageWorker.load(stage, folder).numerics)]
+    )
     with _pipeline(folder, 2, 2, 1, "direct") as (_, chain):
         assert asyncio.run(chain.fingerprint()) == expected
 
 
-@pytest.mark.parametrize(("link", "replicas", "kills"), [("object-store", 2, 1)])  # over the direct link: below
-def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int, kills: int) -> None:
+# over the direct link: below
+@pytest.mark.parametrize(("link", "replicas", "kills"), [("object-store", 2, 1)])
+def test_expert_actors_that_are_killed_cost_no_request(
+    folder: Path, link: Link, replicas: int, kills: int
+) -> None:
     """More of them, and how long requests wait: ``make bench-expert-kills``."""
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
@@ -153,23 +173,33 @@ def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link,
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings"
+)
 def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(folder: Path) -> None:
-    """Two stages with ping-pong, which call two expert actors for the tokens that are not cached."""
+    """Two stages with ping-pong, which call two expert actors for the tokens that are not
+    cached.
+    """
     with _pipeline(folder, 2, 2, 1, "direct") as (spec, chain):
         check_turns(chain, spec.plan)
 
 
 def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folder: Path) -> None:
-    """First all tokens of a layer go to its experts 0 and 1, as far as the plan knows; then to the others."""
+    """First all tokens of a layer go to its experts 0 and 1, as far as the plan knows; then to the
+    others.
+    """
     ids = [ExpertId(layer, expert) for layer in range(4) for expert in range(4)]
-    biased, otherwise = ({each: 100.0 if (each.expert < 2) == low else 1.0 for each in ids} for low in (True, False))
+    biased, otherwise = (
+        {each: 100.0 if (each.expert < 2) == low else 1.0 for each in ids} for low in (True, False)
+    )
     first = expert_plan(ARGS, 3, None, biased)
     then = replan(first, otherwise)
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     plan = without_experts(tiny_plan(ARGS, 2), first)
-    spec = PipelineSpec("test-moves", plan, folder, threads_per_stage=1, use_gpus=False, link="direct", ping_pong=2)
+    spec = PipelineSpec(
+        "test-moves", plan, folder, threads_per_stage=1, use_gpus=False, link="direct", ping_pong=2
+    )
     with running_chain(spec) as chain:
 
         def move(number: int) -> None:

@@ -1,4 +1,6 @@
-"""What becomes of a call through the object store whose actor, node or experts fail, with an actor that the test answers for."""
+"""What becomes of a call through the object store whose actor, node or experts fail, with an actor
+that the test answers for.
+"""
 
 import threading
 from collections.abc import Callable
@@ -39,13 +41,15 @@ class Actor:
     def _count(self) -> None:
         self.num_asked += 1
 
-    def _call(self, _call: tuple[Any, ...], _rows: object) -> Any:  # noqa: ANN401
+    def _call(self, _call: tuple[Any, ...], _rows: object) -> Any:
         self.replies.append(Future())
         return SimpleNamespace(future=lambda reply=self.replies[-1]: reply)
 
 
 @pytest.fixture
-def connection(monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]:
+def connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]:
     """A connection that is up, its actor, and what waits until it is up again."""
     monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=lambda value: value))
     notified = threading.Semaphore(0)
@@ -88,7 +92,10 @@ def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.Mon
     """While it is away, or loads, it is asked again."""
     sleeps: list[float] = []
     monkeypatch.setattr(expert_connections, "time", SimpleNamespace(sleep=sleeps.append))
-    errors = [ActorUnavailableError("it restarts", None), _raised_by_the_actor(PipelineError("the disk is gone"))]
+    errors = [
+        ActorUnavailableError("it restarts", None),
+        _raised_by_the_actor(PipelineError("the disk is gone")),
+    ]
     notified = threading.Event()
 
     def ready(_: object) -> None:
@@ -131,7 +138,9 @@ def test_a_direct_link_is_tried_again_unless_the_actor_says_why_it_never_will_be
     assert type(raised.value) is kind
 
 
-@pytest.mark.parametrize(("link", "kind"), [("direct", DirectExpertClient), ("object-store", ObjectStoreExpertClient)])
+@pytest.mark.parametrize(
+    ("link", "kind"), [("direct", DirectExpertClient), ("object-store", ObjectStoreExpertClient)]
+)
 def test_a_stage_connects_to_an_actor_over_the_link_of_its_pipeline(
     link: Link, kind: type[ExpertConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,10 +153,14 @@ def test_a_stage_connects_to_an_actor_over_the_link_of_its_pipeline(
     actor = SimpleNamespace(ready=call, open_link=SimpleNamespace(options=lambda **_: call))
     util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
     found = {("second", NAMESPACE): actor}
-    fake = SimpleNamespace(get=fail, util=util, get_actor=lambda name, namespace: found[name, namespace])
+    fake = SimpleNamespace(
+        get=fail, util=util, get_actor=lambda name, namespace: found[name, namespace]
+    )
     monkeypatch.setattr(expert_connections, "ray", fake)
     plan, notified = expert_plan(ARGS, 2), threading.Event()
-    connect = expert_connector(ExpertActorRefs("app-0", plan, ("first", "second"), link, max_open=1), torch.device("cpu"))
+    connect = expert_connector(
+        ExpertActorRefs("app-0", plan, ("first", "second"), link, max_open=1), torch.device("cpu")
+    )
     client = connect(1, notified.set)
     assert notified.wait(LIMIT_S)
     assert type(client) is kind
@@ -157,13 +170,17 @@ def test_a_stage_connects_to_an_actor_over_the_link_of_its_pipeline(
         client.call(ExpertCall(0, (1,), (2,)), torch.zeros(2, ARGS.dim)).result(LIMIT_S)
 
 
-def test_one_thread_at_a_time_waits_for_a_lost_actor_and_none_after_the_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_at_a_time_waits_for_a_lost_actor_and_none_after_the_client_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting: list[Callable[[], None]] = []
 
     def thread(target: Callable[[], None], **_: object) -> SimpleNamespace:
         return SimpleNamespace(start=lambda: waiting.append(target))
 
-    monkeypatch.setattr(expert_connections, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread))
+    monkeypatch.setattr(
+        expert_connections, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread)
+    )
     monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=lambda value: value))
     actor: Any = Actor()
     client = ObjectStoreExpertClient(actor, lambda: None, LAYOUT, "Expert actor 1/1")
@@ -184,7 +201,9 @@ def test_one_thread_at_a_time_waits_for_a_lost_actor_and_none_after_the_client_i
     assert not waiting
 
 
-def test_rows_come_back_as_they_were_sent(connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]) -> None:
+def test_rows_come_back_as_they_were_sent(
+    connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]],
+) -> None:
     client, actor, _ = connection
     reply = _call(client)
     rows = torch.arange(2.0 * ARGS.dim).view(2, -1)

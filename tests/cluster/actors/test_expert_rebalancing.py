@@ -26,7 +26,9 @@ BODY = {"prompt": "ROMEO:", "max_tokens": 40, "ignore_eos": True, "temperature":
 def _app() -> Iterator[None]:
     with (
         local_ray_cluster(num_cpus=3),
-        running_application(dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True),
+        running_application(
+            dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True
+        ),
     ):
         yield
 
@@ -36,7 +38,9 @@ def _write(path: Path, tokens: list[list[int]]) -> Path:
     return path
 
 
-def test_experts_move_while_a_stream_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_move_while_a_stream_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = complete(**BODY)["choices"][0]["text"]
     hot = [[1000, 1, 1000, 1, 1000, 1, 1, 1]] * 8
     load = _write(tmp_path / "load.json", hot)
@@ -44,12 +48,16 @@ def test_experts_move_while_a_stream_continues(tmp_path: Path, capsys: pytest.Ca
     has_begun = threading.Event()
 
     def stream() -> None:
-        with httpx.stream("POST", f"{URL}/v1/completions", json=BODY | {"stream": True}, timeout=120) as response:
+        with httpx.stream(
+            "POST", f"{URL}/v1/completions", json=BODY | {"stream": True}, timeout=120
+        ) as response:
             text = ""
             for line in response.iter_lines():
                 text += line + "\n"
                 has_begun.set()
-        outcomes.append("".join(choice["text"] for event in events(text) for choice in event["choices"]))
+        outcomes.append(
+            "".join(choice["text"] for event in events(text) for choice in event["choices"])
+        )
 
     streams = [threading.Thread(target=stream) for _ in range(3)]
     for each in streams:
@@ -64,10 +72,15 @@ def test_experts_move_while_a_stream_continues(tmp_path: Path, capsys: pytest.Ca
         each.join()
     assert outcomes == [expected] * 3
     app(["experts", "--url", URL, "--adopt", str(load)], standalone_mode=False)
-    assert capsys.readouterr().out.startswith("0 experts were loaded"), "the plan for this load is followed already"
+    assert capsys.readouterr().out.startswith("0 experts were loaded"), (
+        "the plan for this load is followed already"
+    )
     wait_until_idle()
 
 
 def test_a_load_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="load"):
-        app(["experts", "--url", URL, "--adopt", str(_write(tmp_path / "load.json", [[1, 2]]))], standalone_mode=False)
+        app(
+            ["experts", "--url", URL, "--adopt", str(_write(tmp_path / "load.json", [[1, 2]]))],
+            standalone_mode=False,
+        )

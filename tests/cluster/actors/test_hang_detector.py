@@ -18,9 +18,11 @@ UNAVAILABLE, DIED = ActorUnavailableError("connection attempt timed out", None),
 
 
 class _Worker:
-    """As an actor's handle; ``answer``: None where none comes, or what is returned or raised at once."""
+    """As an actor's handle; ``answer``: None where none comes, or what is returned or raised at
+    once.
+    """
 
-    def __init__(self, answer: Any, is_stopped: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, answer: Any, is_stopped: bool = False) -> None:
         self.answer, self.is_stopped = answer, is_stopped
         self.health = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: self))
 
@@ -35,21 +37,28 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
             ended.append(worker)
         return worker in ended
 
-    def get(worker: _Worker) -> Any:  # noqa: ANN401
+    def get(worker: _Worker) -> Any:
         if isinstance(worker.answer, RayError):
             raise worker.answer
         return worker.answer
 
-    wait: Callable[..., Any] = lambda workers, **_: ([w for w in workers if w.answer is not None], [])  # noqa: E731
+    wait: Callable[..., Any] = lambda workers, **_: (
+        [w for w in workers if w.answer is not None],
+        [],
+    )  # noqa: E731
     monkeypatch.setattr(hang_detector, "ray", SimpleNamespace(wait=wait, get=get))
     monkeypatch.setattr(hang_detector, "kill_worker_process", end)
     return ended
 
 
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
-def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
+def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(
+    answer: Any, ended: list[_Worker]
+) -> None:
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer, is_stopped=True)}
-    assert replace_hung_workers(workers, 2.0) == "stage-1 got a new process: its process was stopped"
+    assert (
+        replace_hung_workers(workers, 2.0) == "stage-1 got a new process: its process was stopped"
+    )
     assert ended == [workers["stage-1"]]
 
 
@@ -57,26 +66,39 @@ def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, en
     ("answer", "reason"),
     [(LOADS, ""), (UNAVAILABLE, ""), (None, ""), (DIED, LOST), (WELL, LOST)],
 )
-def test_a_worker_that_loads_or_restarts_is_waited_for(answer: Any, reason: str, ended: list[_Worker]) -> None:  # noqa: ANN401
+def test_a_worker_that_loads_or_restarts_is_waited_for(
+    answer: Any, reason: str, ended: list[_Worker]
+) -> None:
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer)}
     assert replace_hung_workers(workers, 2.0) == reason
     assert not ended
 
 
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
-def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
+def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(
+    answer: Any, ended: list[_Worker]
+) -> None:
     workers: Any = [_Worker(LOADS), _Worker(answer, is_stopped=True)]
     SilenceTracker().kill_silent(workers)
     assert ended == workers[1:]
 
 
 @pytest.mark.parametrize(
-    "check", [lambda workers: replace_hung_workers(workers, 2.0), lambda w: SilenceTracker().kill_silent(w.values())]
+    "check",
+    [
+        lambda workers: replace_hung_workers(workers, 2.0),
+        lambda w: SilenceTracker().kill_silent(w.values()),
+    ],
 )
-def test_all_late_workers_are_examined_at_once(check: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their nodes are lost: each takes as long as Ray waits for it, and the caller does not wait for fourteen times that."""
+def test_all_late_workers_are_examined_at_once(
+    check: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their nodes are lost: each takes as long as Ray waits for it, and the caller does not wait
+    for fourteen times that.
+    """
     workers: Any = {f"stage-{number}": _Worker(None, is_stopped=True) for number in range(14)}
-    together = threading.Barrier(len(workers), timeout=10)  # seconds, if one is examined after the other
+    # seconds, if one is examined after the other
+    together = threading.Barrier(len(workers), timeout=10)
 
     def kill(_worker: _Worker, _min_age_s: float) -> bool:
         together.wait()

@@ -1,4 +1,6 @@
-"""One router at a time: the book alone, then supervisors, stages and two routers that both believe."""
+"""One router at a time: the book alone, then supervisors, stages and two routers that both
+believe.
+"""
 
 import asyncio
 import os
@@ -27,8 +29,18 @@ from small_cluster import small_cluster
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_holder_name, must_yield
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, OwnerApplication, PipelineSpec
+from tramontane.cluster.actors.lease import (
+    Lease,
+    LeaseManager,
+    actor_holder_name,
+    driver_holder_name,
+    must_yield,
+)
+from tramontane.cluster.actors.pipeline_spec import (
+    SUPERVISOR_SUFFIX,
+    OwnerApplication,
+    PipelineSpec,
+)
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import Supervisor, create_supervisor, remove_pipeline
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
@@ -52,7 +64,9 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
         book.claim("b", now=9.0 + TTL)
     book.claim("b", now=9.1 + TTL)
     assert not book.renew("a", now=20.0)
-    assert book.next_epoch(floor=0) == 1002, "higher than every epoch before, whatever the clock says"
+    assert book.next_epoch(floor=0) == 1002, (
+        "higher than every epoch before, whatever the clock says"
+    )
 
 
 def test_the_lease_of_a_holder_that_is_known_to_be_dead_need_not_expire() -> None:
@@ -81,7 +95,9 @@ def test_the_holder_may_claim_again() -> None:
 
 
 def test_a_holder_that_the_book_has_forgotten_has_the_lease_again_when_it_renews() -> None:
-    """No stage knew the lease when the supervisor restarted. The driving router continues, and does not claim."""
+    """No stage knew the lease when the supervisor restarted. The driving router continues, and does
+    not claim.
+    """
     book = LeaseManager(TTL, now=0.0)
     assert book.renew("a", now=5.0)
     assert book.silent_for_s(now=6.0) == 1.0
@@ -96,7 +112,13 @@ def test_a_book_found_in_stages_gives_its_holder_a_full_term() -> None:
     book.claim("b", now=100.1 + TTL)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["claim", "renew", "fence"]), st.floats(0, 15))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from(["claim", "renew", "fence"]), st.floats(0, 15)
+        )
+    )
+)
 def test_epochs_only_grow_and_belong_to_the_holder(events: list[tuple[str, str, float]]) -> None:
     """Against a plain model: who renewed or claimed last, and when."""
     book, now = LeaseManager(TTL, now=0.0), 0.0
@@ -127,11 +149,15 @@ class _Book(Supervisor):
         self._leases.claim("actor@7/driving", time.monotonic())
 
 
-def test_the_lease_is_renewed_while_a_claim_waits_for_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_is_renewed_while_a_claim_waits_for_the_head_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     book, called = _Book(), []
 
     def silent_head(*_: str) -> bool:
-        renewing = threading.Thread(target=lambda: called.append(book.renew("actor@7/driving")), daemon=True)
+        renewing = threading.Thread(
+            target=lambda: called.append(book.renew("actor@7/driving")), daemon=True
+        )
         renewing.start()
         renewing.join(10)  # seconds, if the lock is held; else it ends at once
         return False
@@ -144,7 +170,10 @@ def test_the_lease_is_renewed_while_a_claim_waits_for_the_head_node(monkeypatch:
 
 def test_claims_and_renewals_have_threads_of_their_own() -> None:
     """Two claims that wait for the head node would otherwise occupy both threads of the lease."""
-    groups = {name: getattr(Supervisor, name).__ray_concurrency_group__ for name in ("claim", "renew", "heartbeat")}
+    groups = {
+        name: getattr(Supervisor, name).__ray_concurrency_group__
+        for name in ("claim", "renew", "heartbeat")
+    }
     assert groups["claim"] not in (groups["renew"], groups["heartbeat"])
 
 
@@ -163,7 +192,9 @@ def _ray() -> Iterator[None]:
 @pytest.fixture
 def spec(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PipelineSpec]:
     folder = write_checkpoint(tmp_path / "model", ARGS, random_model(ARGS))
-    spec = PipelineSpec(f"lease-{abs(hash(request.node.name))}", tiny_plan(ARGS, 2), folder, 1, use_gpus=False)
+    spec = PipelineSpec(
+        f"lease-{abs(hash(request.node.name))}", tiny_plan(ARGS, 2), folder, 1, use_gpus=False
+    )
     yield spec
     remove_pipeline(spec.name)
     for name in actor_names(rf"{spec.name}-\d+-supervisor"):  # of a test that failed
@@ -176,8 +207,12 @@ def _health(spec: PipelineSpec) -> list[StageHealth]:
 
 
 @pytest.mark.ray
-def test_of_two_routers_only_the_last_that_was_fenced_gets_steps_through(spec: PipelineSpec) -> None:
-    """The first believes in its lease until stages refuse its steps; then the supervisor does not let it fence them again."""
+def test_of_two_routers_only_the_last_that_was_fenced_gets_steps_through(
+    spec: PipelineSpec,
+) -> None:
+    """The first believes in its lease until stages refuse its steps; then the supervisor does not
+    let it fence them again.
+    """
     supervisor = create_supervisor(spec)
     with running_chain(spec) as first:
         asyncio.run(run_prompts(first, scheduler_for(spec.plan), PROMPTS))
@@ -189,7 +224,8 @@ def test_of_two_routers_only_the_last_that_was_fenced_gets_steps_through(spec: P
                     for stage in range(2):
                         handle = ray.get_actor(spec.stage_name(stage), NAMESPACE)
                         ray.get(handle.fence.remote(result.epoch + 1, "another"))
-                    ray.kill(supervisor, no_restart=False)  # the next one reads in the stages whose they are
+                    # the next one reads in the stages whose they are
+                    ray.kill(supervisor, no_restart=False)
 
             await run_prompts(first, scheduler_for(spec.plan), PROMPTS, observe=usurp)
 
@@ -237,7 +273,9 @@ class Contender:
                 raise PlanError("no room")
             return spec
 
-        self._spec, self._chain = await self._exit.enter_async_context(adopt_or_create_pipeline(spec.name, new_spec))
+        self._spec, self._chain = await self._exit.enter_async_context(
+            adopt_or_create_pipeline(spec.name, new_spec)
+        )
         return self._spec
 
     async def run(self) -> list[list[int]]:
@@ -256,7 +294,9 @@ class Contender:
 
     def _chain_of(self, other: PipelineSpec) -> ObjectStoreStageChain:
         stages = [ray.get_actor(other.stage_name(i), NAMESPACE) for i in range(2)]
-        return ObjectStoreStageChain(stages, ray.get_actor(other.supervisor_name, NAMESPACE), actor_holder_name())
+        return ObjectStoreStageChain(
+            stages, ray.get_actor(other.supervisor_name, NAMESPACE), actor_holder_name()
+        )
 
 
 @contextmanager
@@ -266,7 +306,10 @@ def _contenders(names: str) -> Iterator[list["ActorHandle[Any]"]]:
     for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)  # actors cannot import tests
     try:
-        actors = [ray.remote(num_cpus=0)(Contender).options(name=f"contender-{name}").remote() for name in names]
+        actors = [
+            ray.remote(num_cpus=0)(Contender).options(name=f"contender-{name}").remote()
+            for name in names
+        ]
         ray.get([actor.__ray_ready__.remote() for actor in actors])
     finally:
         for module in modules:
@@ -288,47 +331,65 @@ def _kill(actor: "ActorHandle[Any]", name: str, namespace: str | None = None) ->
 
 
 @pytest.mark.ray
-def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_other_makes_one(spec: PipelineSpec) -> None:
+def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_other_makes_one(
+    spec: PipelineSpec,
+) -> None:
     with _contenders("abc") as (first, *both):
         free = ray.get(first.start.remote(spec))
         before = _health(free)
         _kill(first, "contender-a")
         specs = ray.get([contender.start.remote(spec) for contender in both])
         assert sorted(s.name for s in specs) == [free.name, free.name.removesuffix("0") + "1"]
-        assert [h.pid for h in _health(free)] == [h.pid for h in before], "it was taken over as it was"
+        assert [h.pid for h in _health(free)] == [h.pid for h in before], (
+            "it was taken over as it was"
+        )
         assert [h.epoch for h in before] == [-1, -1], "no router had run anything"
 
         one, other = ray.get([contender.run.remote() for contender in both])
         assert one == other, "both work at the same time, and neither disturbs the other"
         held = [_health(s) for s in specs]
-        assert [{h.holder for h in stages} for stages in held] == [{"actor@0/contender-b"}, {"actor@0/contender-c"}]
+        assert [{h.holder for h in stages} for stages in held] == [
+            {"actor@0/contender-b"},
+            {"actor@0/contender-c"},
+        ]
 
         for intruder, theirs in zip(both, reversed(specs), strict=True):
             with pytest.raises(LeaseError, match="driven by actor@0/contender"):
                 ray.get(intruder.claim_that_of.remote(theirs))
-            # Both may have been fenced in the same millisecond; then it is the number of the step that gives it away.
+            # Both may have been fenced in the same millisecond; then it is the number of the step
+            # that gives it away.
             with pytest.raises(PipelineError, match=r"is at epoch|step 0 came where \d+ was due"):
                 ray.get(intruder.step_on_that_of.remote(theirs))
         assert [_health(s) for s in specs] == held
         assert ray.get([contender.run.remote() for contender in both]) == [one, other]
         ray.get([contender.stop.remote() for contender in both])
-    while any(a["name"].startswith(spec.name) for a in ray.util.list_named_actors(all_namespaces=True)):
+    while any(
+        a["name"].startswith(spec.name) for a in ray.util.list_named_actors(all_namespaces=True)
+    ):
         time.sleep(0.05)
 
 
 @pytest.mark.ray
-def test_a_free_pipeline_is_adopted_as_it_was_made_also_where_nothing_could_be_planned_any_more(spec: PipelineSpec) -> None:
+def test_a_free_pipeline_is_adopted_as_it_was_made_also_where_nothing_could_be_planned_any_more(
+    spec: PipelineSpec,
+) -> None:
     with _contenders("de") as (first, second):
         made = ray.get(first.start.remote(spec))
         _kill(first, "contender-d")
-        assert ray.get(second.start.remote(replace(spec, threads_per_stage=7), is_full=True)) == made
+        assert (
+            ray.get(second.start.remote(replace(spec, threads_per_stage=7), is_full=True)) == made
+        )
         ray.get(second.stop.remote())
     assert not _actors_of(spec)
 
 
 @pytest.mark.ray
-def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(spec: PipelineSpec) -> None:
-    """The lease of a router that has just fallen is not always free at once. There is no room for another pipeline."""
+def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(
+    spec: PipelineSpec,
+) -> None:
+    """The lease of a router that has just fallen is not always free at once. There is no room for
+    another pipeline.
+    """
     others = placement_group([{"CPU": 1}] * 2)
     ray.get(others.ready())
     with _contenders("fg") as (first, second):
@@ -353,7 +414,8 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
         holder = _health(spec)[0].holder
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
-        pid_of = eval("lambda _actor: __import__('os').getpid()")  # of no module, so that it can be sent
+        # of no module, so that it can be sent
+        pid_of = eval("lambda _actor: __import__('os').getpid()")
         pid = ray.get(supervisor.__ray_call__.remote(pid_of))
         ray.kill(supervisor, no_restart=False)
         while True:
@@ -370,12 +432,15 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
 
 
 @pytest.mark.ray
-def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_it(spec: PipelineSpec) -> None:
+def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_it(
+    spec: PipelineSpec,
+) -> None:
     async def scenario() -> None:
         async with running_pipeline(spec) as first:
             stopped = (await first.health())[1].pid
             os.kill(stopped, signal.SIGSTOP)
-            async with running_pipeline(spec) as second:  # as if the first had been killed: its driver is this process
+            # as if the first had been killed: its driver is this process
+            async with running_pipeline(spec) as second:
                 await second.fence()
                 assert (await second.health())[1].pid != stopped
 
@@ -383,7 +448,9 @@ def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_i
 
 
 @pytest.mark.ray
-def test_a_stopped_supervisor_is_replaced_whether_a_pipeline_is_driven_or_taken(spec: PipelineSpec) -> None:
+def test_a_stopped_supervisor_is_replaced_whether_a_pipeline_is_driven_or_taken(
+    spec: PipelineSpec,
+) -> None:
     async def scenario() -> None:
         async with running_pipeline(spec) as first:
             stopped = _stop_supervisor(spec)
@@ -399,14 +466,20 @@ def test_a_stopped_supervisor_is_replaced_whether_a_pipeline_is_driven_or_taken(
 
 def _stop_supervisor(spec: PipelineSpec) -> psutil.Process:
     supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
-    process = psutil.Process(ray.get(supervisor.__ray_call__.remote(eval("lambda _actor: __import__('os').getpid()"))))
+    process = psutil.Process(
+        ray.get(supervisor.__ray_call__.remote(eval("lambda _actor: __import__('os').getpid()")))
+    )
     process.suspend()
     return process
 
 
 @pytest.mark.ray
-def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a command was killed on a joined cluster: no router renews, and no application claims it."""
+def test_an_abandoned_pipeline_is_removed_by_its_supervisor(
+    spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a command was killed on a joined cluster: no router renews, and no application claims
+    it.
+    """
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 3.0)
     _start_and_leave(spec, monkeypatch)
     while _actors_of(spec):
@@ -419,7 +492,9 @@ def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, 
 def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is_there(
     spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them now."""
+    """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them
+    now.
+    """
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor_module, "UNCLAIMED_AFTER_S", 3.0)
     monkeypatch.setattr(supervisor_module, "may_be_claimed", lambda *_: True)
@@ -462,13 +537,18 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
 def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec) -> None:
     wrong = replace(spec, fingerprint=(("config.json", "0" * 64),))
     with (
-        pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file"),
+        pytest.raises(
+            CheckpointError,
+            match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file",
+        ),
         running_chain(wrong),
     ):
         pass
     missing = replace(spec, fingerprint=(("model-00002.safetensors", "0" * 64),))
     with (
-        pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"),
+        pytest.raises(
+            CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"
+        ),
         running_chain(missing),
     ):
         pass

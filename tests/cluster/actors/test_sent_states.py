@@ -1,4 +1,6 @@
-"""Which hidden states count as inline: by Ray's own rule, which test_several_nodes compares with Ray."""
+"""Which hidden states count as inline: by Ray's own rule, which test_several_nodes compares with
+Ray.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ LIMIT = 2**20
 HEADER = bytes(300)
 
 
-@pytest.mark.parametrize(("size", "way"), [(LIMIT - 1, "inline"), (LIMIT, "plasma"), (LIMIT + 1, "plasma")])
+@pytest.mark.parametrize(
+    ("size", "way"), [(LIMIT - 1, "inline"), (LIMIT, "plasma"), (LIMIT + 1, "plasma")]
+)
 def test_a_result_is_inline_below_the_limit(size: int, way: str) -> None:
     """With what Ray adds, a result of 1,048,575 bytes is inline and one of 1,048,576 is not."""
     num_bytes = size - len(HEADER) - SERIALIZED_OVERHEAD

@@ -32,12 +32,16 @@ class _Method:
 
 
 class _Stage:
-    """Fenced once it has been looked at so often; ``stops``: it answers nothing once its fence was requested."""
+    """Fenced once it has been looked at so often; ``stops``: it answers nothing once its fence was
+    requested.
+    """
 
     def __init__(self, looks: int = 0, *, stops: bool = False) -> None:
         self.requested: list[str] = []
         self._looks, self._stops = looks, stops
-        self.interrupt, self.fence, self.health = (_Method(self, name) for name in ("interrupt", "fence", "health"))
+        self.interrupt, self.fence, self.health = (
+            _Method(self, name) for name in ("interrupt", "fence", "health")
+        )
 
     def answers(self, what: str) -> bool:
         if self._stops and "fence" in self.requested:
@@ -56,12 +60,14 @@ class _Ray:
             raise GetTimeoutError
 
 
-def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:  # noqa: ANN401
+def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:
     monkeypatch.setattr(stage_control, "ray", _Ray)
     fence_stages(list(stages), 7, "router", "object-store")
 
 
-def test_the_newest_epoch_is_that_of_any_stage_and_a_silent_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_epoch_is_that_of_any_stage_and_a_silent_one_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     epochs, timeouts = [7, -1, 1_790_000_000_000], []
 
     def get(refs: list[_Ref], timeout: float) -> list[SimpleNamespace]:
@@ -85,20 +91,26 @@ def test_stages_that_are_fenced_at_once_are_not_checked(monkeypatch: pytest.Monk
     assert [stage.requested for stage in stages] == [["interrupt", "fence"]] * 2
 
 
-def test_one_that_is_loading_is_waited_for_as_long_as_it_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_loading_is_waited_for_as_long_as_it_says_how_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loading = _Stage(looks=5)
     _fence(monkeypatch, _Stage(), loading)
     assert loading.requested.count("health") == 5
 
 
-def test_one_that_stops_after_it_was_interrupted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_stops_after_it_was_interrupted_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stopped = _Stage(stops=True)
     with pytest.raises(GetTimeoutError):
         _fence(monkeypatch, _Stage(), stopped)
     assert stopped.requested.count("health") == 1
 
 
-def test_a_stage_that_is_never_fenced_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_never_fenced_is_not_waited_for_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stage_control, "FENCE_TIMEOUT_S", 0.0)
     with pytest.raises(GetTimeoutError):
         _fence(monkeypatch, _Stage(looks=10**9))

@@ -1,4 +1,6 @@
-"""What actors say of themselves, by which hung ones are found, and the threads with which they load."""
+"""What actors say of themselves, by which hung ones are found, and the threads with which they
+load.
+"""
 
 import os
 import subprocess
@@ -21,12 +23,21 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
 from tramontane.workers.stage.stage_worker import StageWorker
 
-COMMON = {"label": "", "_worker": None, "_activity": "", "_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
+COMMON = {
+    "label": "",
+    "_worker": None,
+    "_activity": "",
+    "_bytes_read": 0,
+    "_bytes_loaded": 0,
+    "_weight_bytes": 0,
+}
 
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(
+        worker_actor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
+    )
 
 
 @pytest.mark.parametrize(("busy_s", "expected"), [(7.5, 7.5), (0.0, 0.0), (None, 0.0)])
@@ -38,7 +49,9 @@ def test_a_stage_says_for_how_long_it_computes(busy_s: float | None, expected: f
     assert stage._health()["busy_for_s"] == expected
 
 
-def test_a_stage_loads_with_the_threads_that_its_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_loads_with_the_threads_that_its_steps_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch counts them for each thread, and compiles again where the number is another one."""
     stage, seen = StageActor.__new__(StageActor), list[int]()
     settings = SimpleNamespace(threads=3, weights=None, device="cpu")
@@ -54,13 +67,29 @@ def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool
     """Steps of nothing but prompts, and rows without a token, are none."""
     stage, outcomes = StageActor.__new__(StageActor), list[StepResult]()
     worker = SimpleNamespace(
-        epoch=7, device_name="", numerics=None, request_ids_of=lambda _: [], check_epoch=lambda _: None, dtype=torch.float32
+        epoch=7,
+        device_name="",
+        numerics=None,
+        request_ids_of=lambda _: [],
+        check_epoch=lambda _: None,
+        dtype=torch.float32,
     )
     takes = SimpleNamespace(step=lambda *_: outcomes.pop(), busy_for_s=0.0)
     plan = SimpleNamespace(is_first=False, is_last=True)
     stage.__dict__ |= COMMON | {
-        **{"_worker": worker, "_executor": takes, "_link": takes, "_plan": plan, "_failure_guard": FailureGuard("", "cpu")},
-        **{"_holder": "", "_sent": SentStates(0), "_sampled_epoch": -1, "_loading": threading.Thread()},
+        **{
+            "_worker": worker,
+            "_executor": takes,
+            "_link": takes,
+            "_plan": plan,
+            "_failure_guard": FailureGuard("", "cpu"),
+        },
+        **{
+            "_holder": "",
+            "_sent": SentStates(0),
+            "_sampled_epoch": -1,
+            "_loading": threading.Thread(),
+        },
     }
     stage._expert_load = lambda: {}  # type: ignore[method-assign]
     loading = threading.Thread(target=lambda: None)
@@ -70,7 +99,12 @@ def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool
     def sampled_epoch(epoch: int, *token_ids: int) -> int:
         outcomes.append(StepResult(epoch, 0, token_ids, ()))
         batch = wire.encode_batch(MicroBatch(epoch, 0, ()))
-        assert wire.decode_result(stage.linked_step(batch) if is_linked else stage.step(batch, None)).token_ids == token_ids
+        assert (
+            wire.decode_result(
+                stage.linked_step(batch) if is_linked else stage.step(batch, None)
+            ).token_ids
+            == token_ids
+        )
         return stage.health().sampled_epoch
 
     assert stage.health().sampled_epoch == -1
@@ -96,7 +130,9 @@ assert gc.get_freeze_count() == 0, "it was imported before"
 
 
 def test_no_collection_looks_at_the_objects_of_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -110,12 +146,22 @@ print(config.compile_threads)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [(None, "1"), ("3", "3")])
-def test_torchs_compiler_starts_no_pool_of_processes_unless_the_user_wants_it(setting: str | None, expected: str) -> None:
+def test_torchs_compiler_starts_no_pool_of_processes_unless_the_user_wants_it(
+    setting: str | None, expected: str
+) -> None:
     """As torch itself understands it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"
+    }
     if setting is not None:
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = setting
-    done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.strip() == expected, done.stderr
 
 
@@ -131,9 +177,16 @@ def test_a_draft_model_says_for_how_long_it_drafts(fails: bool) -> None:
             raise PipelineError("out of memory")
         return []
 
-    own = {"_wait_until_loaded": lambda: SimpleNamespace(draft=draft), "_settings": SimpleNamespace(threads=1)}
+    own = {
+        "_wait_until_loaded": lambda: SimpleNamespace(draft=draft),
+        "_settings": SimpleNamespace(threads=1),
+    }
     guard = FailureGuard("the draft model", "cpu")
-    actor.__dict__ |= COMMON | own | {"_loading": threading.Thread(), "_failure_guard": guard, "_drafting_since": None}
+    actor.__dict__ |= (
+        COMMON
+        | own
+        | {"_loading": threading.Thread(), "_failure_guard": guard, "_drafting_since": None}
+    )
     assert actor._health()["busy_for_s"] == 0
     with suppress(PipelineError):
         actor.draft([], ())

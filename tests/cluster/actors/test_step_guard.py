@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from tramontane.cluster.actors.stage_actor import StageActor
-from tramontane.cluster.actors.step_guard import MAX_ABANDONED, MAX_FAILURES, FailureGuard, device_self_test
+from tramontane.cluster.actors.step_guard import (
+    MAX_ABANDONED,
+    MAX_FAILURES,
+    FailureGuard,
+    device_self_test,
+)
 from tramontane.proto.errors import LinkError
 from tramontane.workers.links.gpu_channel import ABANDONED, num_abandoned_operations
 
@@ -64,11 +69,18 @@ def test_a_device_that_computes_no_more_ends_it_at_once(monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_threads_that_were_left_in_calls_that_do_not_end_end_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    """One may be due to a neighbor that died just then; where two GPUs can never be connected there is one after another."""
+def test_threads_that_were_left_in_calls_that_do_not_end_end_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One may be due to a neighbor that died just then; where two GPUs can never be connected there
+    is one after another.
+    """
     assert num_abandoned_operations() == 0
     failures, over = FailureGuard("Stage 1/2", "cpu", _end), threading.Event()
-    threads = [threading.Thread(target=over.wait, name=ABANDONED, daemon=True) for _ in range(MAX_ABANDONED)]
+    threads = [
+        threading.Thread(target=over.wait, name=ABANDONED, daemon=True)
+        for _ in range(MAX_ABANDONED)
+    ]
     try:
         for thread in threads:
             with pytest.raises(LinkError), failures.guard_connect():
@@ -82,17 +94,24 @@ def test_threads_that_were_left_in_calls_that_do_not_end_end_the_process(caplog:
         over.set()
         for thread in threads:
             thread.join()
-    assert "3 threads were left in the first operation of a channel: could not be linked" in caplog.text
+    assert (
+        "3 threads were left in the first operation of a channel: could not be linked"
+        in caplog.text
+    )
 
 
 def test_a_stage_is_guarded_while_it_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_inlet: object) -> None:
         raise LinkError("could not be linked")
 
-    monkeypatch.setattr("tramontane.workers.links.gpu_channel.num_abandoned_operations", lambda: MAX_ABANDONED)
+    monkeypatch.setattr(
+        "tramontane.workers.links.gpu_channel.num_abandoned_operations", lambda: MAX_ABANDONED
+    )
     stage = object.__new__(StageActor)
     monkeypatch.setattr(stage, "_fenced_worker", lambda _epoch: None, raising=False)
     monkeypatch.setattr(stage, "_link", SimpleNamespace(connect=refuse), raising=False)
-    monkeypatch.setattr(stage, "_failure_guard", FailureGuard("Stage 1/2", "cpu", _end), raising=False)
+    monkeypatch.setattr(
+        stage, "_failure_guard", FailureGuard("Stage 1/2", "cpu", _end), raising=False
+    )
     with pytest.raises(Ended):
         stage.connect(0, None)

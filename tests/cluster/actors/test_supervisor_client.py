@@ -1,4 +1,6 @@
-"""Who is missed, and who is not, while the head node is away; and how often a call is repeated. Without Ray."""
+"""Who is missed, and who is not, while the head node is away; and how often a call is repeated.
+Without Ray.
+"""
 
 import asyncio
 import queue
@@ -20,7 +22,9 @@ from tramontane.proto.errors import PipelineError
 UNAVAILABLE = ActorUnavailableError("it restarts", None)
 
 
-def test_supervisors_get_heartbeats_of_the_command_also_while_they_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisors_get_heartbeats_of_the_command_also_while_they_cannot_be_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     received: queue.SimpleQueue[str] = queue.SimpleQueue()
     received_first: set[str] = set()
     is_away, is_back = threading.Event(), threading.Event()
@@ -32,7 +36,7 @@ def test_supervisors_get_heartbeats_of_the_command_also_while_they_cannot_be_lis
         is_back.wait()
         raise GetTimeoutError("the head node is away")
 
-    def get_actor(name: str, _namespace: str) -> Any:  # noqa: ANN401
+    def get_actor(name: str, _namespace: str) -> Any:
         if name == "gone":
             raise ValueError(name)
 
@@ -53,7 +57,9 @@ def test_supervisors_get_heartbeats_of_the_command_also_while_they_cannot_be_lis
         is_back.set()
 
 
-def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reported: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers = [True, False, False]
 
@@ -67,10 +73,16 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
         threading.Event().wait()  # the thread that watches has nothing more to do
 
     monkeypatch.setattr(supervisor_module, "recover_lease", lambda _spec: None)
-    for name, value in {"WATCH_INTERVAL_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
+    for name, value in {
+        "WATCH_INTERVAL_S": 0.001,
+        "ABANDONED_AFTER_S": 0.01,
+        "UNCLAIMED_AFTER_S": 0.01,
+    }.items():
         monkeypatch.setattr(supervisor_module, name, value)
     monkeypatch.setattr(supervisor_module, "may_be_claimed", lambda _application: True)
-    monkeypatch.setattr(supervisor_module, "delete_application", lambda _application: reported.put("ended"))
+    monkeypatch.setattr(
+        supervisor_module, "delete_application", lambda _application: reported.put("ended")
+    )
     monkeypatch.setattr(supervisor_module, "is_head_alive", is_head_alive)
     monkeypatch.setattr(supervisor_module, "remove_pipeline", remove)
     spec: Any = SimpleNamespace(name="a", application=OwnerApplication("b", launched=True))
@@ -86,7 +98,9 @@ def test_a_supervisor_that_restarts_with_a_clock_that_is_behind_fences_with_a_la
 ) -> None:
     """No stage answered when it began. Stages refuse an epoch that is not larger than theirs."""
     fenced: list[int] = []
-    never = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: clock_ns, sleep=lambda _: threading.Event().wait())
+    never = SimpleNamespace(
+        monotonic=time.monotonic, time_ns=lambda: clock_ns, sleep=lambda _: threading.Event().wait()
+    )
     for name, value in {
         "time": never,
         "recover_lease": lambda _spec: None,
@@ -96,14 +110,18 @@ def test_a_supervisor_that_restarts_with_a_clock_that_is_behind_fences_with_a_la
         "fence_stages": lambda _stages, epoch, _holder, _link: fenced.append(epoch),
     }.items():
         monkeypatch.setattr(supervisor_module, name, value)
-    spec: Any = SimpleNamespace(name="a", application=None, link="direct", plan=SimpleNamespace(stages=["stage"]))
+    spec: Any = SimpleNamespace(
+        name="a", application=None, link="direct", plan=SimpleNamespace(stages=["stage"])
+    )
     supervisor = supervisor_module.Supervisor(spec)
     assert [supervisor.fence("router"), supervisor.fence("router")] == fenced
     assert accepted < fenced[0] < fenced[1]
 
 
 @pytest.mark.parametrize(("seconds", "is_there"), [(0.0, True), (60.0, False)])
-def test_a_head_node_that_let_us_wait_was_away(monkeypatch: pytest.MonkeyPatch, seconds: float, *, is_there: bool) -> None:
+def test_a_head_node_that_let_us_wait_was_away(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, *, is_there: bool
+) -> None:
     times = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(applications, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(ray.util, "list_named_actors", lambda: [])
@@ -138,7 +156,9 @@ def test_a_supervisor_that_restarts_is_called_again_for_some_time(
         delays.append(seconds)
 
     monkeypatch.setattr(supervisor_client, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(supervisor_client, "backoff_delays", lambda first_s, max_s: iter([first_s] + [max_s] * 40))
+    monkeypatch.setattr(
+        supervisor_client, "backoff_delays", lambda first_s, max_s: iter([first_s] + [max_s] * 40)
+    )
     with monkeypatch.context() as patched:
         patched.setattr(supervisor_client.asyncio, "sleep", sleep)
         if succeeds:
@@ -146,7 +166,9 @@ def test_a_supervisor_that_restarts_is_called_again_for_some_time(
         else:
             with pytest.raises(ActorUnavailableError):
                 asyncio.run(supervisor_client.call_with_retry(call))
-    assert delays == [0.2, *[2.0] * 40][: num_failures if succeeds else 29], "it gives up at the 30th second"
+    assert delays == [0.2, *[2.0] * 40][: num_failures if succeeds else 29], (
+        "it gives up at the 30th second"
+    )
 
 
 @pytest.mark.parametrize(("num_failures", "succeeds"), [(0, True), (2, True), (3, False)])
@@ -169,7 +191,9 @@ def test_an_expert_actor_that_restarts_is_called_again_a_number_of_times(
     if succeeds:
         expert_actor._call_with_retry("experts-0", "load_experts", 7)
     else:
-        with pytest.raises(PipelineError, match="experts-0 was unavailable 3 times in a row") as raised:
+        with pytest.raises(
+            PipelineError, match="experts-0 was unavailable 3 times in a row"
+        ) as raised:
             expert_actor._call_with_retry("experts-0", "load_experts", 7)
         assert raised.value.__cause__ is UNAVAILABLE
     assert calls == [(7,)] * min(num_failures + 1, 3)

@@ -1,4 +1,6 @@
-"""``tramontane bench``: on a tiny engine in this process, and against API servers without a network. No clock is used."""
+"""``tramontane bench``: on a tiny engine in this process, and against API servers without a
+network. No clock is used.
+"""
 
 import asyncio
 import itertools
@@ -59,7 +61,9 @@ Bench = Callable[..., Ended]
 
 
 @pytest.fixture
-def bench(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+def bench(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Bench:
     """Runs ``tramontane bench`` in this process."""
 
     def run(*flags: object) -> Ended:
@@ -77,23 +81,43 @@ def _offline(model: Path) -> list[object]:
     return ["--model", model, "--local", "--stages", 2, "--threads-per-stage", 1, *lengths]
 
 
-def test_offline_counts_every_token_of_a_round_and_of_that_round_alone(bench: Bench, model: Path) -> None:
+def test_offline_counts_every_token_of_a_round_and_of_that_round_alone(
+    bench: Bench, model: Path
+) -> None:
     ended = bench(*_offline(model), "--range-ratio", 0.5, "--warmups", 2, "--repeats", 3, "--json")
     assert ended.code == 0, ended.err
     data, requests = ended.json, WORK.requests(0, ARGS.vocab_size)
-    num_in, num_out = sum(r.num_prompt_tokens for r in requests), sum(r.num_new_tokens for r in requests)
-    assert (data["num_requests"], data["completed"], data["failed"], data["errors"]) == (5, 5, 0, [])
+    num_in, num_out = (
+        sum(r.num_prompt_tokens for r in requests),
+        sum(r.num_new_tokens for r in requests),
+    )
+    assert (data["num_requests"], data["completed"], data["failed"], data["errors"]) == (
+        5,
+        5,
+        0,
+        [],
+    )
     assert (data["total_input_tokens"], data["total_output_tokens"]) == (num_in, num_out)
     assert data["total_num_tokens"] == num_in + num_out
     assert [stage["layers"] for stage in data["stages"]] == [[0, 1], [2, 3]]
-    assert [stage["tokens"] for stage in data["stages"]] == [num_in + num_out - 5] * 2  # the last token is never fed back
+    # the last token is never fed back
+    assert [stage["tokens"] for stage in data["stages"]] == [num_in + num_out - 5] * 2
     assert 0 < data["bubble"] < 1
     assert len(data["hops"]) == 1
     assert data["hops"][0]["min_ms"] <= data["hops"][0]["median_ms"]
     assert len(data["repeats_tokens_per_second"]) == 3
     assert data["tokens_per_second"] == sorted(data["repeats_tokens_per_second"])[1]
-    assert data["median_ttft_ms"] <= data["median_e2el_ms"] <= data["p99_e2el_ms"] <= 1000 * data["elapsed_time"]
-    assert [line.split(" ...")[0] for line in ended.err.splitlines() if line.startswith("round") and "%" not in line] == [
+    assert (
+        data["median_ttft_ms"]
+        <= data["median_e2el_ms"]
+        <= data["p99_e2el_ms"]
+        <= 1000 * data["elapsed_time"]
+    )
+    assert [
+        line.split(" ...")[0]
+        for line in ended.err.splitlines()
+        if line.startswith("round") and "%" not in line
+    ] == [
         "round 1 of 5 (warm-up)",
         "round 2 of 5 (warm-up)",
         "round 3 of 5",
@@ -102,26 +126,42 @@ def test_offline_counts_every_token_of_a_round_and_of_that_round_alone(bench: Be
     ]
 
 
-@pytest.mark.parametrize(("flags", "speeds"), [((), [None, None]), (("--gpu-speed", "3,1"), [3, 1])])
+@pytest.mark.parametrize(
+    ("flags", "speeds"), [((), [None, None]), (("--gpu-speed", "3,1"), [3, 1])]
+)
 def test_what_is_measured_offline_can_be_planned_with(
     bench: Bench, model: Path, tmp_path: Path, flags: tuple[str, ...], speeds: list[int | None]
 ) -> None:
     ended = bench(*_offline(model), "--warmups", 0, "--repeats", 1, "--json", *flags)
     assert ended.code == 0, ended.err
     stages = ended.json["stages"]
-    assert [(stage["device"], stage["speed"]) for stage in stages] == [(device_name("cpu"), speed) for speed in speeds]
+    assert [(stage["device"], stage["speed"]) for stage in stages] == [
+        (device_name("cpu"), speed) for speed in speeds
+    ]
     (tmp_path / "bench.json").write_text(ended.out)
     times = parse_stage_times_option(tmp_path / "bench.json")
     assert isinstance(times, tuple)
-    assert [time.busy for time in times] == [s["busy_share"] * (speed or 1) for s, speed in zip(stages, speeds, strict=True)]
+    assert [time.busy for time in times] == [
+        s["busy_share"] * (speed or 1) for s, speed in zip(stages, speeds, strict=True)
+    ]
 
 
-def test_offline_prints_a_table_for_people_and_needs_no_weights(bench: Bench, model: Path, tmp_path: Path) -> None:
+def test_offline_prints_a_table_for_people_and_needs_no_weights(
+    bench: Bench, model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     flags = [tmp_path if flag is model else flag for flag in _offline(model)]
     ended = bench(*flags, "--load-format", "dummy", "--warmups", 0, "--repeats", 1)
     assert ended.code == 0, ended.err
-    for part in ("5 requests, 60 tokens in, 30 out", "first token (TTFT)", "p99", "1/2", "2/2", "bubble", "hop 1 to 2:"):
+    for part in (
+        "5 requests, 60 tokens in, 30 out",
+        "first token (TTFT)",
+        "p99",
+        "1/2",
+        "2/2",
+        "bubble",
+        "hop 1 to 2:",
+    ):
         assert part in ended.out
 
 
@@ -134,14 +174,22 @@ def test_offline_prints_a_table_for_people_and_needs_no_weights(bench: Bench, mo
         (["--num-prompts", "many"], ["--num-prompts"]),
         (["--repeats", "0"], ["--repeats is 0"]),
         (["--request-rate", "3"], ["--request-rate", "--url"]),
-        (["--max-concurrency", "3", "--vocab-size", "9"], ["--max-concurrency, --vocab-size", "--url"]),
-        (["--url", "http://127.0.0.1:1"], ["--model", "--stages", "--local", "only for an engine of bench's own"]),
+        (
+            ["--max-concurrency", "3", "--vocab-size", "9"],
+            ["--max-concurrency, --vocab-size", "--url"],
+        ),
+        (
+            ["--url", "http://127.0.0.1:1"],
+            ["--model", "--stages", "--local", "only for an engine of bench's own"],
+        ),
         (["--plot", "picture.xyz"], ["picture.xyz must end in one of", "png"]),
         (["--plot", "nowhere/picture.png"], ["there is no folder nowhere"]),
         (["--stages", "9"], ["9", "stages"]),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(bench: Bench, model: Path, flags: list[str], named: list[str]) -> None:
+def test_what_cannot_be_measured_is_one_line(
+    bench: Bench, model: Path, flags: list[str], named: list[str]
+) -> None:
     ended = bench(*_offline(model), *flags)
     *_, last = ended.err.splitlines()
     assert (ended.code, ended.out) == (2, "")
@@ -151,7 +199,14 @@ def test_what_cannot_be_measured_is_one_line(bench: Bench, model: Path, flags: l
 
 
 @pytest.mark.parametrize(
-    ("url", "code"), [("127.0.0.1:1", 2), ("http://127.0.0.1:1/v1/", 1), ("http://", 2), ("http://[", 1), ("http://host:port", 2)]
+    ("url", "code"),
+    [
+        ("127.0.0.1:1", 2),
+        ("http://127.0.0.1:1/v1/", 1),
+        ("http://", 2),
+        ("http://[", 1),
+        ("http://host:port", 2),
+    ],
 )
 def test_a_server_that_is_not_there_is_one_line(bench: Bench, url: str, code: int) -> None:
     ended = bench("--url", url)
@@ -160,7 +215,9 @@ def test_a_server_that_is_not_there_is_one_line(bench: Bench, url: str, code: in
     assert ended.err.count("\n") == 1
 
 
-def test_plot_without_the_library_says_how_to_get_it(bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_the_library_says_how_to_get_it(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pictures, "find_spec", lambda _: None)
     ended = bench(*_offline(model), "--plot", "picture.png")
     assert (ended.code, ended.out) == (2, "")
@@ -191,7 +248,9 @@ def _measure(
     return asyncio.run(bench_online(client, work, traffic, RoundPlan(0, 1), BenchDisplay()))
 
 
-def _client(answer: Callable[[dict[str, Any]], Awaitable[httpx.Response]], **entry: object) -> httpx.AsyncClient:
+def _client(
+    answer: Callable[[dict[str, Any]], Awaitable[httpx.Response]], **entry: object
+) -> httpx.AsyncClient:
     """Of a server that is a function of the request's body."""
 
     async def handle(request: httpx.Request) -> httpx.Response:
@@ -230,7 +289,9 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
         return MeasuredLoad((), 1)
 
     async def run() -> BenchResult:
-        router = Router(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain(no_gate))
+        router = Router(
+            Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain(no_gate)
+        )
         running = asyncio.create_task(router.run())
         config = HttpAppConfig(
             model=ServedModel("tiny", None, 128, 16, ARGS.vocab_size),
@@ -241,7 +302,9 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
             pacer=Pacer(10**9),
         )
         server = HttpApp(config)
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://ingress")
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(server.app()), base_url="http://ingress"
+        )
         try:
             return await bench_online(client, WORK, LoadPattern(), RoundPlan(1, 1), BenchDisplay())
         finally:
@@ -251,7 +314,9 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
 
     outcome = asyncio.run(run())
     assert outcome.figures.failures == ()
-    assert [t.num_prompt_tokens for t in outcome.round.traces] == [r.num_prompt_tokens for r in requests]
+    assert [t.num_prompt_tokens for t in outcome.round.traces] == [
+        r.num_prompt_tokens for r in requests
+    ]
     assert [t.num_new_tokens for t in outcome.round.traces] == [r.num_new_tokens for r in requests]
     assert all(1 <= len(t.pieces_at) <= t.num_new_tokens for t in outcome.round.traces)
 
@@ -261,7 +326,11 @@ def test_what_is_sent() -> None:
 
     async def answer(body: dict[str, Any]) -> httpx.Response:
         bodies.append(body)
-        return _stream(_piece(), _piece(), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}})
+        return _stream(
+            _piece(),
+            _piece(),
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}},
+        )
 
     outcome = _measure(_client(answer, vocab_size=96))
     requests = WORK.requests(0, 96)
@@ -285,7 +354,9 @@ def test_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "is_text"), [(None, True), (50, False)])
-def test_a_server_that_does_not_report_its_vocabulary_gets_text(vocab_size: int | None, is_text: bool) -> None:
+def test_a_server_that_does_not_report_its_vocabulary_gets_text(
+    vocab_size: int | None, is_text: bool
+) -> None:
     prompts: list[Any] = []
 
     async def answer(body: dict[str, Any]) -> httpx.Response:
@@ -310,11 +381,15 @@ def test_requests_do_not_wait_for_each_other() -> None:
         await all_there.wait()
         return _stream(_piece())
 
-    assert _measure(_client(answer), traffic=LoadPattern(request_rate=5000)).figures.num_completed == 5
+    assert (
+        _measure(_client(answer), traffic=LoadPattern(request_rate=5000)).figures.num_completed == 5
+    )
 
 
 def test_waiting_for_a_place_counts() -> None:
-    """One at a time: each is answered after the one before, and all count from when they were due."""
+    """One at a time: each is answered after the one before, and all count from when they were
+    due.
+    """
     under_way = most = 0
 
     async def answer(_body: dict[str, Any]) -> httpx.Response:
@@ -337,7 +412,9 @@ def test_requests_are_due_when_the_rate_says() -> None:
 
     traces = _measure(_client(answer), traffic=LoadPattern(request_rate=1000)).round.traces
     due = arrivals(5, 1000, WORK.seed)
-    assert [t.due_at - traces[0].due_at for t in traces] == pytest.approx([at - due[0] for at in due], abs=1e-9)
+    assert [t.due_at - traces[0].due_at for t in traces] == pytest.approx(
+        [at - due[0] for at in due], abs=1e-9
+    )
     assert all(t.pieces_at[0] >= t.due_at for t in traces)
 
 
@@ -383,11 +460,15 @@ def test_if_all_fail_there_are_no_figures() -> None:
     async def answer(_body: dict[str, Any]) -> httpx.Response:
         return httpx.Response(429, json={"error": {"message": "too much is waiting"}})
 
-    with pytest.raises(PipelineError, match="all 5 requests failed, 5 with HTTP 429: too much is waiting"):
+    with pytest.raises(
+        PipelineError, match="all 5 requests failed, 5 with HTTP 429: too much is waiting"
+    ):
         _measure(_client(answer))
 
 
-@pytest.mark.parametrize("body", [b"hello", b"[]", b'{"data": []}', b'{"data": [7]}', b'{"data": [{"name": "it"}]}'])
+@pytest.mark.parametrize(
+    "body", [b"hello", b"[]", b'{"data": []}', b'{"data": [7]}', b'{"data": [{"name": "it"}]}']
+)
 def test_a_server_that_is_something_else_is_refused(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
     with pytest.raises(ConfigError, match="lists no model at /v1/models"):
@@ -395,13 +476,19 @@ def test_a_server_that_is_something_else_is_refused(body: bytes) -> None:
 
 
 def test_the_url_may_end_as_openais_clients_want_it() -> None:
-    for url in ("http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"):
+    for url in (
+        "http://host:8000",
+        "http://host:8000/",
+        "http://host:8000/v1",
+        "http://host:8000/v1/",
+    ):
         assert str(make_client(url, {}).base_url) == "http://host:8000"
     assert str(make_client("http://host/below/v1", {}).base_url) == "http://host/below/"
 
 
 @pytest.mark.parametrize(
-    ("traffic", "named"), [({"max_concurrency": 0}, "--max-concurrency"), ({"vocab_size": -1}, "--vocab-size")]
+    ("traffic", "named"),
+    [({"max_concurrency": 0}, "--max-concurrency"), ({"vocab_size": -1}, "--vocab-size")],
 )
 def test_impossible_traffic_is_refused(traffic: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -411,7 +498,9 @@ def test_impossible_traffic_is_refused(traffic: dict[str, int], named: str) -> N
 # ---- progress
 
 
-def test_without_a_terminal_a_round_says_every_five_seconds_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_round_says_every_five_seconds_how_far_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = 100.0
     display = BenchDisplay(lambda: now)
     display.begin_round(0, RoundPlan(1, 1), 200)
@@ -433,7 +522,9 @@ def test_without_a_terminal_a_round_says_every_five_seconds_how_far_it_is(capsys
 
 def test_in_a_terminal_a_round_has_a_bar_with_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
     display = BenchDisplay()
-    display.stderr = Console(stderr=True, force_terminal=True, width=120, height=20, highlight=False)
+    display.stderr = Console(
+        stderr=True, force_terminal=True, width=120, height=20, highlight=False
+    )
     display.begin_round(0, RoundPlan(0, 1), 200)
     display.advance(50)
     display.advance(25)
@@ -450,8 +541,12 @@ def test_a_round_of_an_engine_advances_with_every_computed_token(
 ) -> None:
     """Prompts count too: with long ones the first new token comes late."""
     totals, advanced = list[int](), list[int]()
-    monkeypatch.setattr(BenchDisplay, "begin_round", lambda _self, _number, _rounds, total: totals.append(total))
-    monkeypatch.setattr(BenchDisplay, "advance", lambda _self, num_tokens: advanced.append(num_tokens))
+    monkeypatch.setattr(
+        BenchDisplay, "begin_round", lambda _self, _number, _rounds, total: totals.append(total)
+    )
+    monkeypatch.setattr(
+        BenchDisplay, "advance", lambda _self, num_tokens: advanced.append(num_tokens)
+    )
     assert bench(*_offline(model), "--warmups", 0, "--repeats", 1).code == 0
     assert len(totals) == 1
     assert sum(advanced) == totals[0]

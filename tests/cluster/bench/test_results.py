@@ -36,14 +36,21 @@ def test_figures_of_two_requests() -> None:
     assert figures.itl is not None  # 1, 2 and 2
     assert figures.itl.mean_s == pytest.approx(5 / 3)
     assert figures.itl.percentiles_s == (2.0, 2.0, 2.0)
-    assert figures.tpot == Latency(1.25, (1.25, pytest.approx(1.45), pytest.approx(1.495)))  # 3/2 and 2/2: not per piece
+    # 3/2 and 2/2: not per piece
+    assert figures.tpot == Latency(1.25, (1.25, pytest.approx(1.45), pytest.approx(1.495)))
 
 
 def test_failures_are_counted_by_kind_and_have_no_part_in_the_rest() -> None:
     broken = RequestTrace(5.0, 100, 7, (6.0, 99.0), Failure("ReadError", "gone"))
-    refused = [RequestTrace(12.0, 100, 0, (), replace(FULL, message=f"{FULL.message}: {i}")) for i in range(2)]
+    refused = [
+        RequestTrace(12.0, 100, 0, (), replace(FULL, message=f"{FULL.message}: {i}"))
+        for i in range(2)
+    ]
     figures = BenchMetrics.of([*TRACES, broken, *refused])
-    assert figures.failures == (FailureCount("HTTP 429", 2, "too much is waiting: 0"), FailureCount("ReadError", 1, "gone"))
+    assert figures.failures == (
+        FailureCount("HTTP 429", 2, "too much is waiting: 0"),
+        FailureCount("ReadError", 1, "gone"),
+    )
     assert (figures.num_completed, figures.num_failed, figures.num_new_tokens) == (2, 3, 6)
     assert figures.elapsed_s == 10.0  # it began when the broken one was due
     assert figures.ttft == BenchMetrics.of(TRACES).ttft
@@ -51,13 +58,25 @@ def test_failures_are_counted_by_kind_and_have_no_part_in_the_rest() -> None:
 
 def test_nothing_answered_and_single_tokens_have_no_latencies() -> None:
     figures = BenchMetrics.of([RequestTrace(1.0, 5, 0, (), FULL)])
-    assert (figures.elapsed_s, figures.tokens_per_s, figures.ttft, figures.e2e) == (0.0, 0.0, None, None)
+    assert (figures.elapsed_s, figures.tokens_per_s, figures.ttft, figures.e2e) == (
+        0.0,
+        0.0,
+        None,
+        None,
+    )
     single = BenchMetrics.of([RequestTrace(1.0, 5, 1, (3.0,))])
     assert (single.tpot, single.itl, single.ttft) == (None, None, Latency(2.0, (2.0, 2.0, 2.0)))
 
 
 @pytest.mark.parametrize(
-    ("speeds", "chosen"), [((5.0,), 0), ((5.0, 9.0, 7.0), 2), ((9.0, 5.0), 1), ((4.0, 1.0, 3.0, 2.0), 3), ((2.0, 2.0, 2.0), 1)]
+    ("speeds", "chosen"),
+    [
+        ((5.0,), 0),
+        ((5.0, 9.0, 7.0), 2),
+        ((9.0, 5.0), 1),
+        ((4.0, 1.0, 3.0, 2.0), 3),
+        ((2.0, 2.0, 2.0), 1),
+    ],
 )
 def test_the_middle_round_is_shown(speeds: tuple[float, ...], chosen: int) -> None:
     assert median_index(speeds) == chosen
@@ -79,7 +98,13 @@ def test_warmup_rounds_do_not_count_and_the_rest_are_reported() -> None:
     assert outcome.speeds == (4.0, 8.0, 2.0)
     assert outcome.figures.elapsed_s == 2.0
     data = as_data(outcome)
-    assert list(data)[:5] == ["elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second"]
+    assert list(data)[:5] == [
+        "elapsed_time",
+        "num_requests",
+        "total_num_tokens",
+        "requests_per_second",
+        "tokens_per_second",
+    ]
     assert [data[key] for key in list(data)[:5]] == [2.0, 1, 8, 0.5, 4.0]
     assert (data["repeats_tokens_per_second"], data["num_warmups"]) == ([4.0, 8.0, 2.0], 1)
     assert {"median_ttft_ms", "p99_e2el_ms", "mean_e2el_ms"} <= data.keys()
@@ -92,7 +117,9 @@ def test_work_is_the_seeds_and_every_round_has_other_tokens_of_the_same_lengths(
     first, again, other = (work.requests(number, 20) for number in (0, 0, 1))
     assert first == again
     assert [r.prompt for r in first] != [r.prompt for r in other]
-    assert [(r.num_prompt_tokens, r.num_new_tokens) for r in first] == [(r.num_prompt_tokens, r.num_new_tokens) for r in other]
+    assert [(r.num_prompt_tokens, r.num_new_tokens) for r in first] == [
+        (r.num_prompt_tokens, r.num_new_tokens) for r in other
+    ]
     assert {r.num_prompt_tokens for r in first} == set(range(5, 16))
     assert {r.num_new_tokens for r in first} == {2, 3, 4, 5, 6}
     assert work.max_positions == 15 + 6
@@ -113,7 +140,8 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
     gaps = [b - a for a, b in itertools.pairwise(due)]
     assert due == sorted(due)
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
-    assert sum(gap > 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)  # no fixed steps
+    # no fixed steps
+    assert sum(gap > 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
     assert arrivals(10, 8.0, 0) == due[:10]
     assert arrivals(10, 8.0, 1) != due[:10]
 

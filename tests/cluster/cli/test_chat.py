@@ -59,7 +59,8 @@ chat.open_engine = open_engine
 cli.main()
 """
 EDITED = b"\x1b[?2004l"
-PROMPT = b"\x1b[?2004h"  # from here on a terminal marks what is pasted, because a line is being edited
+# from here on a terminal marks what is pasted, because a line is being edited
+PROMPT = b"\x1b[?2004h"
 Chat = Callable[..., tuple[int, str, str]]
 
 
@@ -70,7 +71,9 @@ def weights() -> StageModel:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, weights: StageModel) -> Path:
-    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, weights), 300)
+    return write_tokenizer(
+        write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, weights), 300
+    )
 
 
 @pytest.fixture
@@ -78,8 +81,19 @@ def chat(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Exit code, standard output and standard error of a conversation in this process."""
 
     def run(*lines: str | bytes, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
-        said = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
-        given = ["--model", str(model), "--local", "--max-tokens", "8", "--temperature", "0", *flags]
+        said = b"".join(
+            (line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines
+        )
+        given = [
+            "--model",
+            str(model),
+            "--local",
+            "--max-tokens",
+            "8",
+            "--temperature",
+            "0",
+            *flags,
+        ]
         monkeypatch.setattr(sys, "argv", ["tramontane", "chat", *given])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
         with pytest.raises(SystemExit) as exit_:
@@ -99,7 +113,9 @@ def _answers(out: str) -> list[dict[str, Any]]:
 def test_answers_are_what_the_model_says_to_the_conversation(
     chat: Chat, model: Path, weights: StageModel, system: str | None
 ) -> None:
-    code, out, err = chat("The quick", "", "brown fox", flags=("--json", *(("--system", system) if system else ())))
+    code, out, err = chat(
+        "The quick", "", "brown fox", flags=("--json", *(("--system", system) if system else ()))
+    )
     assert code == 0, err
     tokenizer = require_tokenizer(model, 300)
     prompt = load_chat_template(model, tokenizer)
@@ -107,7 +123,9 @@ def test_answers_are_what_the_model_says_to_the_conversation(
     for said, answer in zip(("The quick", "brown fox"), _answers(out), strict=True):
         messages.append(ChatMessage("user", said))
         ids = prompt.encode(messages)
-        tokens = greedy(dict(weights.state_dict()), ARGS, list(ids), 8).token_ids[: answer["completion_tokens"]]
+        tokens = greedy(dict(weights.state_dict()), ARGS, list(ids), 8).token_ids[
+            : answer["completion_tokens"]
+        ]
         decoder = tokenizer.decoder(is_text_start=True)
         assert answer["text"] == "".join(map(decoder.push, tokens)) + decoder.finish()
         assert (answer["prompt_tokens"], answer["completion_tokens"]) == (len(ids), len(tokens))
@@ -133,9 +151,15 @@ def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
     first, second = _answers(out)
     assert first["reasoning"] == "".join(split.thought for split in splits) != ""
     assert first["text"] == "".join(split.content for split in splits)
-    conversation = [ChatMessage("user", "The quick"), ChatMessage("assistant", first["text"]), ChatMessage("user", "brown")]
+    conversation = [
+        ChatMessage("user", "The quick"),
+        ChatMessage("assistant", first["text"]),
+        ChatMessage("user", "brown"),
+    ]
     assert second["prompt_tokens"] == len(prompt.encode(conversation))
-    assert chat("The quick")[1] == f"{first['text']}\n", "answers alone are printed where there is no terminal"
+    assert chat("The quick")[1] == f"{first['text']}\n", (
+        "answers alone are printed where there is no terminal"
+    )
     # Now the prompt ends inside a thought.
     begin_id = next(token_id for token_id in reversed(ids) if tokenizer.bytes_of(token_id))
     form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, tokens[end])
@@ -147,18 +171,33 @@ def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
     assert opened["text"] == "".join(split.content for split in splits)
 
 
-@pytest.mark.parametrize(("in_terminal", "shown"), [(True, "\x1b[2m17 *\x1b[22m\x1b[2m 23\x1b[22m\n\n391"), (False, "391")])
-def test_a_terminal_shows_thoughts_dimmed(in_terminal: bool, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("in_terminal", "shown"),
+    [(True, "\x1b[2m17 *\x1b[22m\x1b[2m 23\x1b[22m\n\n391"), (False, "391")],
+)
+def test_a_terminal_shows_thoughts_dimmed(
+    in_terminal: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     nothing: Any = None
     ctrl_c: Any = object() if in_terminal else None
-    session, answer = chat_command._Chat(*[nothing] * 4, ctrl_c, nothing, as_json=False), ChatReply(thought="")
-    for split in (Split("", "17 *", ()), Split("", " 23", ()), Split("39", "", ()), Split("1", "", ())):
+    session, answer = (
+        chat_command._Chat(*[nothing] * 4, ctrl_c, nothing, as_json=False),
+        ChatReply(thought=""),
+    )
+    for split in (
+        Split("", "17 *", ()),
+        Split("", " 23", ()),
+        Split("39", "", ()),
+        Split("1", "", ()),
+    ):
         session._show(split, answer)
     assert capsys.readouterr().out == shown
     assert (answer.thought, answer.text) == ("17 * 23", "391")
 
 
-def test_the_cache_is_for_one_conversation_of_any_length(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_for_one_conversation_of_any_length(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans: list[PipelinePlan] = []
     monkeypatch.setattr(chat_command, "cache_note", lambda plan: plans.append(plan) or "")
     chat("The")
@@ -167,7 +206,9 @@ def test_the_cache_is_for_one_conversation_of_any_length(chat: Chat, monkeypatch
 
 def test_without_json_the_answers_alone_are_printed(chat: Chat) -> None:
     answers = _answers(chat("The", "It", flags=("--json",))[1])
-    assert chat("The", "It")[1] == "\n".join(f"{answer['text']}\n" for answer in answers), "a blank line is between them"
+    assert chat("The", "It")[1] == "\n".join(f"{answer['text']}\n" for answer in answers), (
+        "a blank line is between them"
+    )
 
 
 def test_help_lists_the_commands_and_is_not_sent_to_the_model(chat: Chat) -> None:
@@ -182,16 +223,29 @@ def test_help_lists_the_commands_and_is_not_sent_to_the_model(chat: Chat) -> Non
 @pytest.mark.parametrize(
     ("line", "likely"),
     [
-        *(("/clear", ""), ("/set temperature 0", ""), ("/?", ""), ("/", ""), ("/rest", "; did you mean /reset?")),
-        *(("/Exit", "; did you mean /exit?"), ("/exit now", "; did you mean /exit?"), ("/helpp", "; did you mean /help?")),
+        *(
+            ("/clear", ""),
+            ("/set temperature 0", ""),
+            ("/?", ""),
+            ("/", ""),
+            ("/rest", "; did you mean /reset?"),
+        ),
+        *(
+            ("/Exit", "; did you mean /exit?"),
+            ("/exit now", "; did you mean /exit?"),
+            ("/helpp", "; did you mean /help?"),
+        ),
     ],
 )
-def test_an_unknown_command_is_answered_with_those_that_exist(chat: Chat, line: str, likely: str) -> None:
+def test_an_unknown_command_is_answered_with_those_that_exist(
+    chat: Chat, line: str, likely: str
+) -> None:
     """By pipe it ends the conversation, as every message does that cannot be answered."""
     code, out, err = chat("The", line, "The", flags=("--json",))
     assert (code, len(_answers(out))) == (2, 1)
-    assert err.splitlines()[-1] == (
-        f"error: there is no command {line!r}{likely}; commands are /exit, /reset and /help; "
+    assert (
+        err.splitlines()[-1]
+        == f"error: there is no command {line!r}{likely}; commands are /exit, /reset and /help; "
         "to send such a line as a message, begin it with a space"
     )
 
@@ -210,7 +264,11 @@ def test_reset_forgets_what_was_said(chat: Chat) -> None:
 
 
 def test_json_says_how_many_tokens_were_cached(chat: Chat) -> None:
-    answers = _answers(chat("The quick brown fox jumps", "/reset", "The quick brown fox jumps", flags=("--json",))[1])
+    answers = _answers(
+        chat("The quick brown fox jumps", "/reset", "The quick brown fox jumps", flags=("--json",))[
+            1
+        ]
+    )
     whole_pages = (answers[0]["prompt_tokens"] - 1) // 16 * 16
     assert whole_pages > 0
     assert [answer["cached_tokens"] for answer in answers] == [0, whole_pages]
@@ -234,20 +292,27 @@ def test_a_line_that_cannot_be_answered_ends_it(chat: Chat) -> None:
 
 def test_an_answer_that_overflows_ends_it(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = TokenSampler.sample
-    monkeypatch.setattr(TokenSampler, "sample", lambda own, logits_SV, rows: sample(own, logits_SV * math.inf, rows))
+    monkeypatch.setattr(
+        TokenSampler, "sample", lambda own, logits_SV, rows: sample(own, logits_SV * math.inf, rows)
+    )
     code, out, err = chat("The quick", "brown fox")
     assert (code, out) == (2, "")
     assert "the logits of its next token are not finite" in err
 
 
-@pytest.mark.parametrize(("line", "why"), [("/clear", "there is no command '/clear'"), (b"\xff", "line 1 of standard input")])
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("/clear", "there is no command '/clear'"), (b"\xff", "line 1 of standard input")],
+)
 def test_the_error_stands_before_what_is_reported_while_the_command_ends(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, line: str | bytes, why: str
 ) -> None:
     """As over Ray, where the stages are removed."""
 
     @asynccontextmanager
-    async def open_and_report(config: EngineConfig, report: Report, **more: Any) -> AsyncIterator[Engine]:  # noqa: ANN401
+    async def open_and_report(
+        config: EngineConfig, report: Report, **more: Any
+    ) -> AsyncIterator[Engine]:
         try:
             async with open_engine(config, report, **more) as engine:
                 yield engine
@@ -261,7 +326,9 @@ def test_the_error_stands_before_what_is_reported_while_the_command_ends(
     assert error.startswith(f"error: {why}")
 
 
-def test_exit_ends_it_and_an_invalid_system_message_is_refused_before_anything_starts(chat: Chat) -> None:
+def test_exit_ends_it_and_an_invalid_system_message_is_refused_before_anything_starts(
+    chat: Chat,
+) -> None:
     assert len(_answers(chat("The", "/exit", "It", flags=("--json",))[1])) == 1
     code, _, err = chat("The", flags=("--system", "a\udcff"))
     assert (code, err.splitlines()[-1]) == (2, "error: the text is not valid Unicode")
@@ -284,9 +351,21 @@ def test_where_nothing_can_be_read_nothing_is_said(model: Path, redirection: str
 
 def test_ctrl_c_ends_a_conversation_by_pipe_in_one_line(model: Path) -> None:
     """Also while the thread that reads standard input waits for more."""
-    command = [sys.executable, "-c", SLOW, "chat", "--model", str(model), "--local", "--max-tokens", "100"]
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "chat",
+        "--model",
+        str(model),
+        "--local",
+        "--max-tokens",
+        "100",
+    ]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_heed_ctrl_c) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_heed_ctrl_c
+    ) as process:
         assert process.stdin
         assert process.stdout
         process.stdin.write(b"hello\n")
@@ -314,10 +393,23 @@ class Terminal:
     """A conversation in a terminal of its own, of which the screen is read."""
 
     def __init__(self, model: Path, code: str = SLOW) -> None:
-        command = ["chat", "--model", str(model), "--local", "--max-tokens", "100", "--temperature", "0"]
+        command = [
+            "chat",
+            "--model",
+            str(model),
+            "--local",
+            "--max-tokens",
+            "100",
+            "--temperature",
+            "0",
+        ]
         self.child, self.terminal = pty.fork()
         if self.child == 0:
-            os.execve(sys.executable, [sys.executable, "-c", code, *command], os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"})
+            os.execve(
+                sys.executable,
+                [sys.executable, "-c", code, *command],
+                os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"},
+            )
         self.screen = b""
 
     def wait_for(self, text: bytes) -> bytes:
@@ -351,7 +443,10 @@ class Terminal:
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:
     terminal = Terminal(model)
     terminal.wait_for(b"note: up to ")
-    terminal.wait_for(b" of key/value cache per stage (--kv-cache-memory), 160 positions per sequence (--max-model-len)\r\n")
+    terminal.wait_for(
+        b" of key/value cache per stage (--kv-cache-memory), 160 positions per sequence"
+        b" (--max-model-len)\r\n"
+    )
     terminal.wait_for(PROMPT)
     terminal.type(b"The quick\r")
     terminal.wait_for(EDITED)
@@ -368,7 +463,9 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: 
 
 
 def test_what_is_typed_before_a_prompt_is_not_shown_and_waits_for_it(model: Path) -> None:
-    """While the model is loaded, and while an answer grows. Enter, Ctrl-D and deleted characters wait, too."""
+    """While the model is loaded, and while an answer grows. Enter, Ctrl-D and deleted characters
+    wait, too.
+    """
     terminal = Terminal(model)
     before = terminal.local_flags()
     assert before & termios.ECHO
@@ -397,7 +494,9 @@ def test_the_terminal_is_as_before_however_a_conversation_ends(model: Path) -> N
         assert (terminal.exit_code(), terminal.local_flags()) == (expected, before)
 
 
-def test_the_terminal_is_as_before_where_a_second_signal_ends_the_process_at_once(model: Path) -> None:
+def test_the_terminal_is_as_before_where_a_second_signal_ends_the_process_at_once(
+    model: Path,
+) -> None:
     terminal = Terminal(model, STUCK)
     before = terminal.local_flags()
     terminal.wait_for(b"Ray starts")

@@ -1,4 +1,6 @@
-"""``tramontane cluster-yaml``: what Ray makes of the files, what their commands do in a shell, and what is refused."""
+"""``tramontane cluster-yaml``: what Ray makes of the files, what their commands do in a shell, and
+what is refused.
+"""
 
 import os
 import re
@@ -63,11 +65,15 @@ def _run_setup(document: dict[str, Any], home: Path) -> None:
     """All but what makes an environment and installs."""
     for command in [*document["setup_commands"], *document["head_setup_commands"]]:
         if "venv" not in command and "pip" not in command:
-            subprocess.run(["bash", "-ec", command], check=True, env=os.environ | {"HOME": str(home)})
+            subprocess.run(
+                ["bash", "-ec", command], check=True, env=os.environ | {"HOME": str(home)}
+            )
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_shipped_file_is_what_the_command_writes(provider: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_file_is_what_the_command_writes(
+    provider: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shipped = _shipped(provider)
     command = shlex.split(shipped.splitlines()[0].removeprefix(MARK))
     assert command[:2] == ["tramontane", "cluster-yaml"]
@@ -93,7 +99,9 @@ def test_ray_refuses_what_it_does_not_know() -> None:
 
 @pytest.mark.parametrize(("provider", "blanks"), PROVIDERS.items())
 def test_nothing_but_the_blanks_is_left_to_fill_in(provider: str, blanks: str) -> None:
-    values = re.findall(r"^\s*(?:- )?(?:\w+: )?([A-Z][A-Z0-9-]+)$", _shipped(provider), re.MULTILINE)
+    values = re.findall(
+        r"^\s*(?:- )?(?:\w+: )?([A-Z][A-Z0-9-]+)$", _shipped(provider), re.MULTILINE
+    )
     assert set(values) - {"PERSISTENT", "TERMINATE"} == set(blanks.split())
 
 
@@ -103,7 +111,15 @@ def test_the_traps_of_ray_up_are_set_right(provider: str, tmp_path: Path) -> Non
     _run_setup(document, tmp_path)
     _run_setup(document, tmp_path)  # again, as for every change of the file
     assert (tmp_path / ".bashrc").read_text().count(SETTINGS_FILE) == 1
-    shell = ["env", "-i", f"HOME={tmp_path}", "PATH=/usr/bin:/bin", "bash", "-c", ". ~/.bashrc; env"]
+    shell = [
+        "env",
+        "-i",
+        f"HOME={tmp_path}",
+        "PATH=/usr/bin:/bin",
+        "bash",
+        "-c",
+        ". ~/.bashrc; env",
+    ]
     lines = subprocess.run(shell, check=True, capture_output=True, text=True).stdout.splitlines()
     there = dict(line.split("=", 1) for line in lines)
     assert {name: there[name] for name in SERVE_SETTINGS} == SERVE_SETTINGS
@@ -112,8 +128,13 @@ def test_the_traps_of_ray_up_are_set_right(provider: str, tmp_path: Path) -> Non
     assert there["PATH"].split(":")[0] == f"{tmp_path}/tramontane/bin"
     assert document["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     for kind in ("head", "worker"):
-        assert document[f"{kind}_start_ray_commands"][1].startswith("unset OMP_NUM_THREADS;"), "ray up sets it to 1"
-        assert _ray_start(document, kind)["labels"] == f"tramontane-role={'head' if kind == 'head' else 'stage'}"
+        assert document[f"{kind}_start_ray_commands"][1].startswith("unset OMP_NUM_THREADS;"), (
+            "ray up sets it to 1"
+        )
+        assert (
+            _ray_start(document, kind)["labels"]
+            == f"tramontane-role={'head' if kind == 'head' else 'stage'}"
+        )
     settings = _ray_start(document, "head")["system_config"]
     assert settings.items() >= RAY_SETTINGS.items()
     version = re.findall(r"RAY_enable_autoscaler_v2=(\d)", document["head_start_ray_commands"][1])
@@ -124,16 +145,30 @@ def test_the_traps_of_ray_up_are_set_right(provider: str, tmp_path: Path) -> Non
 def test_every_machine_has_the_cores_of_one_stage(provider: str, tmp_path: Path) -> None:
     document = _loaded(_shipped(provider))
     config = _serve_config(document, tmp_path)
-    assert (config.stages, str(config.model), config.address, config.local) == (4, "/models/mixtral-8x7b", "auto", False)
+    assert (config.stages, str(config.model), config.address, config.local) == (
+        4,
+        "/models/mixtral-8x7b",
+        "auto",
+        False,
+    )
     assert _ray_start(document, "worker")["num_cpus"] == config.threads_per_stage
-    assert _ray_start(document, "head")["num_cpus"] == (config.threads_per_stage if provider == "local" else 0)
+    assert _ray_start(document, "head")["num_cpus"] == (
+        config.threads_per_stage if provider == "local" else 0
+    )
 
 
 @pytest.mark.parametrize(
     ("provider", "stages", "machine"),
-    [("aws", "8", "g6.2xlarge"), ("aws", "4", "g6e.2xlarge"), ("aws", "2", "p5.4xlarge"), ("gcp", "2", "a2-ultragpu-1g")],
+    [
+        ("aws", "8", "g6.2xlarge"),
+        ("aws", "4", "g6e.2xlarge"),
+        ("aws", "2", "p5.4xlarge"),
+        ("gcp", "2", "a2-ultragpu-1g"),
+    ],
 )
-def test_the_smallest_machine_that_will_do_is_chosen(provider: str, stages: str, machine: str, tmp_path: Path) -> None:
+def test_the_smallest_machine_that_will_do_is_chosen(
+    provider: str, stages: str, machine: str, tmp_path: Path
+) -> None:
     words = ("--provider", provider, "--model", "mixtral-8x7b", "--stages", stages)
     document = _written(tmp_path / "file.yaml", *words)
     stage = document["available_node_types"]["stage"]
@@ -142,7 +177,17 @@ def test_the_smallest_machine_that_will_do_is_chosen(provider: str, stages: str,
 
 
 def test_pipelines_want_machines_of_their_own_each(tmp_path: Path) -> None:
-    words = ("--provider", "aws", *MIXTRAL, "--replicas", "2", "--machine", "mine.large", "--gpu-memory", "48GiB")
+    words = (
+        "--provider",
+        "aws",
+        *MIXTRAL,
+        "--replicas",
+        "2",
+        "--machine",
+        "mine.large",
+        "--gpu-memory",
+        "48GiB",
+    )
     document = _written(tmp_path / "file.yaml", *words)
     stage = document["available_node_types"]["stage"]
     assert (stage["min_workers"], stage["node_config"]["InstanceType"]) == (8, "mine.large")
@@ -151,7 +196,10 @@ def test_pipelines_want_machines_of_their_own_each(tmp_path: Path) -> None:
 
 
 def test_hosts_are_as_many_as_stages_or_one_more(tmp_path: Path) -> None:
-    for hosts, on_head in (("10.0.0.1,10.0.0.2,10.0.0.3", 1), ("10.0.0.1, 10.0.0.2,10.0.0.3,10.0.0.4", 0)):
+    for hosts, on_head in (
+        ("10.0.0.1,10.0.0.2,10.0.0.3", 1),
+        ("10.0.0.1, 10.0.0.2,10.0.0.3,10.0.0.4", 0),
+    ):
         document = _written(tmp_path / "file.yaml", *LOCAL, "--hosts", hosts)
         provider = document["provider"]
         assert [provider["head_ip"], *provider["worker_ips"]] == hosts.replace(" ", "").split(",")
@@ -163,8 +211,12 @@ def test_a_wheel_is_a_path_or_a_url(tmp_path: Path) -> None:
     path = _written(tmp_path / "a.yaml", *LOCAL, "--wheel", "built/tramontane-1.whl")
     assert path["file_mounts"]["~/tramontane-1.whl"] == "built/tramontane-1.whl"
     assert path["setup_commands"][1].endswith("pip install ~/tramontane-1.whl")
-    assert path["setup_commands"][2].endswith("pip install --force-reinstall --no-deps ~/tramontane-1.whl"), "also if built anew"
-    url = _written(tmp_path / "b.yaml", *LOCAL, "--wheel", "https://example.com/tramontane-1.whl?a=1&b=2")
+    assert path["setup_commands"][2].endswith(
+        "pip install --force-reinstall --no-deps ~/tramontane-1.whl"
+    ), "also if built anew"
+    url = _written(
+        tmp_path / "b.yaml", *LOCAL, "--wheel", "https://example.com/tramontane-1.whl?a=1&b=2"
+    )
     assert list(url["file_mounts"]) == ["~/.ray/auth_token"]
     assert {shlex.split(command)[-1] for command in url["setup_commands"][1:3]} == {
         "https://example.com/tramontane-1.whl?a=1&b=2"
@@ -182,9 +234,18 @@ def test_a_wheel_is_a_path_or_a_url(tmp_path: Path) -> None:
         ((*LOCAL, "--hosts", "a,,b"), "--hosts is 'a,,b'"),
         (("--provider", "aws", *MIXTRAL, "--hosts", "a,b"), "--hosts: only with --provider local"),
         (("--provider", "aws", *MIXTRAL, "--cpu"), "--cpu: only with --provider local"),
-        (("--provider", "azure", *MIXTRAL, "--ssh-key", "~/.ssh/mine"), "--ssh-key: only with --provider local"),
-        (("--provider", "aws", *MIXTRAL, "--gpu-memory", "80GiB"), "--machine and --gpu-memory belong together"),
-        (("--provider", "local", *MIXTRAL, "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
+        (
+            ("--provider", "azure", *MIXTRAL, "--ssh-key", "~/.ssh/mine"),
+            "--ssh-key: only with --provider local",
+        ),
+        (
+            ("--provider", "aws", *MIXTRAL, "--gpu-memory", "80GiB"),
+            "--machine and --gpu-memory belong together",
+        ),
+        (
+            ("--provider", "local", *MIXTRAL, "--gpu-memory", "24GiB,48GiB"),
+            "--gpu-memory must be one size",
+        ),
         ((*LOCAL, "--config", "{}/address.yaml"), "address (in "),
     ],
 )
@@ -198,7 +259,9 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
 
 def test_a_model_that_fits_no_machine_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="too little memory for stage 1/1"):
-        _written(tmp_path / "file.yaml", "--provider", "aws", "--model", "mixtral-8x7b", "--stages", "1")
+        _written(
+            tmp_path / "file.yaml", "--provider", "aws", "--model", "mixtral-8x7b", "--stages", "1"
+        )
 
 
 def test_an_unknown_cloud_is_named(tmp_path: Path) -> None:
@@ -217,9 +280,13 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"binary\.yaml was not written by this command"):
         _written(tmp_path / "binary.yaml", *LOCAL)
-    with pytest.raises(ConfigError, match=f"--out {tmp_path}/none/file.yaml: there is no folder {tmp_path}/none"):
+    with pytest.raises(
+        ConfigError, match=f"--out {tmp_path}/none/file.yaml: there is no folder {tmp_path}/none"
+    ):
         _written(tmp_path / "none" / "file.yaml", *LOCAL)
-    with pytest.raises(ConfigError, match=r"--out /proc/file\.yaml cannot be written: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"--out /proc/file\.yaml cannot be written: No such file"
+    ):
         _written(Path("/proc/file.yaml"), *LOCAL)
 
 

@@ -1,7 +1,8 @@
-"""Configurations of the Mistral family and of its quantized variants: one verdict for all commands, and transformers' numbers.
+"""Configurations of the Mistral family and of its quantized variants: one verdict for all commands,
+and transformers' numbers.
 
-``serve`` runs up to the point where it plans its pipeline, before Ray is started: by then it has checked its own settings,
-and the model's folder.
+``serve`` runs up to the point where it plans its pipeline, before Ray is started: by then it has
+checked its own settings, and the model's folder.
 """
 
 import importlib
@@ -26,8 +27,9 @@ from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import read_model_args
 from tramontane.workers.model.rotary import rotary_frequencies
 
-# transformers multiplies the scores of Mistral's latent models by the square of YaRN's magnitude since July 2026, four months
-# after the weights. ``params.json`` of the same models says apply_scale = false, and other servers compute it so, too.
+# transformers multiplies the scores of Mistral's latent models by the square of YaRN's magnitude
+# since July 2026, four months after the weights. ``params.json`` of the same models says
+# apply_scale = false, and other servers compute it so, too.
 WITHOUT_MAGNITUDE = {"Mistral4"}
 Refused = Callable[..., str]
 
@@ -38,7 +40,9 @@ def _folder(tmp_path: Path, name: str) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ModelArgs]:
-    """Make ``serve`` end where it would plan its pipeline; what it has read of the model is in the list."""
+    """Make ``serve`` end where it would plan its pipeline; what it has read of the model is in the
+    list.
+    """
     found: list[ModelArgs] = []
 
     def end(_config: object, args: ModelArgs, *_: object) -> None:
@@ -68,12 +72,21 @@ def test_tensors_of_a_single_file_are_read_in_its_header(tmp_path: Path, refused
     """As those in an index are."""
     folder = _folder(tmp_path, "mistral-7b-v0.3")
     layer = "model.layers.0.self_attn.q_proj"
-    save_file({f"{layer}.qweight": torch.zeros(1), f"{layer}.qzeros": torch.zeros(1)}, folder / "model.safetensors")
+    save_file(
+        {f"{layer}.qweight": torch.zeros(1), f"{layer}.qzeros": torch.zeros(1)},
+        folder / "model.safetensors",
+    )
     message = refused("plan", "--model", folder, "--gpu-memory", "80GiB")
-    assert f"{folder / 'model.safetensors'}: weights quantized as AWQ or GPTQ, as the tensor" in message
+    assert (
+        f"{folder / 'model.safetensors'}: weights quantized as AWQ or GPTQ, as the tensor"
+        in message
+    )
 
 
-@pytest.mark.parametrize("name", ["AWQ in a file of its own", "GGUF", "EAGLE with a model's name", "MLX", "pickles", "Medusa"])
+@pytest.mark.parametrize(
+    "name",
+    ["AWQ in a file of its own", "GGUF", "EAGLE with a model's name", "MLX", "pickles", "Medusa"],
+)
 def test_every_other_entry_says_the_same(name: str, tmp_path: Path, refused: Refused) -> None:
     folder = _folder(tmp_path, name)
     message = refused("plan", "--model", folder, "--gpu-memory", "80GiB", "--gpus", 8)
@@ -86,16 +99,24 @@ def test_every_other_entry_says_the_same(name: str, tmp_path: Path, refused: Ref
 
 def test_a_file_in_gguf_is_refused(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "mistral.gguf").touch()
-    assert "is a file in GGUF" in refused("plan", "--model", tmp_path / "mistral.gguf", "--gpu-memory", "80GiB")
+    assert "is a file in GGUF" in refused(
+        "plan", "--model", tmp_path / "mistral.gguf", "--gpu-memory", "80GiB"
+    )
 
 
 @pytest.mark.parametrize("name", [*HUGGING_FACE, *MISTRALS_OWN])
-def test_a_folder_is_accepted_by_plan_and_serve(name: str, tmp_path: Path, refused: Refused, served: list[ModelArgs]) -> None:
+def test_a_folder_is_accepted_by_plan_and_serve(
+    name: str, tmp_path: Path, refused: Refused, served: list[ModelArgs]
+) -> None:
     folder, args = _folder(tmp_path, name), read_model_args(tmp_path / "model")
-    result = CliRunner().invoke(app, ["plan", "--model", str(folder), "--gpu-memory", "2000GiB", "--gpus", "1", "--json"])
+    result = CliRunner().invoke(
+        app, ["plan", "--model", str(folder), "--gpu-memory", "2000GiB", "--gpus", "1", "--json"]
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["parameters"] == args.num_parameters
-    assert "the folder was accepted" in refused("serve", "--model", folder, "--load-format", "dummy")
+    assert "the folder was accepted" in refused(
+        "serve", "--model", folder, "--load-format", "dummy"
+    )
     assert served == [args]
 
 
@@ -103,9 +124,13 @@ def test_other_files_than_weights_and_no_weights_at_all_are_no_reason(tmp_path: 
     folder = _folder(tmp_path, "mistral-7b-v0.3")
     (folder / "training_args.bin").touch()
     read_model_args(folder)
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    (folder / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}'
+    )
     assert read_model_args(folder).quantization is None
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"model.norm.weight": "a.safetensors"}}'
+    )
     (folder / "pytorch_model.bin").touch()
     (folder / "mistral.gguf").touch()
     read_model_args(folder)
@@ -117,7 +142,10 @@ def test_a_damaged_index_is_left_to_the_reader_of_weights(tmp_path: Path) -> Non
     assert read_model_args(folder).n_layers == 32
 
 
-@pytest.mark.parametrize("name", [name for name, each in HUGGING_FACE.items() if "quantization_config" in str(each.files)])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, each in HUGGING_FACE.items() if "quantization_config" in str(each.files)],
+)
 def test_fp8_is_read(name: str, tmp_path: Path) -> None:
     assert read_model_args(_folder(tmp_path, name)).quantization is Quantization.FP8
 
@@ -126,7 +154,9 @@ def test_fp8_is_read(name: str, tmp_path: Path) -> None:
 
 
 def _theirs(folder: Path) -> dict[str, Any]:
-    """Return what transformers' classes derive from the folder's ``config.json`` and ``generation_config.json``."""
+    """Return what transformers' classes derive from the folder's ``config.json`` and
+    ``generation_config.json``.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = transformers.AutoConfig.from_pretrained(folder)
@@ -137,11 +167,18 @@ def _theirs(folder: Path) -> dict[str, Any]:
     attention = getattr(modeling, f"{kind}Attention")(_small(text), 0)
     sliding = [getattr(text, "sliding_window", None)] * text.num_hidden_layers
     if kinds := getattr(text, "layer_types", None):
-        sliding = [window if each == "sliding_attention" else None for window, each in zip(sliding, kinds, strict=True)]
+        sliding = [
+            window if each == "sliding_attention" else None
+            for window, each in zip(sliding, kinds, strict=True)
+        ]
     generation = transformers.GenerationConfig.from_model_config(whole).eos_token_id
     if (folder / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-    ends = {end for each in (generation, text.eos_token_id) for end in (each if isinstance(each, list) else [each])}
+    ends = {
+        end
+        for each in (generation, text.eos_token_id)
+        for end in (each if isinstance(each, list) else [each])
+    }
     is_latent = hasattr(text, "kv_lora_rank")
     rope = text.rope_parameters
     return {
@@ -158,9 +195,14 @@ def _theirs(folder: Path) -> dict[str, Any]:
     }
 
 
-def _small(text: Any) -> Any:  # noqa: ANN401 - a configuration
+def _small(text: Any) -> Any:  # a configuration
     """Return the configuration with narrow matrices: attention is made only for its factor."""
-    small = type(text)(**(text.to_dict() | {"hidden_size": 8, "q_lora_rank": 8 if hasattr(text, "q_lora_rank") else None}))
+    small = type(text)(
+        **(
+            text.to_dict()
+            | {"hidden_size": 8, "q_lora_rank": 8 if hasattr(text, "q_lora_rank") else None}
+        )
+    )
     small.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return small
 
@@ -178,7 +220,7 @@ def _ours(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _is_equal(ours: Any, theirs: Any) -> bool:  # noqa: ANN401
+def _is_equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor):
         return torch.allclose(ours.float(), theirs.float(), rtol=1e-6, atol=0)
     return bool(ours == (pytest.approx(theirs) if isinstance(ours, float) else theirs))
@@ -200,9 +242,16 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("name", ["quant_config.json", "quantize_config.json"])
 @pytest.mark.parametrize(
-    "given", [{"config_groups": [1]}, {"config_groups": {"a": 3}}, {"config_groups": {"a": {"weights": "x"}}}]
+    "given",
+    [
+        {"config_groups": [1]},
+        {"config_groups": {"a": 3}},
+        {"config_groups": {"a": {"weights": "x"}}},
+    ],
 )
-def test_a_malformed_quantization_file_is_named_in_one_line(name: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_malformed_quantization_file_is_named_in_one_line(
+    name: str, given: dict[str, Any], tmp_path: Path
+) -> None:
     folder = _folder(tmp_path, "mistral-7b-v0.3")
     (folder / name).write_text(json.dumps(given))
     with pytest.raises(CheckpointError, match=rf"{name} holds a value of the wrong type: [^\n]+$"):

@@ -1,4 +1,6 @@
-"""``tramontane experts --of``: which experts texts choose, by a real router and model over HTTP, and counted by hand."""
+"""``tramontane experts --of``: which experts texts choose, by a real router and model over HTTP,
+and counted by hand.
+"""
 
 import json
 import random
@@ -44,7 +46,9 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.model.transformer import StageModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You should not use the 'timeout' argument with the TestClient"
+)
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 ARGS = replace(tiny_args(n_layers=3, window=None, max_seq_len=512), vocab_size=TOKENIZER.vocab_size)
 NUM_EXPERTS = [4] * ARGS.n_layers  # of which a token chooses 2
@@ -52,7 +56,9 @@ BIASED_LAYER, PREFERRED = 1, (3, 1)
 
 
 def _model(*, biased: bool) -> StageModel:
-    """Tokens keep their embeddings, whose gates are unit vectors: every expert is as likely. Or one layer prefers two."""
+    """Tokens keep their embeddings, whose gates are unit vectors: every expert is as likely. Or one
+    layer prefers two.
+    """
     model = random_model(ARGS)
     with torch.no_grad():
         for layer in model.layers.values():
@@ -83,9 +89,22 @@ def _served(model: StageModel) -> Iterator[httpx.Client]:
     async def expert_load() -> MeasuredLoad:
         return MeasuredLoad(tuple((0,) * number for number in NUM_EXPERTS), 1)
 
-    served = ServedModel("tiny", TOKENIZER, ARGS.max_seq_len, 16, ARGS.vocab_size, ARGS.moe_layers, experts_per_token=2)
+    served = ServedModel(
+        "tiny",
+        TOKENIZER,
+        ARGS.max_seq_len,
+        16,
+        ARGS.vocab_size,
+        ARGS.moe_layers,
+        experts_per_token=2,
+    )
     config = HttpAppConfig(
-        model=served, source=router, is_ready=is_ready, expert_load=expert_load, max_body_bytes=2**20, pacer=Pacer(10**9)
+        model=served,
+        source=router,
+        is_ready=is_ready,
+        expert_load=expert_load,
+        max_body_bytes=2**20,
+        pacer=Pacer(10**9),
     )
     with TestClient(HttpApp(config).app(), base_url="http://ingress") as client:
         assert client.portal is not None
@@ -119,7 +138,8 @@ def test_a_model_without_preference_is_uniform_within_the_error_of_sampling() ->
         ids = [TOKENIZER.encode(piece)[1:] for piece in pieces]
         assert domain.num_tokens == sum(map(len, ids)) > 500
         assert domain.num_pairs == domain.num_tokens - len(pieces)
-        counts = Counter(token_id for each in ids for token_id in each)  # a token always chooses the same
+        # a token always chooses the same
+        counts = Counter(token_id for each in ids for token_id in each)
         num_independent = domain.num_tokens**2 / sum(count**2 for count in counts.values())
         assert num_independent > 150
         for layer in range(ARGS.n_layers):
@@ -131,9 +151,13 @@ def test_a_model_without_preference_is_uniform_within_the_error_of_sampling() ->
 
 def test_a_model_with_a_preference_shows_it_in_its_layer() -> None:
     with _served(_model(biased=True)) as client:
-        [domain] = fetch_choices(client, {"text": _words(0, 300)}, NUM_EXPERTS, lambda _done, _total: None)
+        [domain] = fetch_choices(
+            client, {"text": _words(0, 300)}, NUM_EXPERTS, lambda _done, _total: None
+        )
     assert _shares(domain, BIASED_LAYER) == [0, 0.5, 0, 0.5]
-    assert domain.first_repeated[BIASED_LAYER] == domain.any_repeated[BIASED_LAYER] == domain.num_pairs
+    assert (
+        domain.first_repeated[BIASED_LAYER] == domain.any_repeated[BIASED_LAYER] == domain.num_pairs
+    )
     assert all(0.1 < share < 0.4 for share in _shares(domain, 0))
     assert domain.first_repeated[0] < domain.num_pairs / 2
 
@@ -141,7 +165,12 @@ def test_a_model_with_a_preference_shows_it_in_its_layer() -> None:
 # ---- counting
 
 
-@given(st.lists(st.lists(st.permutations(range(5)).map(lambda ids: ids[:2]), min_size=1, max_size=6), max_size=4))
+@given(
+    st.lists(
+        st.lists(st.permutations(range(5)).map(lambda ids: ids[:2]), min_size=1, max_size=6),
+        max_size=4,
+    )
+)
 def test_counts_are_those_of_the_definition(pieces: list[list[list[int]]]) -> None:
     choices: list[Choices] = [{"0": piece, "1": [ids[::-1] for ids in piece]} for piece in pieces]
     domain = count_choices("x", choices, [5, 5])
@@ -150,23 +179,37 @@ def test_counts_are_those_of_the_definition(pieces: list[list[list[int]]]) -> No
     assert domain.num_tokens == sum(map(len, kept))
     assert domain.num_pairs == len(pairs)
     assert domain.tokens[0] == domain.tokens[1]
-    assert domain.tokens[0] == tuple(sum(ids.count(expert) for piece in kept for ids in piece) for expert in range(5))
-    assert domain.first_repeated == (sum(a[0] == b[0] for a, b in pairs), sum(a[1] == b[1] for a, b in pairs))
+    assert domain.tokens[0] == tuple(
+        sum(ids.count(expert) for piece in kept for ids in piece) for expert in range(5)
+    )
+    assert domain.first_repeated == (
+        sum(a[0] == b[0] for a, b in pairs),
+        sum(a[1] == b[1] for a, b in pairs),
+    )
     assert domain.any_repeated == (sum(bool({*a} & {*b}) for a, b in pairs),) * 2
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_chosen", "expected"), [(8, 2, (1 / 8, 13 / 28)), (4, 1, (1 / 4, 1 / 4)), (3, 2, (1 / 3, 1))]
+    ("num_experts", "num_chosen", "expected"),
+    [(8, 2, (1 / 8, 13 / 28)), (4, 1, (1 / 4, 1 / 4)), (3, 2, (1 / 3, 1))],
 )
-def test_repetition_by_chance(num_experts: int, num_chosen: int, expected: tuple[float, float]) -> None:
+def test_repetition_by_chance(
+    num_experts: int, num_chosen: int, expected: tuple[float, float]
+) -> None:
     assert repetition_if_uniform(num_experts, num_chosen) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("max_model_len", "expected"), [(512, 127), (10**6, 1024), (1, 1), (10, 1)])
-def test_pieces_fit_into_the_context_whatever_their_characters(max_model_len: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("max_model_len", "expected"), [(512, 127), (10**6, 1024), (1, 1), (10, 1)]
+)
+def test_pieces_fit_into_the_context_whatever_their_characters(
+    max_model_len: int, expected: int
+) -> None:
     assert piece_size(max_model_len) == expected
     if max_model_len >= 10:
-        assert len(TOKENIZER.encode("\U0001f600" * expected)) < max_model_len, "and there is room for a new token"
+        assert len(TOKENIZER.encode("\U0001f600" * expected)) < max_model_len, (
+            "and there is room for a new token"
+        )
 
 
 def test_blank_pieces_are_left_out() -> None:
@@ -185,7 +228,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(answer: Callable[[httpx.Request], httpx.Response], *arguments: str) -> None:
         client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress")
         monkeypatch.setattr(experts_command, "make_client", lambda _url, _headers: client)
-        assert cli.app(["experts", *arguments], standalone_mode=False) is None, "another answer is an exit code"
+        assert cli.app(["experts", *arguments], standalone_mode=False) is None, (
+            "another answer is an exit code"
+        )
 
     return run
 
@@ -207,11 +252,15 @@ def _files(folder: Path) -> list[str]:
     return [str(folder / name) for name in ("a.txt", "b.txt")]
 
 
-def test_the_table_has_every_text(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_every_text(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = _files(tmp_path)
     run(_two_experts, "--of", a, "--of", b)
     out = capsys.readouterr().out
-    assert f"{a}, 4 tokens: % of each layer's choices, * its busiest\n" in out, "in one line, however long the path is"
+    assert f"{a}, 4 tokens: % of each layer's choices, * its busiest\n" in out, (
+        "in one line, however long the path is"
+    )
     assert re.search(r"\n    0   0\.0  50\.0\* 50\.0 *\nbusiest: ", out)
     assert re.search(r"\n    0  25\.0  25\.0  50\.0\* *\nbusiest: ", out)
     assert "\npairs of consecutive tokens" in out
@@ -226,14 +275,28 @@ def test_a_file_that_is_named_twice_is_refused(run: Run, tmp_path: Path) -> None
         run(_two_experts, "--of", a, "--of", a)
 
 
-def test_json_has_every_number(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_number(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = _files(tmp_path)
     run(_two_experts, "--of", a, "--of", b, "--json")
     data = json.loads(capsys.readouterr().out)
     assert data["by_chance"] == {"heaviest_repeated": pytest.approx(1 / 3), "any_repeated": 1}
     assert data["files"] == [
-        {"name": a, "tokens": 4, "tokens_per_expert": [[0, 4, 4]], "heaviest_repeated": [1.0], "any_repeated": [1.0]},
-        {"name": b, "tokens": 40, "tokens_per_expert": [[20, 20, 40]], "heaviest_repeated": [0.0], "any_repeated": [1.0]},
+        {
+            "name": a,
+            "tokens": 4,
+            "tokens_per_expert": [[0, 4, 4]],
+            "heaviest_repeated": [1.0],
+            "any_repeated": [1.0],
+        },
+        {
+            "name": b,
+            "tokens": 40,
+            "tokens_per_expert": [[20, 20, 40]],
+            "heaviest_repeated": [0.0],
+            "any_repeated": [1.0],
+        },
     ]
 
 
@@ -244,9 +307,11 @@ def test_a_figure_is_written(run: Run, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "experts.svg").read_text()
 
 
-def _failing(status: int, body: Any) -> Callable[[httpx.Request], httpx.Response]:  # noqa: ANN401 - any JSON
+def _failing(status: int, body: Any) -> Callable[[httpx.Request], httpx.Response]:  # any JSON
     def answer(request: httpx.Request) -> httpx.Response:
-        return _two_experts(request) if request.method == "GET" else httpx.Response(status, json=body)
+        return (
+            _two_experts(request) if request.method == "GET" else httpx.Response(status, json=body)
+        )
 
     return answer
 
@@ -254,8 +319,14 @@ def _failing(status: int, body: Any) -> Callable[[httpx.Request], httpx.Response
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--of", "a.txt", "--watch"], "--of computes texts, so --watch and --adopt cannot be used with it"),
-        (["--of", "a.txt", "--adopt", "x"], "--of computes texts, so --watch and --adopt cannot be used with it"),
+        (
+            ["--of", "a.txt", "--watch"],
+            "--of computes texts, so --watch and --adopt cannot be used with it",
+        ),
+        (
+            ["--of", "a.txt", "--adopt", "x"],
+            "--of computes texts, so --watch and --adopt cannot be used with it",
+        ),
         (["--plot", "x.png"], "--plot draws the experts of texts; give --of as well"),
         (["--of", "missing.txt"], "--of missing.txt cannot be read: No such file or directory"),
         (["--of", "."], "--of . cannot be read: Is a directory"),
@@ -264,7 +335,7 @@ def _failing(status: int, body: Any) -> Callable[[httpx.Request], httpx.Response
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_computed(
-    refused: Any,  # noqa: ANN401
+    refused: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: list[str],
@@ -281,7 +352,12 @@ def test_mistakes_are_one_line_and_nothing_is_computed(
     ("status", "body", "named", "code"),
     [
         (400, {"error": {"message": "too long"}}, "--url http://ingress: too long", 2),
-        (200, {"choices": [{"prompt_experts": {}}]}, "answers without expert choices; is it Tramontane?", 2),
+        (
+            200,
+            {"choices": [{"prompt_experts": {}}]},
+            "answers without expert choices; is it Tramontane?",
+            2,
+        ),
         (200, {"choices": [{}]}, "answers without expert choices; is it Tramontane?", 2),
         (500, [], "answers without expert choices; is it Tramontane?", 2),
         (503, {}, "cannot compute texts now; try again soon", 1),
@@ -289,7 +365,7 @@ def test_mistakes_are_one_line_and_nothing_is_computed(
     ],
 )
 def test_a_server_that_cannot_is_named(
-    refused: Any,  # noqa: ANN401
+    refused: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     status: int,
@@ -297,6 +373,8 @@ def test_a_server_that_cannot_is_named(
     named: str,
     code: int,
 ) -> None:
-    client = httpx.Client(transport=httpx.MockTransport(_failing(status, body)), base_url="http://ingress")
+    client = httpx.Client(
+        transport=httpx.MockTransport(_failing(status, body)), base_url="http://ingress"
+    )
     monkeypatch.setattr(experts_command, "make_client", lambda _url, _headers: client)
     assert named in refused("experts", "--of", _files(tmp_path)[0], code=code)

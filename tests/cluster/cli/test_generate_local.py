@@ -1,4 +1,6 @@
-"""``tramontane generate --local`` from the command line to the text, with a tiny checkpoint and tokenizer."""
+"""``tramontane generate --local`` from the command line to the text, with a tiny checkpoint and
+tokenizer.
+"""
 
 import io
 import json
@@ -35,7 +37,12 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, window=24, max_seq_len=128), vocab_size=VOCAB)
-PROMPTS = ["The quick brown fox", "It", "the worst of times, it was the best of times, the lazy dog jumps over", "é 😀"]
+PROMPTS = [
+    "The quick brown fox",
+    "It",
+    "the worst of times, it was the best of times, the lazy dog jumps over",
+    "é 😀",
+]
 NUM_TOKENS = 10
 
 
@@ -64,13 +71,25 @@ Generate = Callable[..., Run]
 
 
 @pytest.fixture
-def generate(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Generate:
+def generate(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Generate:
     """Runs ``tramontane generate --local`` in this process and asserts that it succeeds."""
 
     def run(*arguments: str, stdin: str = "", terminal: bool = False) -> Run:
-        flags = ["--model", str(model), "--local", "--threads-per-stage", "1", "--max-tokens", str(NUM_TOKENS)]
+        flags = [
+            "--model",
+            str(model),
+            "--local",
+            "--threads-per-stage",
+            "1",
+            "--max-tokens",
+            str(NUM_TOKENS),
+        ]
         monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *flags, *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+        )
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
         with pytest.raises(SystemExit) as exit_:
             cli.main()
@@ -87,13 +106,18 @@ def _blocks(run: Run) -> str:
     return "\n".join(f"{text}\n" for text in texts)
 
 
-def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(generate: Generate) -> None:
+def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(
+    generate: Generate,
+) -> None:
     expected = generate("--json", *PROMPTS)
     got = generate(*PROMPTS)
     assert [completion["prompt"] for completion in expected.json["completions"]] == PROMPTS
     assert got.out == _blocks(expected)
     assert expected.json["system_fingerprint"].startswith("fp_")
-    assert expected.json["system_fingerprint"] == generate("--json", "--stages", "2", PROMPTS[0]).json["system_fingerprint"]
+    assert (
+        expected.json["system_fingerprint"]
+        == generate("--json", "--stages", "2", PROMPTS[0]).json["system_fingerprint"]
+    )
     assert "bubble" in got.err
     assert "stage" in got.err
 
@@ -108,7 +132,11 @@ def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(gen
     ],
 )
 def test_the_cache_is_what_the_prompts_and_their_answers_can_fill(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch, model: Path, flags: tuple[str, ...], expected: tuple[int, int]
+    generate: Generate,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    flags: tuple[str, ...],
+    expected: tuple[int, int],
 ) -> None:
     """Sequences and positions; 0 stands for the longest prompt with its answer."""
     plans: list[PipelinePlan] = []
@@ -116,19 +144,33 @@ def test_the_cache_is_what_the_prompts_and_their_answers_can_fill(
     generate(*flags, *PROMPTS)
     tokenizer = require_tokenizer(model, VOCAB)
     longest = max(len(tokenizer.encode(prompt)) for prompt in PROMPTS)
-    assert (plans[0].max_num_seqs, plans[0].max_model_len) == (expected[0], expected[1] or longest + NUM_TOKENS)
+    assert (plans[0].max_num_seqs, plans[0].max_model_len) == (
+        expected[0],
+        expected[1] or longest + NUM_TOKENS,
+    )
 
 
-@pytest.mark.parametrize(("flags", "is_terminal", "is_shown"), [((), True, True), (("--json",), True, False), ((), False, False)])
+@pytest.mark.parametrize(
+    ("flags", "is_terminal", "is_shown"),
+    [((), True, True), (("--json",), True, False), ((), False, False)],
+)
 def test_in_a_terminal_a_line_about_the_cache_stays(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], is_terminal: bool, is_shown: bool
+    generate: Generate,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    is_terminal: bool,
+    is_shown: bool,
 ) -> None:
-    """Elsewhere it is in the line about loading. With FORCE_COLOR rich takes any stream for a terminal."""
+    """Elsewhere it is in the line about loading. With FORCE_COLOR rich takes any stream for a
+    terminal.
+    """
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     err = generate(*flags, "It").err
     cache = "of key/value cache per stage (--kv-cache-memory)"
-    line = rf"note: up to \S+ KiB {re.escape(cache)}, \d+ positions per sequence \(--max-model-len\)\n"
+    line = (
+        rf"note: up to \S+ KiB {re.escape(cache)}, \d+ positions per sequence \(--max-model-len\)\n"
+    )
     assert (re.search(line, err) is not None) is is_shown
     assert is_terminal or cache in err
 
@@ -146,16 +188,32 @@ def test_blank_lines_of_standard_input_are_skipped(generate: Generate) -> None:
 
 def test_the_summary_has_the_drafts_that_were_accepted(generate: Generate) -> None:
     """Of an answer that repeats itself."""
-    speculation = ("--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}')
-    asked = ("--model", str(DEMO_MODEL), "--max-tokens", "48", "--temperature", "0", "ROMEO: my love, my love, my love, my")
+    speculation = (
+        "--speculative-config",
+        '{"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}',
+    )
+    asked = (
+        "--model",
+        str(DEMO_MODEL),
+        "--max-tokens",
+        "48",
+        "--temperature",
+        "0",
+        "ROMEO: my love, my love, my love, my",
+    )
     run = generate("--json", *speculation, *asked)
     num_drafted, num_accepted = run.json["draft_tokens"], run.json["accepted_tokens"]
     assert num_drafted >= num_accepted > 0
-    assert f"{num_accepted} of {num_drafted} drafted tokens were accepted" in generate(*speculation, *asked).err
+    assert (
+        f"{num_accepted} of {num_drafted} drafted tokens were accepted"
+        in generate(*speculation, *asked).err
+    )
     assert "drafted" not in generate(*asked).err
 
 
-def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_not_read_where_there_are_arguments(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be a pipe that is never closed, as under cron or ssh. The help says so."""
 
     def refuse() -> NoReturn:
@@ -163,8 +221,13 @@ def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate
 
     monkeypatch.setattr(prompts, "_lines_of_stdin", refuse)
     assert generate(PROMPTS[0], stdin="something\n").out.startswith(PROMPTS[0])
-    help_text = " ".join(CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split())
-    assert "each line of standard input is one, except blank lines; with any, it is not read" in help_text
+    help_text = " ".join(
+        CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split()
+    )
+    assert (
+        "each line of standard input is one, except blank lines; with any, it is not read"
+        in help_text
+    )
 
 
 def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:
@@ -182,7 +245,9 @@ def test_json_has_everything(generate: Generate) -> None:
         assert completion["finish_reason"] == "length"
     assert [stage["layers"] for stage in run.json["stages"]] == [[0, 1], [2, 3]]
     assert all(0 < stage["busy_share"] <= 1 for stage in run.json["stages"])
-    assert len({(stage["tokens"], stage["micro_batches"]) for stage in run.json["stages"]}) == 1, "all stages see all tokens"
+    assert len({(stage["tokens"], stage["micro_batches"]) for stage in run.json["stages"]}) == 1, (
+        "all stages see all tokens"
+    )
     busy = [stage["busy_share"] for stage in run.json["stages"]]
     assert run.json["bubble"] == pytest.approx(1 - sum(busy) / 2)
     assert run.json["tokens_per_s"] > 0
@@ -201,14 +266,18 @@ def test_the_stages_count_every_token_once(generate: Generate, model: Path) -> N
     """A prompt's tokens and all of its new ones but the last, which is never fed back."""
     tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
     expected = sum(len(tokenizer.encode(prompt)) + NUM_TOKENS - 1 for prompt in PROMPTS)
-    assert [stage["tokens"] for stage in generate("--json", "--stages", "3", *PROMPTS).json["stages"]] == [expected] * 3
+    assert [
+        stage["tokens"] for stage in generate("--json", "--stages", "3", *PROMPTS).json["stages"]
+    ] == [expected] * 3
 
 
 def test_the_text_is_that_of_the_tokens(generate: Generate, model: Path) -> None:
     """Also where a continuation ends in the middle of a character, which some of these must do."""
     tokenizer, cut = SentencePieceTokenizer(model / "tokenizer.model"), 0
     for num_tokens in range(1, 9):
-        for completion in generate("--json", "--max-tokens", str(num_tokens), *PROMPTS).json["completions"]:
+        for completion in generate("--json", "--max-tokens", str(num_tokens), *PROMPTS).json[
+            "completions"
+        ]:
             decoder = tokenizer.decoder()
             whole = "".join(map(decoder.push, completion["token_ids"]))
             rest = decoder.finish()
@@ -230,15 +299,25 @@ def test_the_number_of_stages_changes_nothing(generate: Generate) -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_random_weights_need_only_the_configuration_and_the_tokenizer(generate: Generate, model: Path, tmp_path: Path) -> None:
+def test_random_weights_need_only_the_configuration_and_the_tokenizer(
+    generate: Generate, model: Path, tmp_path: Path
+) -> None:
     """Their loading is reported, as that of any others."""
     stored, bare = tmp_path / "stored", tmp_path / "bare"
-    write_random_checkpoint(stored, ARGS, Layout.HUGGING_FACE)  # Mistral's would end answers at its end of sequence
+    # Mistral's would end answers at its end of sequence
+    write_random_checkpoint(stored, ARGS, Layout.HUGGING_FACE)
     bare.mkdir()
-    for folder, file in ((stored, model / "tokenizer.model"), (bare, model / "tokenizer.model"), (bare, model / "config.json")):
+    for folder, file in (
+        (stored, model / "tokenizer.model"),
+        (bare, model / "tokenizer.model"),
+        (bare, model / "config.json"),
+    ):
         shutil.copy(file, folder)
     expected = generate("--json", "--model", str(stored), *PROMPTS)
-    runs = [generate("--json", "--load-format", "dummy", "--model", str(bare), "--stages", n, *PROMPTS) for n in "124"]
+    runs = [
+        generate("--json", "--load-format", "dummy", "--model", str(bare), "--stages", n, *PROMPTS)
+        for n in "124"
+    ]
     for run in runs:
         assert run.token_ids == expected.token_ids
         *quarters, last = [line for line in run.err.splitlines() if line.startswith("loaded ")]
@@ -246,13 +325,18 @@ def test_random_weights_need_only_the_configuration_and_the_tokenizer(generate: 
         assert last.endswith(": choosing kernels ...")
 
 
-@pytest.mark.parametrize("flags", [["--stages", "1"], ["--stages", "3", "--max-num-batched-tokens", "5", "--page-size", "4"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--stages", "1"], ["--stages", "3", "--max-num-batched-tokens", "5", "--page-size", "4"]],
+)
 def test_greedy_is_the_references(generate: Generate, model: Path, flags: list[str]) -> None:
     weights = random_model(ARGS).state_dict()
     run = generate("--json", "--temperature", "0", *flags, *PROMPTS)
     for prompt, token_ids in zip(PROMPTS, run.token_ids, strict=True):
         prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(prompt))
-        assert_same_tokens(prompt, token_ids, greedy(weights, ARGS, prompt_ids, NUM_TOKENS, token_ids))
+        assert_same_tokens(
+            prompt, token_ids, greedy(weights, ARGS, prompt_ids, NUM_TOKENS, token_ids)
+        )
 
 
 def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:
@@ -261,20 +345,24 @@ def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:
     assert run.json["completions"][0]["finish_reason"] == "length"
     assert len(run.token_ids[0]) == 3
     context = f"the context of {num_tokens + 3} positions"
-    assert run.err.splitlines()[-1] == (
-        f"note: the answer ends at {context}: 3 new tokens fit after the prompt, and --max-tokens is {NUM_TOKENS}"
+    assert (
+        run.err.splitlines()[-1]
+        == f"note: the answer ends at {context}: 3 new tokens fit after the prompt, and"
+        f" --max-tokens is {NUM_TOKENS}"
     )
 
 
 def test_answers_that_the_context_ends_are_counted(generate: Generate) -> None:
-    """On one line, however narrow the terminal; an answer that is as long as was requested is none of them."""
+    """On one line, however narrow the terminal; an answer that is as long as was requested is none
+    of them.
+    """
     run = generate("--json", "--max-model-len", "64", "--max-tokens", "60", *PROMPTS)
     short = sorted(map(len, run.token_ids))
     assert short.pop() == 60
     notes = [line for line in run.err.splitlines() if line.startswith("note: ")]
     assert notes == [
-        f"note: 3 of 4 answers end at the context of 64 positions: {short[0]} to {short[-1]} new tokens fit after the prompt, "
-        "and --max-tokens is 60"
+        f"note: 3 of 4 answers end at the context of 64 positions: {short[0]} to {short[-1]} new"
+        " tokens fit after the prompt, and --max-tokens is 60"
     ]
     assert "note: " not in generate(*PROMPTS).err
 
@@ -282,9 +370,19 @@ def test_answers_that_the_context_ends_are_counted(generate: Generate) -> None:
 def test_pipes_carry_text_and_nothing_else(generate: Generate, model: Path) -> None:
     """The same bytes from a process of its own, standard input and output piped."""
     run = "from tramontane.cluster.cli.main import main; main()"
-    flags = ["--model", str(model), "--local", "--threads-per-stage", "1", "--max-tokens", str(NUM_TOKENS)]
+    flags = [
+        "--model",
+        str(model),
+        "--local",
+        "--threads-per-stage",
+        "1",
+        "--max-tokens",
+        str(NUM_TOKENS),
+    ]
     command = [sys.executable, "-X", "utf8", "-c", run, "generate", *flags]
-    done = subprocess.run(command, input="\n".join(PROMPTS).encode(), capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, input="\n".join(PROMPTS).encode(), capture_output=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == generate(*PROMPTS).out
     assert "Traceback" not in done.stderr.decode()
@@ -296,10 +394,16 @@ def test_pipes_carry_text_and_nothing_else(generate: Generate, model: Path) -> N
 def test_json_has_the_experts_of_a_layer(generate: Generate, model: Path) -> None:
     """Those of the prompts and of all new tokens but the last, which never goes into the model."""
     weights = random_model(ARGS).state_dict()
-    run = generate("--json", "--show-experts", "2", "--stages", "2", "--max-num-batched-tokens", "5", *PROMPTS)
-    assert run.json["completions"] != generate("--json", *PROMPTS).json["completions"], "no other pipeline uses it"
+    run = generate(
+        "--json", "--show-experts", "2", "--stages", "2", "--max-num-batched-tokens", "5", *PROMPTS
+    )
+    assert run.json["completions"] != generate("--json", *PROMPTS).json["completions"], (
+        "no other pipeline uses it"
+    )
     for completion in run.json["completions"]:
-        prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(completion["prompt"]))
+        prompt_ids = list(
+            SentencePieceTokenizer(model / "tokenizer.model").encode(completion["prompt"])
+        )
         assert len(completion["prompt_experts"]["2"]) == len(prompt_ids)
         reported = {2: completion["prompt_experts"]["2"] + completion["experts"]["2"]}
         assert_best_experts(weights, ARGS, prompt_ids + completion["token_ids"][:-1], reported)
@@ -310,7 +414,10 @@ def test_without_a_terminal_the_text_is_plain_and_a_note_says_so(generate: Gener
         run = generate("--show-experts", "2", *given)
         assert run.out == generate(*given).out
         assert "layer 2, the heaviest expert of each token:  0  1  2  3 \n" in run.err
-        assert "note: standard output is not a terminal, so its text is not colored; --json lists the experts\n" in run.err
+        assert (
+            "note: standard output is not a terminal, so its text is not colored; --json lists the"
+            " experts\n" in run.err
+        )
 
 
 # ---- what a person sees
@@ -382,7 +489,9 @@ def _colored(text: str) -> list[tuple[str, str | None]]:
 def test_in_a_terminal_every_token_has_its_experts_color(
     generate: Generate, model: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
-    """A character of several tokens that of the last; the last token none. Otherwise it is the text, character by character."""
+    """A character of several tokens that of the last; the last token none. Otherwise it is the
+    text, character by character.
+    """
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("COLUMNS", "30")
     tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
@@ -392,11 +501,22 @@ def test_in_a_terminal_every_token_has_its_experts_color(
         expected += [("\n", None)] * bool(expected)
         decoders = [tokenizer.decoder(is_text_start=True), tokenizer.decoder()]
         parts = tokenizer.encode(completion["prompt"]), completion["token_ids"]
-        pieces = [decoder.push(token_id) for decoder, ids in zip(decoders, parts, strict=True) for token_id in ids]
-        for piece, ids in zip(pieces, completion["prompt_experts"]["3"] + completion["experts"]["3"], strict=False):
+        pieces = [
+            decoder.push(token_id)
+            for decoder, ids in zip(decoders, parts, strict=True)
+            for token_id in ids
+        ]
+        for piece, ids in zip(
+            pieces, completion["prompt_experts"]["3"] + completion["experts"]["3"], strict=False
+        ):
             codes = _colored(colors.style(ids[0]).render("x"))[0][1]
-            expected += [(char, None if char == "\n" else codes) for char in piece.translate(STRIP_CONTROL)]
-        expected += [(char, None) for char in (pieces[-1] + decoders[1].finish()).translate(STRIP_CONTROL) + "\n"]
+            expected += [
+                (char, None if char == "\n" else codes) for char in piece.translate(STRIP_CONTROL)
+            ]
+        expected += [
+            (char, None)
+            for char in (pieces[-1] + decoders[1].finish()).translate(STRIP_CONTROL) + "\n"
+        ]
     run = generate("--show-experts", "3", *given, terminal=True)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Zhl]|\x1b\[2K", "", run.out)
     assert _colored(shown)[-len(expected) :] == expected
@@ -417,7 +537,9 @@ def _forced_terminal(display: Display) -> Display:
 
 @pytest.mark.usefixtures("terminal")
 def test_live_text_is_replaced_by_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """Texts far longer than the screen, with what rich takes for markup, grow and end out of order."""
+    """Texts far longer than the screen, with what rich takes for markup, grow and end out of
+    order.
+    """
     display = _forced_terminal(Display(live=True))
     prompts = ["[bold]one[/bold]", "two\n\nlines", "[/oops] :smile: 😀"]
     display.start(prompts)
@@ -435,7 +557,9 @@ def test_live_text_is_replaced_by_the_whole(capsys: pytest.CaptureFixture[str]) 
     assert _screen(out) == _screen(texts)
 
 
-def test_blocks_come_in_input_order_each_as_soon_as_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_come_in_input_order_each_as_soon_as_it_can(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     display = Display(live=False)
     display.start(["a", "b", "c"])
     shown = []
@@ -489,9 +613,14 @@ def test_a_prompt_that_overflows_says_so_and_the_others_are_as_they_are(
         num_rows.clear()
         run = generate("--temperature", "0", *flags, *PROMPTS)
         if not flags:
-            assert "prompt 3: the answer cannot be continued: the logits of its next token are not finite" in run.err
+            assert (
+                "prompt 3: the answer cannot be continued: the logits of its next token are not"
+                " finite" in run.err
+            )
     found = run.json["completions"]
     assert found.pop(2)["error"].startswith("the answer cannot be continued")
-    assert found == [each for number, each in enumerate(expected.json["completions"]) if number != 2]
+    assert found == [
+        each for number, each in enumerate(expected.json["completions"]) if number != 2
+    ]
     [failed] = [each for number, each in enumerate(run.json["completions"]) if number == 2]
     assert (failed["finish_reason"], len(failed["token_ids"])) == ("error", 3)

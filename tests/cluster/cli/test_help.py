@@ -21,7 +21,15 @@ MAX_UNTITLED = 6  # options without a title of their own, in a command with many
 MANY = 8
 GROUPS = {
     "generate": {"Sampling", "Pipeline", "Expert actors", "Batching", "Run"},
-    "serve": {"Pipeline", "Expert actors", "Batching", "Serving", "Autoscaling", "Batch jobs", "Logging and tracing"},
+    "serve": {
+        "Pipeline",
+        "Expert actors",
+        "Batching",
+        "Serving",
+        "Autoscaling",
+        "Batch jobs",
+        "Logging and tracing",
+    },
     "chat": {"Sampling", "Pipeline", "Expert actors", "Run"},
     "plan": {"Pipeline", "Expert actors", "Batching"},
     "bench": {"Measurement", "Running server", "Pipeline", "Expert actors", "Batching", "Run"},
@@ -36,7 +44,9 @@ def _commands() -> Iterator[tuple[str, Any]]:
     """Every command that has options, by the words after ``tramontane``."""
     for name, command in cli.LazyCommands().items():
         yield name, command
-        yield from ((f"{name} {part}", each) for part, each in getattr(command, "commands", {}).items())
+        yield from (
+            (f"{name} {part}", each) for part, each in getattr(command, "commands", {}).items()
+        )
 
 
 COMMANDS = dict(_commands())
@@ -51,7 +61,9 @@ def _help(name: str) -> str:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_with_many_options_has_them_in_titled_groups(name: str) -> None:
-    options = [each for each in COMMANDS[name].params if each.opts[0].startswith("-") and not each.hidden]
+    options = [
+        each for each in COMMANDS[name].params if each.opts[0].startswith("-") and not each.hidden
+    ]
     titles = {each.rich_help_panel for each in options} - {None}
     assert titles >= GROUPS.get(name, set())
     assert all(f"─ {title} ─" in _help(name) for title in titles)
@@ -100,7 +112,9 @@ def test_examples_end_the_help_each_on_a_line_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "example"), SHOWN)
-def test_an_example_is_understood_by_the_parser(name: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_is_understood_by_the_parser(
+    name: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With files where it reads some, and with what may be combined."""
     monkeypatch.chdir(tmp_path)
     for file in re.findall(r"[\w-]+\.(?:jsonl|yaml|txt|json)", example):
@@ -113,4 +127,6 @@ def test_an_example_is_understood_by_the_parser(name: str, example: str, tmp_pat
     if parts := getattr(command, "commands", None):
         command, arguments = parts[arguments[0]], arguments[1:]
     with command.make_context(example, list(arguments)) as context:
-        EngineConfig.build(None, given_keys(context) if name in ("generate", "serve", "chat", "config") else {})
+        EngineConfig.build(
+            None, given_keys(context) if name in ("generate", "serve", "chat", "config") else {}
+        )

@@ -16,7 +16,11 @@ from typer.main import get_command
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import UNBOUNDED, build, validate_config
-from tramontane.cluster.serving.autoscaling import INTERVALS, PipelineAutoscalingPolicy, router_scaling_options
+from tramontane.cluster.serving.autoscaling import (
+    INTERVALS,
+    PipelineAutoscalingPolicy,
+    router_scaling_options,
+)
 from tramontane.proto.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).parents[3]
@@ -25,64 +29,116 @@ MIXTRAL = ("--model", "mixtral-8x7b", "--gpu-memory", "48GiB")
 
 def _written(folder: Path, *words: str) -> dict[str, Any]:
     app(["k8s", *words, "--out", str(folder)], standalone_mode=False)
-    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+    return {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.iterdir()
+    }
 
 
 def _application(documents: dict[str, Any]) -> dict[str, Any]:
-    (application,) = yaml.safe_load(documents["rayservice"]["spec"]["serveConfigV2"])["applications"]
+    (application,) = yaml.safe_load(documents["rayservice"]["spec"]["serveConfigV2"])[
+        "applications"
+    ]
     assert isinstance(application, dict)
     return application
 
 
 def _groups(documents: dict[str, Any]) -> dict[str, Any]:
-    return {group["groupName"]: group for group in documents["rayservice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    return {
+        group["groupName"]: group
+        for group in documents["rayservice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    }
 
 
 def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
-    documents = _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
+    documents = _written(
+        tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3"
+    )
     stages = _groups(documents)["stages"]
     assert (stages["replicas"], stages["minReplicas"], stages["maxReplicas"]) == (8, 8, 12)
-    assert stages["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert (
+        stages["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    )
     assert documents["disruption-budget"]["spec"]["minAvailable"] == 7
     application = _application(documents)
     assert validate_config(application["args"]).replicas == 1, "each is planned as if it were alone"
     scaling = application["deployments"][0]["autoscaling_config"]
-    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 192)
+    assert (
+        scaling["min_replicas"],
+        scaling["max_replicas"],
+        scaling["target_ongoing_requests"],
+    ) == (2, 3, 192)
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
 
 
 def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
-    """The options of a deployment override the application's, so they have to be the ones that the application would have."""
-    keys: dict[str, Any] = {"target_load": 0.5, "target_tokens": 9000, "upscale_delay": 3.0, "downscale_delay": 7.0}
-    keys["max_num_seqs"] = 64  # of which an application on GPUs does not know before there is a plan
+    """The options of a deployment override the application's, so they have to be the ones that the
+    application would have.
+    """
+    keys: dict[str, Any] = {
+        "target_load": 0.5,
+        "target_tokens": 9000,
+        "upscale_delay": 3.0,
+        "downscale_delay": 7.0,
+    }
+    # of which an application on GPUs does not know before there is a plan
+    keys["max_num_seqs"] = 64
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump(keys))
     words = ("--stages", "4", "--max-replicas", "3", "--config", str(tmp_path / "keys.yaml"))
-    given = _application(_written(tmp_path / "out", *MIXTRAL, *words))["deployments"][0]["autoscaling_config"]
-    made = router_scaling_options(EngineConfig.build(None, keys | {"max_replicas": 3}))["autoscaling_config"]
-    assert (given["target_ongoing_requests"], given["upscale_delay_s"], given["downscale_delay_s"]) == (32, 3.0, 7.0)
+    given = _application(_written(tmp_path / "out", *MIXTRAL, *words))["deployments"][0][
+        "autoscaling_config"
+    ]
+    made = router_scaling_options(EngineConfig.build(None, keys | {"max_replicas": 3}))[
+        "autoscaling_config"
+    ]
+    assert (
+        given["target_ongoing_requests"],
+        given["upscale_delay_s"],
+        given["downscale_delay_s"],
+    ) == (32, 3.0, 7.0)
     assert given["policy"]["policy_kwargs"] == {"target_load": 0.5, "target_tokens": 9000}
-    assert AutoscalingConfig.model_validate(given).model_dump(exclude=set(INTERVALS)) == made.model_dump(exclude=set(INTERVALS))
+    assert AutoscalingConfig.model_validate(given).model_dump(
+        exclude=set(INTERVALS)
+    ) == made.model_dump(exclude=set(INTERVALS))
 
 
-def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp_path: Path) -> None:
+def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(
+    tmp_path: Path,
+) -> None:
     """Pipelines that come and go, and who is where; other options of the deployments stay."""
-    documents = _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
-    given, made = ServeApplicationSchema.model_validate(_application(documents)), _deployments(build({}))
-    infos = {name: DeploymentInfo(each._deployment_config, each._replica_config, 0, "job") for name, each in made.items()}
+    documents = _written(
+        tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3"
+    )
+    given, made = (
+        ServeApplicationSchema.model_validate(_application(documents)),
+        _deployments(build({})),
+    )
+    infos = {
+        name: DeploymentInfo(each._deployment_config, each._replica_config, 0, "job")
+        for name, each in made.items()
+    }
     merged = override_deployment_info(infos, given)
     router = merged["Router"].deployment_config
     assert router.autoscaling_config is not None
-    assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (2, 3)
+    assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (
+        2,
+        3,
+    )
     assert router.max_ongoing_requests == UNBOUNDED
     policy = router.autoscaling_config.policy
     assert isinstance(policy.get_policy()(**policy.policy_kwargs), PipelineAutoscalingPolicy)
     assert merged["Ingress"].deployment_config.num_replicas == 2
-    wanted = {name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()}
-    assert wanted == {"Router": {"tramontane_router": 1}, "Batch": {"tramontane_router": 1}, "Ingress": {"tramontane_ingress": 1}}
+    wanted = {
+        name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()
+    }
+    assert wanted == {
+        "Router": {"tramontane_router": 1},
+        "Batch": {"tramontane_router": 1},
+        "Ingress": {"tramontane_ingress": 1},
+    }
     assert {info.replica_config.ray_actor_options["num_cpus"] for info in merged.values()} == {0}
 
 
-def _deployments(application: Any) -> dict[str, Any]:  # noqa: ANN401
+def _deployments(application: Any) -> dict[str, Any]:
     """Of an application and all that it is bound to."""
     bound = application._bound_deployment
     found = {bound.name: bound}
@@ -93,11 +149,28 @@ def _deployments(application: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def test_flags_and_a_files_keys_become_the_applications(tmp_path: Path) -> None:
-    (tmp_path / "keys.yaml").write_text("max_num_seqs: 8\njobs_storage: s3://bucket/jobs\nstages: 2\n")
+    (tmp_path / "keys.yaml").write_text(
+        "max_num_seqs: 8\njobs_storage: s3://bucket/jobs\nstages: 2\n"
+    )
     file = ("--config", str(tmp_path / "keys.yaml"))
-    documents = _written(tmp_path / "out", *MIXTRAL, *file, "--stages", "4", "--link", "direct", "--threads-per-stage", "6")
+    documents = _written(
+        tmp_path / "out",
+        *MIXTRAL,
+        *file,
+        "--stages",
+        "4",
+        "--link",
+        "direct",
+        "--threads-per-stage",
+        "6",
+    )
     config = validate_config(_application(documents)["args"])
-    assert (config.stages, config.max_num_seqs, config.link, config.threads_per_stage) == (4, 8, "direct", 6)
+    assert (config.stages, config.max_num_seqs, config.link, config.threads_per_stage) == (
+        4,
+        8,
+        "direct",
+        6,
+    )
     assert str(config.model) == "/models/mixtral-8x7b"
     assert config.jobs_storage is not None
     assert config.jobs_storage.get_secret_value() == "s3://bucket/jobs"
@@ -106,18 +179,26 @@ def test_flags_and_a_files_keys_become_the_applications(tmp_path: Path) -> None:
 def test_a_folder_here_is_one_of_the_same_name_there(tmp_path: Path) -> None:
     args = tiny_args(n_layers=4)
     folder = write_checkpoint(tmp_path / "My-Model.v1", args, random_model(args))
-    documents = _written(tmp_path / "out", "--model", str(folder), "--stages", "2", "--gpu-memory", "1GiB", "--cpu")
+    documents = _written(
+        tmp_path / "out", "--model", str(folder), "--stages", "2", "--gpu-memory", "1GiB", "--cpu"
+    )
     assert _application(documents)["args"]["model"] == "/models/My-Model.v1"
     assert documents["model"]["data"]["name"] == "My-Model.v1"
-    waits = documents["rayservice"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["initContainers"]
+    waits = documents["rayservice"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"][
+        "spec"
+    ]["initContainers"]
     assert "/models/My-Model.v1" in waits[0]["command"][-1]
     container = _groups(documents)["stages"]["template"]["spec"]["containers"][0]
     assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"too little memory for stage 1/4 .*; possible: 5 GPUs of 24 GiB"):
-        _written(tmp_path / "out", "--model", "mixtral-8x7b", "--stages", "4", "--gpu-memory", "24GiB")
+    with pytest.raises(
+        PlanError, match=r"too little memory for stage 1/4 .*; possible: 5 GPUs of 24 GiB"
+    ):
+        _written(
+            tmp_path / "out", "--model", "mixtral-8x7b", "--stages", "4", "--gpu-memory", "24GiB"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -129,15 +210,27 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
             (*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"),
             "--max-replicas is 2; it must be at least --replicas, which is 3",
         ),
-        ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
+        (
+            (*MIXTRAL, "--stages", "4", "--image", "tramontane"),
+            "--image is 'tramontane'; it must have a tag",
+        ),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
-        ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
-        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config; set http_options"),
+        (
+            (*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"),
+            "jobs_database: a password is not for a Serve config",
+        ),
+        (
+            (*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"),
+            "port: not for a Serve config; set http_options",
+        ),
         (
             (*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"),
             "shared.yaml): not allowed in the file, since this command sets it",
         ),
-        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "4GiB"), "the folder's name may have only letters"),
+        (
+            ("--model", "{}/a b", "--stages", "2", "--gpu-memory", "4GiB"),
+            "the folder's name may have only letters",
+        ),
     ],
 )
 def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -153,7 +246,14 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
     assert "secret@" not in str(refused.value)
 
 
-K8S_SETS = {"model", "placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"}
+K8S_SETS = {
+    "model",
+    "placement_timeout",
+    "ingress_replicas",
+    "api_key_file",
+    "replicas",
+    "max_replicas",
+}
 CLUSTER_YAML_SETS = {"model", "address", "gpu_memory", "api_key_file", "replicas", "max_replicas"}
 PODS_ARE_ALIKE = {"expert_memory", "gpu_speed", "stages_per_gpu"}  # and so are machines
 
@@ -163,16 +263,31 @@ PODS_ARE_ALIKE = {"expert_memory", "gpu_speed", "stages_per_gpu"}  # and so are 
     [("k8s", key) for key in sorted(K8S_SETS | PODS_ARE_ALIKE)]
     + [("cluster-yaml", key) for key in sorted(CLUSTER_YAML_SETS | PODS_ARE_ALIKE)],
 )
-def test_a_file_may_not_have_the_keys_that_the_command_sets(command: str, key: str, tmp_path: Path) -> None:
+def test_a_file_may_not_have_the_keys_that_the_command_sets(
+    command: str, key: str, tmp_path: Path
+) -> None:
     (tmp_path / "keys.yaml").write_text(f"{key}: 2\n")
-    words = ("--stages", "4", "--config", str(tmp_path / "keys.yaml"), "--out", str(tmp_path / "out"))
+    words = (
+        "--stages",
+        "4",
+        "--config",
+        str(tmp_path / "keys.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+    )
     provider = ("--provider", "local") if command == "cluster-yaml" else ()
     with pytest.raises(ConfigError) as refused:
         app([command, *MIXTRAL, *words, *provider], standalone_mode=False)
-    assert str(refused.value) == f"{key} (in {tmp_path / 'keys.yaml'}): not allowed in the file, since this command sets it"
+    assert (
+        str(refused.value)
+        == f"{key} (in {tmp_path / 'keys.yaml'}): not allowed in the file, since this command"
+        " sets it"
+    )
 
 
-def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overlay_without_its_base_says_what_kubectl_would_miss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing = f"the overlay needs {tmp_path / 'mine/../../base'}, which does not exist"
     words, k8s = (*MIXTRAL, "--stages", "4"), ROOT / "k8s"
     _written(tmp_path / "mine", *words)
@@ -196,7 +311,9 @@ def test_the_number_of_pods_is_not_guessed(tmp_path: Path) -> None:
 
 def test_the_documentation_has_every_option() -> None:
     table = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text(encoding="utf-8")
-    options = [name for parameter in get_command(app).commands["k8s"].params for name in parameter.opts]  # type: ignore[attr-defined]
+    options = [
+        name for parameter in get_command(app).commands["k8s"].params for name in parameter.opts
+    ]  # type: ignore[attr-defined]
     assert len(options) > 20
     assert [name for name in options if f"`{name}`" not in table and name != "--help"] == []
 
@@ -208,11 +325,17 @@ def test_files_of_another_origin_are_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kustomization.yaml"]
 
 
-@pytest.mark.parametrize(("below", "message"), [("", "is a file; give a folder"), ("/x", "cannot be written: Not a directory")])
+@pytest.mark.parametrize(
+    ("below", "message"),
+    [("", "is a file; give a folder"), ("/x", "cannot be written: Not a directory")],
+)
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, below: str, message: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError) as refused:
-        app(["k8s", *MIXTRAL, "--stages", "4", "--out", f"{tmp_path}/file{below}"], standalone_mode=False)
+        app(
+            ["k8s", *MIXTRAL, "--stages", "4", "--out", f"{tmp_path}/file{below}"],
+            standalone_mode=False,
+        )
     assert str(refused.value) == f"--out {tmp_path}/file{below} {message}"
 
 

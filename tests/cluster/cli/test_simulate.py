@@ -16,11 +16,26 @@ from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.simulation.comparison import all_policies, summarize
 from tramontane.router.simulation.simulator import SimRequest, SimTrace
 
-SMALL = ["simulate", "--stages", "3", "--num-requests", "20", "--input-len", "60", "--output-len", "10"]
-POLICIES = ["tramontane", "full budget (vLLM)", "uniform budget (Sarathi-Serve)", "token throttling (gLLM)"]
+SMALL = [
+    "simulate",
+    "--stages",
+    "3",
+    "--num-requests",
+    "20",
+    "--input-len",
+    "60",
+    "--output-len",
+    "10",
+]
+POLICIES = [
+    "tramontane",
+    "full budget (vLLM)",
+    "uniform budget (Sarathi-Serve)",
+    "token throttling (gLLM)",
+]
 
 
-def _simulated(*flags: str) -> Any:  # noqa: ANN401
+def _simulated(*flags: str) -> Any:
     outcome = CliRunner().invoke(app, [*SMALL, *flags, "--json"])
     assert outcome.exit_code == 0, outcome.output
     return json.loads(outcome.stdout)
@@ -36,7 +51,9 @@ def test_every_policy_has_a_row_and_the_same_seed_says_the_same() -> None:
 
 
 def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
-    (file := tmp_path / "tramontane.yaml").write_text("stages: 9\nmax_num_seqs: 4\ndtype: float32\n")
+    (file := tmp_path / "tramontane.yaml").write_text(
+        "stages: 9\nmax_num_seqs: 4\ndtype: float32\n"
+    )
     assert _simulated("--config", str(file)) == _simulated("--max-num-seqs", "4") != _simulated()
 
 
@@ -68,7 +85,9 @@ def test_what_cannot_be_done_is_said(flags: list[str], message: str) -> None:
 
 
 def test_the_assumed_costs_are_as_documented() -> None:
-    assert default_cost_model(2)(BatchWork(0, 0, 256, 256_000)) == pytest.approx([0.4e-3 + 1.024e-3 + 1.536e-3] * 2)
+    assert default_cost_model(2)(BatchWork(0, 0, 256, 256_000)) == pytest.approx(
+        [0.4e-3 + 1.024e-3 + 1.536e-3] * 2
+    )
 
 
 def test_the_published_policies_have_their_published_budgets() -> None:
@@ -76,19 +95,33 @@ def test_the_published_policies_have_their_published_budgets() -> None:
 
 
 def test_a_summary_leaves_out_the_time_after_the_backlog() -> None:
-    """One stage: busy from 0 to 8 of the first ten seconds, then hardly; requests waited until 10."""
-    timings = tuple((StageTiming(0, start, busy, 1),) for start, busy in ((0.0, 1.0), (1.0, 7.0), (19.0, 1.0)))
-    trace = SimTrace((SimRequest(0.0, 5, 2), SimRequest(1.0, 4, 1)), ((4.0, 20.0), (3.0,)), timings, backlog_until=10.0)
+    """One stage: busy from 0 to 8 of the first ten seconds, then hardly; requests waited until
+    10.
+    """
+    timings = tuple(
+        (StageTiming(0, start, busy, 1),) for start, busy in ((0.0, 1.0), (1.0, 7.0), (19.0, 1.0))
+    )
+    trace = SimTrace(
+        (SimRequest(0.0, 5, 2), SimRequest(1.0, 4, 1)),
+        ((4.0, 20.0), (3.0,)),
+        timings,
+        backlog_until=10.0,
+    )
     reported = summarize("x", trace)
     assert reported.bubble == pytest.approx(1 - 7 / 9)
     assert reported.tokens_per_s == 12 / 20
-    assert (reported.ttft_s[0], reported.itl_s, reported.e2e_s[2]) == (3.0, (16.0,) * 3, pytest.approx(20 - 0.01 * 18))
+    assert (reported.ttft_s[0], reported.itl_s, reported.e2e_s[2]) == (
+        3.0,
+        (16.0,) * 3,
+        pytest.approx(20 - 0.01 * 18),
+    )
 
 
 def test_hops_are_counted_where_the_next_stage_was_waiting() -> None:
     steps = [
         (BatchWork(), (StageTiming(0, 0.0, 1.0, 1), StageTiming(1, 1.25, 3.0, 1))),  # waited: 0.25
-        (BatchWork(), (StageTiming(0, 1.0, 1.0, 1), StageTiming(1, 4.25, 1.0, 1))),  # was busy until 4.25
+        # was busy until 4.25
+        (BatchWork(), (StageTiming(0, 1.0, 1.0, 1), StageTiming(1, 4.25, 1.0, 1))),
         (BatchWork(), (StageTiming(0, 9.0, 1.0, 1), StageTiming(1, 10.5, 1.0, 1))),  # waited: 0.5
     ]
     assert hop_seconds(steps) == 0.375

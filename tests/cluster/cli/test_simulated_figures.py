@@ -1,4 +1,6 @@
-"""The figures of ``tramontane simulate`` in docs/benchmarks.md are the ones that it prints: it uses no clock."""
+"""The figures of ``tramontane simulate`` in docs/benchmarks.md are the ones that it prints: it uses
+no clock.
+"""
 
 import json
 import re
@@ -15,7 +17,9 @@ TITLES = {"tramontane": "Tramontane"}  # the others have the same names there
 
 
 def _section() -> str:
-    found = re.search(r"^## Scheduling policies\n(.*?)^#", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"^## Scheduling policies\n(.*?)^#", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert found is not None
     return found[1]
 
@@ -54,12 +58,27 @@ def test_the_figures_at_forty_requests_per_second_are_as_computed() -> None:
     assert gllm["name"] == "token throttling (gLLM)"
     ttft, *theirs = [f"{1000 * policy['ttft_s'][0]:.0f}" for policy in (ours, *others)]
     text = " ".join(_section().split())
-    assert f"the median TTFT is {ttft} ms for Tramontane and {theirs[0]}, {theirs[1]} and {theirs[2]} ms for the others" in text
-    assert f"ends the median request sooner ({gllm['e2e_s'][0]:.2f} s against {ours['e2e_s'][0]:.2f} s)" in text
+    assert (
+        f"the median TTFT is {ttft} ms for Tramontane and {theirs[0]}, {theirs[1]} and {theirs[2]}"
+        " ms for the others" in text
+    )
+    assert (
+        f"ends the median request sooner ({gllm['e2e_s'][0]:.2f} s against"
+        f" {ours['e2e_s'][0]:.2f} s)" in text
+    )
 
 
-@pytest.mark.parametrize("change", [{"bubble": 0.018}, {"tokens_per_s": 28663.0}, {"name": "x"}, {"itl_s": [0.0084, 0.0, 0.018]}])
+@pytest.mark.parametrize(
+    "change",
+    [{"bubble": 0.018}, {"tokens_per_s": 28663.0}, {"name": "x"}, {"itl_s": [0.0084, 0.0, 0.018]}],
+)
 def test_a_row_with_another_figure_is_another_row(change: dict[str, Any]) -> None:
-    policy = {"name": "tramontane", "bubble": 0.017, "tokens_per_s": 28662.0, "ttft_s": [1.02], "itl_s": [0.0083, 0.0, 0.018]}
+    policy = {
+        "name": "tramontane",
+        "bubble": 0.017,
+        "tokens_per_s": 28662.0,
+        "ttft_s": [1.02],
+        "itl_s": [0.0083, 0.0, 0.018],
+    }
     assert _row(policy) == "| Tramontane | 1.7 % | 28,662 | 1.02 s | 8.3 and 18 ms |"
     assert _row(policy | change) != _row(policy)

@@ -22,7 +22,9 @@ MONOTONIC_NS = {0: 5}  # of this process
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The times that the next replicas to start read, in ns; the last one stays. The store is a dict."""
+    """The times that the next replicas to start read, in ns; the last one stays. The store is a
+    dict.
+    """
     times, store = [100], dict[str, bytes]()
 
     def put(key: str, value: bytes, *, overwrite: bool = True) -> None:
@@ -33,7 +35,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(deployments, "kv_get", store.get)
     monkeypatch.setattr(deployments, "kv_delete", lambda key: store.pop(key, None))
     time_ns = lambda: times.pop(0) if len(times) > 1 else times[0]  # noqa: E731
-    monkeypatch.setattr(deployments, "time", SimpleNamespace(time_ns=time_ns, monotonic_ns=lambda: MONOTONIC_NS[0]))
+    monkeypatch.setattr(
+        deployments, "time", SimpleNamespace(time_ns=time_ns, monotonic_ns=lambda: MONOTONIC_NS[0])
+    )
     monkeypatch.setitem(MONOTONIC_NS, 0, 5)
     return times
 
@@ -47,11 +51,19 @@ def test_a_deployment_from_a_machine_whose_clock_is_behind_is_the_newest(clocks:
     assert newest_deployment(APP) == second
 
 
-def test_all_replicas_of_a_build_have_its_number_also_those_that_start_after_the_next_one(clocks: list[int]) -> None:
+def test_all_replicas_of_a_build_have_its_number_also_those_that_start_after_the_next_one(
+    clocks: list[int],
+) -> None:
     clocks[:] = [100, 200, 300, 50]
     first, second = number_deployment(APP, "first"), number_deployment(APP, "second")
-    assert (number_deployment(APP, "first"), number_deployment(APP, "second")) == (first, second) == (100, 200)
-    assert newest_deployment(APP) == second, "a late replica of the first does not make it the newest"
+    assert (
+        (number_deployment(APP, "first"), number_deployment(APP, "second"))
+        == (first, second)
+        == (100, 200)
+    )
+    assert newest_deployment(APP) == second, (
+        "a late replica of the first does not make it the newest"
+    )
 
 
 def test_a_build_after_a_drained_one_is_not_drained(clocks: list[int]) -> None:
@@ -68,7 +80,9 @@ def test_a_build_after_a_drained_one_is_not_drained(clocks: list[int]) -> None:
 def test_a_newer_deployment_counts_for_a_quarter_of_an_hour_whatever_its_clock_said(
     clocks: list[int], monkeypatch: pytest.MonkeyPatch, ahead_ns: int
 ) -> None:
-    """Whose machine's clock is an hour behind, gets a number after the last one, and counts as old as that is."""
+    """Whose machine's clock is an hour behind, gets a number after the last one, and counts as old
+    as that is.
+    """
     now = 10 * HOUR_NS
     clocks[:] = [now, now + ahead_ns, now]
     first, _second = number_deployment(APP, "first"), number_deployment(APP, "second")

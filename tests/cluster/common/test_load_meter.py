@@ -13,12 +13,25 @@ import pytest
 from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.common import load_meter
-from tramontane.cluster.common.load_meter import FIND_EVERY, INTERVAL_S, CpuReader, CpuTimes, LoadMeter, next_level
+from tramontane.cluster.common.load_meter import (
+    FIND_EVERY,
+    INTERVAL_S,
+    CpuReader,
+    CpuTimes,
+    LoadMeter,
+    next_level,
+)
 
 BEGIN = CpuTimes(at_s=100.0, loop_s=5.0, proxy_s=7.0, idle_s=1000.0, throttled_s=3.0, num_cores=4)
 
 
-def _after(loop: float = 0.0, proxy: float = 0.0, idle: float = 1.0, throttled_s: float = 0.0, seconds: float = 0.1) -> CpuTimes:
+def _after(
+    loop: float = 0.0,
+    proxy: float = 0.0,
+    idle: float = 1.0,
+    throttled_s: float = 0.0,
+    seconds: float = 0.1,
+) -> CpuTimes:
     """Shares of the time since ``BEGIN``; ``idle``, of all cores."""
     return CpuTimes(
         at_s=BEGIN.at_s + seconds,
@@ -31,7 +44,14 @@ def _after(loop: float = 0.0, proxy: float = 0.0, idle: float = 1.0, throttled_s
 
 
 @pytest.mark.parametrize(
-    "busy", [{"loop": 0.75}, {"proxy": 0.75}, {"idle": 0.05}, {"throttled_s": 0.001}, {"loop": 0.3, "proxy": 2.5, "idle": 0.5}]
+    "busy",
+    [
+        {"loop": 0.75},
+        {"proxy": 0.75},
+        {"idle": 0.05},
+        {"throttled_s": 0.001},
+        {"loop": 0.3, "proxy": 2.5, "idle": 0.5},
+    ],
 )
 def test_one_that_has_no_time_raises_the_level(busy: dict[str, float]) -> None:
     assert next_level(0.2, BEGIN, _after(**busy)) == pytest.approx(0.3)
@@ -68,7 +88,14 @@ class Machine:
         self.num_readings += 1
         self.used_s += self.share * INTERVAL_S
         now = asyncio.get_running_loop().time()
-        return CpuTimes(at_s=now, loop_s=self.used_s, proxy_s=0.0, idle_s=0.5 * now, throttled_s=0.0, num_cores=1)
+        return CpuTimes(
+            at_s=now,
+            loop_s=self.used_s,
+            proxy_s=0.0,
+            idle_s=0.5 * now,
+            throttled_s=0.0,
+            num_cores=1,
+        )
 
 
 async def _settle(seconds: float) -> None:
@@ -125,8 +152,12 @@ def test_the_proxy_is_looked_for_again_as_it_may_have_been_replaced() -> None:
     run_in_virtual_time(scenario())
 
 
-def test_a_reading_is_of_this_thread_alone_and_a_core_that_waits_for_a_disk_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = SimpleNamespace(monotonic=lambda: 100.0, thread_time=lambda: 5.0, process_time=lambda: 50.0)
+def test_a_reading_is_of_this_thread_alone_and_a_core_that_waits_for_a_disk_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = SimpleNamespace(
+        monotonic=lambda: 100.0, thread_time=lambda: 5.0, process_time=lambda: 50.0
+    )
     times = SimpleNamespace(idle=1000.0, iowait=20.0)
     monkeypatch.setattr(load_meter, "time", clocks)
     monkeypatch.setattr(load_meter.psutil, "cpu_times", lambda: times)
@@ -193,7 +224,12 @@ def test_a_reader_counts_this_thread_and_the_proxy(proxy: "subprocess.Popen[byte
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("usage_usec 5\nnr_throttled 3\nthrottled_usec 1500000\n", 1.5), ("usage_usec 5\n", 0.0), ("a b c\n", 0.0), (None, 0.0)],
+    [
+        ("usage_usec 5\nnr_throttled 3\nthrottled_usec 1500000\n", 1.5),
+        ("usage_usec 5\n", 0.0),
+        ("a b c\n", 0.0),
+        (None, 0.0),
+    ],
 )
 def test_where_a_container_has_a_limit_its_waits_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float

@@ -35,7 +35,9 @@ class Nodes:
 
 
 def test_one_poll_serves_all_requests() -> None:
-    """However many wait, one task wakes up for all, and none of theirs does before a node has died."""
+    """However many wait, one task wakes up for all, and none of theirs does before a node has
+    died.
+    """
 
     async def scenario() -> None:
         nodes = Nodes()
@@ -82,7 +84,9 @@ def test_no_node_counts_as_dead_while_the_head_node_is_away() -> None:
     async def scenario() -> None:
         nodes = Nodes()
         nodes.is_away = True
-        waiting = asyncio.create_task(DeadNodeWatcher(nodes.list_dead).wait_until_dead(lambda: "this"))
+        waiting = asyncio.create_task(
+            DeadNodeWatcher(nodes.list_dead).wait_until_dead(lambda: "this")
+        )
         await nodes.until_listed(3)
         assert not waiting.done()
         nodes.is_away, nodes.dead = False, {"this"}
@@ -92,7 +96,9 @@ def test_no_node_counts_as_dead_while_the_head_node_is_away() -> None:
 
 
 @pytest.mark.parametrize(("died_s_before", "is_over"), [(29.0, True), (31.0, False)])
-def test_the_recent_death_of_any_node_ends_the_wait_for_an_unknown_one(died_s_before: float, is_over: bool) -> None:
+def test_the_recent_death_of_any_node_ends_the_wait_for_an_unknown_one(
+    died_s_before: float, is_over: bool
+) -> None:
     async def scenario() -> None:
         nodes, now = Nodes(), 100.0
         nodes.dead = {"any"}

@@ -17,24 +17,34 @@ HOUR = 3600.0
 
 
 def test_a_process_is_as_old_as_psutil_says() -> None:
-    """Within a minute: nothing is measured, but which field of the kernel's is read, and in which unit."""
+    """Within a minute: nothing is measured, but which field of the kernel's is read, and in which
+    unit.
+    """
     for pid in (os.getpid(), os.getppid(), 1):
         assert abs(process_age_s(pid) - (time.time() - psutil.Process(pid).create_time())) < 60
     assert 0 <= process_age_s() <= process_age_s(1)
 
 
-@pytest.mark.skipif(shutil.which("ps") is None, reason="compares with ps, of Debian's package procps")
+@pytest.mark.skipif(
+    shutil.which("ps") is None, reason="compares with ps, of Debian's package procps"
+)
 def test_it_is_what_ps_shows() -> None:
     """``etimes`` is in whole seconds."""
     parent = os.getppid()
     before = int(process_age_s(parent))
-    shown = int(subprocess.run(["ps", "-o", "etimes=", "-p", str(parent)], capture_output=True, text=True, check=True).stdout)
+    shown = int(
+        subprocess.run(
+            ["ps", "-o", "etimes=", "-p", str(parent)], capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert before <= shown <= process_age_s(parent)
 
 
 def test_a_name_with_brackets_and_spaces_moves_no_field() -> None:
     name = "import ctypes; ctypes.CDLL(None).prctl(15, b') 1 (2 3'); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert process_age_s(process.pid) <= process_age_s()
@@ -50,8 +60,12 @@ def test_a_process_that_is_gone_has_no_age() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-HOUR, HOUR])
-def test_a_clock_that_is_set_makes_no_worker_older_or_younger(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    """A worker that has just begun is not killed as one that hung before, and one that is old enough is."""
+def test_a_clock_that_is_set_makes_no_worker_older_or_younger(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """A worker that has just begun is not killed as one that hung before, and one that is old
+    enough is.
+    """
     real, killed = time.time, list[tuple[int, int]]()
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _self: ["ray::Stage"])

@@ -1,4 +1,6 @@
-"""Ctrl-C while Ray is being started: it is finished and then shut down, since a half started one ends Python in a crash."""
+"""Ctrl-C while Ray is being started: it is finished and then shut down, since a half started one
+ends Python in a crash.
+"""
 
 import asyncio
 import ctypes
@@ -37,8 +39,9 @@ def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
 ) -> None:
     happened = []
 
-    def init(**_: Any) -> None:  # noqa: ANN401
-        ray._private.utils.set_sigterm_handler(lambda *_: happened.append("Ray's own handler"))  # as ray.init does
+    def init(**_: Any) -> None:
+        # as ray.init does
+        ray._private.utils.set_sigterm_handler(lambda *_: happened.append("Ray's own handler"))
         os.kill(os.getpid(), number)
         happened.append("started")
 
@@ -47,12 +50,21 @@ def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
     with pytest.raises(KeyboardInterrupt), local_ray_cluster(num_cpus=1):
         happened.append("used")
     assert happened == ["started", "shut down"]
-    assert signal.default_int_handler not in [signal.getsignal(each) for each in SIGNALS], "a second one ends at once"
-    assert capfd.readouterr().err == "Interrupted: stopping the local Ray cluster; Ctrl-C again ends at once.\n"
+    assert signal.default_int_handler not in [signal.getsignal(each) for each in SIGNALS], (
+        "a second one ends at once"
+    )
+    assert (
+        capfd.readouterr().err
+        == "Interrupted: stopping the local Ray cluster; Ctrl-C again ends at once.\n"
+    )
 
 
-def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's library aborts the process three seconds after a SIGTERM that it handles, whatever is still to be removed."""
+def test_native_code_that_starts_with_ray_does_not_keep_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's library aborts the process three seconds after a SIGTERM that it handles, whatever is
+    still to be removed.
+    """
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
 
@@ -67,7 +79,9 @@ def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pyt
         assert received == [signal.SIGTERM]
 
 
-def test_a_program_keeps_its_handler_where_ray_starts_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_keeps_its_handler_where_ray_starts_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As with ``LLM``, whose engine has a thread of its own."""
 
     @asynccontextmanager
@@ -111,7 +125,9 @@ def test_the_first_signal_is_reported_at_once_and_a_second_one_ends_the_process(
     assert child.wait() == -signal.SIGKILL
 
 
-def test_an_event_loop_sees_a_signal_after_the_block(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_event_loop_sees_a_signal_after_the_block(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As the commands that run in a loop, which ``ray.init`` blocks."""
     statuses, happened = _exits(monkeypatch), list[str]()
 
@@ -154,7 +170,9 @@ def test_nothing_is_held_outside_the_main_thread() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_ends_what_runs_until_interrupted_and_a_second_changes_nothing(number: signal.Signals) -> None:
+def test_the_first_signal_ends_what_runs_until_interrupted_and_a_second_changes_nothing(
+    number: signal.Signals,
+) -> None:
     happened = []
     with until_interrupted():
         try:

@@ -57,7 +57,9 @@ def test_without_keys_every_request_is_allowed() -> None:
     assert _allows(keys, "Bearer whatever")
 
 
-@pytest.mark.parametrize("given", [f"Bearer {KEY}", f"Bearer {OTHER}", f"bearer {KEY}", f"BEARER  {KEY} "])
+@pytest.mark.parametrize(
+    "given", [f"Bearer {KEY}", f"Bearer {OTHER}", f"bearer {KEY}", f"BEARER  {KEY} "]
+)
 def test_each_of_several_keys_is_good(given: str) -> None:
     assert _allows(_keys(KEY, OTHER), given)
 
@@ -65,8 +67,24 @@ def test_each_of_several_keys_is_good(given: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        *(None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY} {OTHER}"),
-        *(f"Bearer {KEY},{OTHER}", f"Bearer{KEY}", "Bearer \udcff", "Bearer \xe9", f"Bearer {KEY.upper()}"),
+        *(
+            None,
+            "",
+            "Bearer",
+            "Bearer ",
+            KEY,
+            f"Basic {KEY}",
+            f"Bearer {KEY}x",
+            f"Bearer {KEY[:-1]}",
+            f"Bearer {KEY} {OTHER}",
+        ),
+        *(
+            f"Bearer {KEY},{OTHER}",
+            f"Bearer{KEY}",
+            "Bearer \udcff",
+            "Bearer \xe9",
+            f"Bearer {KEY.upper()}",
+        ),
     ],
 )
 def test_nothing_else_is_good(given: str | None) -> None:
@@ -82,9 +100,15 @@ def test_what_belongs_to_a_key_belongs_to_its_digest() -> None:
             assert identity is not None
             assert identity.tenant == own
     assert _keys(KEY).authenticate(f"Bearer {KEY}") == Identity(0, own)
-    numbers = {found.owner for key in (KEY, OTHER) if (found := _keys(KEY, OTHER).authenticate(f"Bearer {key}"))}
+    numbers = {
+        found.owner
+        for key in (KEY, OTHER)
+        if (found := _keys(KEY, OTHER).authenticate(f"Bearer {key}"))
+    }
     assert numbers == {1, 2}
-    assert ApiKeys().authenticate(f"Bearer {KEY}") == ApiKeys().authenticate(None) == Identity(0, "")
+    assert (
+        ApiKeys().authenticate(f"Bearer {KEY}") == ApiKeys().authenticate(None) == Identity(0, "")
+    )
 
 
 def test_every_key_is_looked_at_however_early_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +157,12 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "written to"])
-def test_a_file_whose_key_was_exchanged_for_one_of_equal_length_is_read_again(tmp_path: Path, how: str) -> None:
-    """Its size and its time of modification are those of before: a revoked key must not stay good."""
+def test_a_file_whose_key_was_exchanged_for_one_of_equal_length_is_read_again(
+    tmp_path: Path, how: str
+) -> None:
+    """Its size and its time of modification are those of before: a revoked key must not stay
+    good.
+    """
     file, key, other = tmp_path / "keys", "sk-a-key", "sk-b-key"
     file.write_text(key)
     before = file.stat()
@@ -143,7 +171,8 @@ def test_a_file_whose_key_was_exchanged_for_one_of_equal_length_is_read_again(tm
     if how == "replaced":
         (tmp_path / "new").write_text(other)
         (tmp_path / "new").replace(file)
-    while how == "written to" and file.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has moved
+    # until the file system's clock has moved
+    while how == "written to" and file.stat().st_ctime_ns == before.st_ctime_ns:
         file.write_text(other)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
@@ -151,11 +180,15 @@ def test_a_file_whose_key_was_exchanged_for_one_of_equal_length_is_read_again(tm
     assert _allows(keys, f"Bearer {other}")
 
 
-def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_only_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "keys"
     file.write_text(KEY)
     keys = _keys(file=file)
-    monkeypatch.setattr("tramontane.cluster.config.api_keys.read_key_file", lambda _file: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        "tramontane.cluster.config.api_keys.read_key_file", lambda _file: pytest.fail("it was read")
+    )
     assert _allows(keys, f"Bearer {KEY}")
 
 
@@ -170,7 +203,9 @@ SPOILED: dict[str, bytes | None] = {
 }
 
 
-def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_replica_the_warning_is_in_ray_serves_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = logging.FileHandler(tmp_path / "replica.log")
     monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])
     use_serve_log(LogSettings(), "ingress")
@@ -179,7 +214,9 @@ def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypat
     file.write_text("")
     _allows(keys, None)
     written.close()
-    assert (tmp_path / "replica.log").read_text().count("holds no key; the keys that were read before remain valid") == 1
+    assert (tmp_path / "replica.log").read_text().count(
+        "holds no key; the keys that were read before remain valid"
+    ) == 1
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -223,26 +260,49 @@ async def _also_here(_request: Request) -> JSONResponse:
 
 
 REQUESTS = [
-    *[("GET", path) for path in ("/v1/models", "/v1/models/tiny", "/experts", "/also", "/nothing", "/version", "/health/")],
-    *[("GET", path) for path in ("/docs", "/openapi.json", "/%68ealth/../v1/models", "http://ingress//health")],
-    *[("POST", path) for path in ("/v1/completions", "/tokenize", "/detokenize", "/also", "/v1/models")],
+    *[
+        ("GET", path)
+        for path in (
+            "/v1/models",
+            "/v1/models/tiny",
+            "/experts",
+            "/also",
+            "/nothing",
+            "/version",
+            "/health/",
+        )
+    ],
+    *[
+        ("GET", path)
+        for path in ("/docs", "/openapi.json", "/%68ealth/../v1/models", "http://ingress//health")
+    ],
+    *[
+        ("POST", path)
+        for path in ("/v1/completions", "/tokenize", "/detokenize", "/also", "/v1/models")
+    ],
 ]
 
 
 @pytest.mark.parametrize("authorization", [[], ["Bearer wrong"], [KEY], [f"Bearer {KEY}"] * 2])
 def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[str]) -> None:
-    async def body() -> Any:  # noqa: ANN401
+    async def body() -> Any:
         pytest.fail("the body was read")
         yield b""
 
     async def scenario() -> None:
         source = ScriptedSource()
-        app = http_app_for(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
+        app = http_app_for(
+            source,
+            keys=_keys(KEY),
+            extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])],
+        ).app()
         async with client_for(app) as client:
             headers = [("authorization", value) for value in authorization]
             for method, path in REQUESTS:
                 content = body() if method == "POST" else None
-                response = await client.request(method, path, content=content, headers=[*headers, ("x-request-id", "mine")])
+                response = await client.request(
+                    method, path, content=content, headers=[*headers, ("x-request-id", "mine")]
+                )
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-request-id"] == "mine"
@@ -274,7 +334,13 @@ def test_with_a_key_everything_answers() -> None:
 
 def test_no_configuration_shows_its_keys(tmp_path: Path) -> None:
     config = EngineConfig.build(None, {"api_key": [KEY, OTHER]})
-    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(_keys(KEY).__dict__)]
+    shown = [
+        repr(config),
+        str(config),
+        repr(config.model_dump()),
+        config.model_dump_json(),
+        repr(_keys(KEY).__dict__),
+    ]
     assert not any(KEY in text or OTHER in text for text in shown)
     assert pickle.loads(pickle.dumps(config)) == config, "as replicas get it"
     assert _allows(ApiKeys(pickle.loads(pickle.dumps(config)).api_key), f"Bearer {OTHER}")
@@ -283,10 +349,15 @@ def test_no_configuration_shows_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     file.write_text(f"api_key: {KEY}\n")
     assert EngineConfig.build(ConfigFile.read(file), {}).api_key == (SecretStr(KEY),)
-    assert EngineConfig.build(ConfigFile.read(file), {"api_key": ()}).api_key == (SecretStr(KEY),), "a flag that was not given"
+    assert EngineConfig.build(ConfigFile.read(file), {"api_key": ()}).api_key == (
+        SecretStr(KEY),
+    ), "a flag that was not given"
 
 
-@pytest.mark.parametrize("text", [f"api_key: [{KEY}", f"api_key: *{KEY}", f"api_key: {{{KEY}: 1}}", f"api_key:\n  a: {KEY}\n"])
+@pytest.mark.parametrize(
+    "text",
+    [f"api_key: [{KEY}", f"api_key: *{KEY}", f"api_key: {{{KEY}: 1}}", f"api_key:\n  a: {KEY}\n"],
+)
 def test_no_complaint_about_a_file_repeats_a_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -311,10 +382,18 @@ DATABASE = f"postgresql://jobs:{KEY}@host/jobs"
 
 
 def test_no_configuration_shows_the_password_of_its_store() -> None:
-    config = EngineConfig.build(None, {"jobs_database": DATABASE, "jobs_storage": f"s3://me:{OTHER}@bucket"})
+    config = EngineConfig.build(
+        None, {"jobs_database": DATABASE, "jobs_storage": f"s3://me:{OTHER}@bucket"}
+    )
     settings = job_settings(config)
     assert (settings.database, settings.storage) == (DATABASE, f"s3://me:{OTHER}@bucket")
-    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(settings)]
+    shown = [
+        repr(config),
+        str(config),
+        repr(config.model_dump()),
+        config.model_dump_json(),
+        repr(settings),
+    ]
     for wrong in ({"jobs_database": {KEY: OTHER}}, {"jobs_storage": [KEY, OTHER]}):
         with pytest.raises(ConfigError, match="must be a text") as refused:
             EngineConfig.build(None, wrong)
@@ -323,7 +402,10 @@ def test_no_configuration_shows_the_password_of_its_store() -> None:
         with pytest.raises(ConfigError, match="--jobs-url-prefixes has a password") as refused:
             EngineConfig.build(None, {"jobs_url_prefixes": prefixes})
         shown.append(str(refused.value))
-    for refuse in (lambda: JobStorage(f"nosuch://me:{KEY}@bucket"), lambda: UrlReader([f"://me:{KEY}@x"])):
+    for refuse in (
+        lambda: JobStorage(f"nosuch://me:{KEY}@bucket"),
+        lambda: UrlReader([f"://me:{KEY}@x"]),
+    ):
         with pytest.raises(ConfigError) as refused:
             refuse()
         shown.append(str(refused.value))
@@ -332,20 +414,50 @@ def test_no_configuration_shows_the_password_of_its_store() -> None:
 
 @pytest.mark.parametrize("query", ["password=", "user=me&password=", "sslpassword="])
 def test_a_serve_config_has_no_password_of_a_store(query: str) -> None:
-    for settings in ({"jobs_database": DATABASE}, {"jobs_database": f"postgresql://host/jobs?{query}{KEY}"}):
-        with pytest.raises(ConfigError, match="jobs_database: a password is not for a Serve config") as refused:
+    for settings in (
+        {"jobs_database": DATABASE},
+        {"jobs_database": f"postgresql://host/jobs?{query}{KEY}"},
+    ):
+        with pytest.raises(
+            ConfigError, match="jobs_database: a password is not for a Serve config"
+        ) as refused:
             build(settings)
         assert KEY not in str(refused.value)
     assert not any(
-        map(has_password, ("postgresql://me@host:5432/jobs?sslmode=require", "sqlite:////a/b.sqlite", "s3://bucket/a"))
+        map(
+            has_password,
+            (
+                "postgresql://me@host:5432/jobs?sslmode=require",
+                "sqlite:////a/b.sqlite",
+                "s3://bucket/a",
+            ),
+        )
     )
 
 
 def test_ray_gets_a_command_line_without_keys() -> None:
     """Ray shows how a process was started on its dashboard, as ps does."""
-    arguments = ["serve", "--api-key", KEY, f"--api-key={OTHER}", "--api-key-file", "keys", "--port", "80"]
+    arguments = [
+        "serve",
+        "--api-key",
+        KEY,
+        f"--api-key={OTHER}",
+        "--api-key-file",
+        "keys",
+        "--port",
+        "80",
+    ]
     arguments += ["--jobs-database", DATABASE, f"--jobs-storage=s3://me:{OTHER}@bucket"]
-    hidden = ["serve", "--api-key", "***", "--api-key=***", "--api-key-file", "keys", "--port", "80"]
+    hidden = [
+        "serve",
+        "--api-key",
+        "***",
+        "--api-key=***",
+        "--api-key-file",
+        "keys",
+        "--port",
+        "80",
+    ]
     hidden += ["--jobs-database", "***", "--jobs-storage=***"]
     assert redact_arguments(arguments) == hidden
     program = (
@@ -354,7 +466,9 @@ def test_ray_gets_a_command_line_without_keys() -> None:
         "from ray._private.utils import get_entrypoint_name\n"
         "print(json.dumps([get_entrypoint_name(), open('/proc/self/cmdline').read()]))"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
     for reported in json.loads(done.stdout):
         assert "--api-key=***" in reported
         assert KEY not in reported
@@ -366,8 +480,20 @@ def test_no_key_is_seen_in_the_command_line_of_a_command_that_runs() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-m", "tramontane.cluster.cli", "batch", "list", "--url", url, "--api-key", KEY]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "tramontane.cluster.cli",
+            "batch",
+            "list",
+            "--url",
+            url,
+            "--api-key",
+            KEY,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             try:
                 server.accept()[0].close()
             finally:
@@ -383,7 +509,11 @@ def test_no_key_is_seen_in_the_command_line_of_a_command_that_runs() -> None:
 def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\n{OTHER}\n")
     assert auth_headers(None, None) == {}
-    assert auth_headers(KEY, None) == auth_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
+    assert (
+        auth_headers(KEY, None)
+        == auth_headers(None, tmp_path / "keys")
+        == {"authorization": f"Bearer {KEY}"}
+    )
     with pytest.raises(ConfigError, match="use one of them"):
         auth_headers(KEY, tmp_path / "keys")
     with pytest.raises(ConfigError, match="printable") as refused:
@@ -395,7 +525,9 @@ def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
         async with client_for(http_app_for(ScriptedSource(), keys=_keys(KEY)).app()) as client:
             client.headers.update(auth_headers(OTHER, None))
-            with pytest.raises(ConfigError, match="http://ingress requires another API key") as refused:
+            with pytest.raises(
+                ConfigError, match="http://ingress requires another API key"
+            ) as refused:
                 raise_if_unauthorized(client, await client.get("/v1/models"))
             assert OTHER not in str(refused.value)
             client.headers.update(auth_headers(KEY, None))

@@ -1,4 +1,6 @@
-"""The keys of the configuration: what each one has an effect on is a decision, and is repeated here."""
+"""The keys of the configuration: what each one has an effect on is a decision, and is repeated
+here.
+"""
 
 import re
 from inspect import signature
@@ -20,8 +22,8 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.router.engine.router import Router
 
-# P: pipelines with different values are different pipelines, so that no new deployment adopts the old ones.
-# S: a Ray Serve config may have the key. F: there is a flag.
+# P: pipelines with different values are different pipelines, so that no new deployment adopts the
+# old ones. S: a Ray Serve config may have the key. F: there is a flag.
 KEYS = {
     "model": "PSF",
     "load_format": "PSF",
@@ -99,7 +101,9 @@ KEYS = {
 def test_each_key_has_the_effects_of_the_table() -> None:
     letters = {"defines_pipeline": "P", "in_serve_config": "S", "has_flag": "F"}
     found = {
-        field.alias or name: "".join(letter if extra(field)[word] else "-" for word, letter in letters.items())
+        field.alias or name: "".join(
+            letter if extra(field)[word] else "-" for word, letter in letters.items()
+        )
         for group in GROUPS
         for name, field in group.model_fields.items()
     }
@@ -108,13 +112,21 @@ def test_each_key_has_the_effects_of_the_table() -> None:
 
 def test_defaults_elsewhere_are_those_of_the_keys() -> None:
     keys = EngineConfig()
-    spec = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
+    spec = PipelineSpec(
+        "app-0",
+        tiny_plan(tiny_args(n_layers=2)),
+        RandomWeights(),
+        threads_per_stage=1,
+        use_gpus=False,
+    )
     assert (spec.ping_pong, spec.placement_timeout_s) == (keys.ping_pong, keys.placement_timeout)
     assert signature(Router).parameters["step_timeout_s"].default == keys.step_timeout
     assert PipelineAutoscalingPolicy()._target_load == keys.target_load
 
 
-def test_a_model_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_may_be_below_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert EngineConfig.build(None, {"model": "~/models/x"}).model == tmp_path / "models/x"
     assert EngineConfig.build(None, {"model": Path("~")}).model == tmp_path
@@ -133,8 +145,13 @@ def test_the_first_name_of_a_model_is_that_of_its_answers() -> None:
 
 def test_texts_have_the_numbers_that_apply() -> None:
     unset = {name: str(extra(field)["unset"]) for name, field in EngineConfig.model_fields.items()}
-    assert unset["drain_timeout"] == f"{DEFAULT_DRAIN_S:g} for serve, {DRAIN_S:g} in a Ray Serve config"
-    assert unset["threads_per_stage"].endswith(f"on k8s and cluster-yaml {THREADS}, or 1 with --cpu")
+    assert (
+        unset["drain_timeout"]
+        == f"{DEFAULT_DRAIN_S:g} for serve, {DRAIN_S:g} in a Ray Serve config"
+    )
+    assert unset["threads_per_stage"].endswith(
+        f"on k8s and cluster-yaml {THREADS}, or 1 with --cpu"
+    )
     assert signature(drain).parameters["timeout"].default == DRAIN_S
     assert f"{THREADS}, or 1 with --cpu" in THREADS_HELP
 
@@ -143,11 +160,31 @@ def test_an_inline_limit_is_for_a_cluster_that_the_command_starts() -> None:
     assert EngineConfig.build(None, {"inline_limit": "2MiB"}).inline_limit == 2**21
     with pytest.raises(ConfigError, match="--local runs without Ray, so --inline-limit"):
         EngineConfig.build(None, {"inline_limit": "2MiB", "local": True})
-    with pytest.raises(ConfigError, match=r"--system-config='\{\"max_direct_call_object_size\": 2097152\}'"):
+    with pytest.raises(
+        ConfigError, match=r"--system-config='\{\"max_direct_call_object_size\": 2097152\}'"
+    ):
         EngineConfig.build(None, {"inline_limit": "2MiB", "address": "auto"})
 
 
-WRONG = [True, 1, -1, 0, 1.5, "x", "", [], {}, [1], {"a": 1}, 10**30, -(10**30), float("nan"), float("inf"), [None], [[1]]]
+WRONG = [
+    True,
+    1,
+    -1,
+    0,
+    1.5,
+    "x",
+    "",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    10**30,
+    -(10**30),
+    float("nan"),
+    float("inf"),
+    [None],
+    [[1]],
+]
 
 
 @pytest.mark.parametrize("name", sorted(EngineConfig.key_names()))
@@ -163,4 +200,6 @@ def test_a_wrong_value_is_described_in_our_words(name: str) -> None:
     for message in messages:
         assert f"--{name.replace('_', '-')}" in message
         assert "not allowed here" not in message
-        assert not re.search(r"input |valid |should be|<class|instance of|dictionary", message, re.IGNORECASE), message
+        assert not re.search(
+            r"input |valid |should be|<class|instance of|dictionary", message, re.IGNORECASE
+        ), message

@@ -1,4 +1,6 @@
-"""Measurements: how tokens are spread over experts, summed, written, read, shown; busy times of stages, read."""
+"""Measurements: how tokens are spread over experts, summed, written, read, shown; busy times of
+stages, read.
+"""
 
 import io
 import json
@@ -16,8 +18,20 @@ from rich.console import Console
 from tramontane.cluster.cli import experts as expert_watch
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
-from tramontane.cluster.config.measurements import MeasuredLoad, StageTime, load_as_data, parse_stage_times_option, read_load
-from tramontane.cluster.console.charts import CELL, busiest_summary, cell_style, heat_legend, heat_map
+from tramontane.cluster.config.measurements import (
+    MeasuredLoad,
+    StageTime,
+    load_as_data,
+    parse_stage_times_option,
+    read_load,
+)
+from tramontane.cluster.console.charts import (
+    CELL,
+    busiest_summary,
+    cell_style,
+    heat_legend,
+    heat_map,
+)
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.openai.responses import ExpertTokens
 
@@ -33,7 +47,9 @@ def _answer(load: MeasuredLoad) -> str:
 
 
 def test_pipelines_are_added_up() -> None:
-    assert MeasuredLoad.summed([((1, 2), (3, 0)), ((1, 0), (0, 1))]) == MeasuredLoad(((2, 2), (3, 1)), 2)
+    assert MeasuredLoad.summed([((1, 2), (3, 0)), ((1, 0), (0, 1))]) == MeasuredLoad(
+        ((2, 2), (3, 1)), 2
+    )
     assert MeasuredLoad.summed([]) == MeasuredLoad((), 0)
     assert MeasuredLoad.summed([(), ()]) == MeasuredLoad((), 2)
 
@@ -43,7 +59,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for text in (json.dumps(load_as_data(LOAD)), _answer(MeasuredLoad(LOAD, 3))):
         file.write_text(text)
         assert read_load(file) == LOAD
-    assert MeasuredLoad.from_data(json.loads(_answer(MeasuredLoad(LOAD, 3)))) == MeasuredLoad(LOAD, 3)
+    assert MeasuredLoad.from_data(json.loads(_answer(MeasuredLoad(LOAD, 3)))) == MeasuredLoad(
+        LOAD, 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +72,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("[]", "it has no tokens_per_expert"),
         ("{}", "it has no tokens_per_expert"),
         ('{"tokens_per_expert": [1, 2]}', "it has no tokens_per_expert"),
-        ('{"tokens_per_expert": [[1, 2.5]]}', "tokens_per_expert must be a list of whole numbers for each layer"),
+        (
+            '{"tokens_per_expert": [[1, 2.5]]}',
+            "tokens_per_expert must be a list of whole numbers for each layer",
+        ),
         ('{"tokens_per_expert": [[1, -2]]}', "must be a list of whole numbers"),
         ('{"tokens_per_expert": ["ab"]}', "must be a list of whole numbers"),
     ],
@@ -70,10 +91,12 @@ def test_a_file_that_holds_no_load_is_named(tmp_path: Path, text: str, named: st
 # ---- busy times of stages
 
 
-def _stages(*stages: tuple[Any, Any, Any], devices: Any = "LL", speeds: Any = (None, None)) -> str:  # noqa: ANN401
+def _stages(*stages: tuple[Any, Any, Any], devices: Any = "LL", speeds: Any = (None, None)) -> str:
     keys = ("layers", "busy_share", "device", "speed")
     rows = zip(stages, devices, speeds, strict=False)
-    return json.dumps({"stages": [dict(zip(keys, (span, busy, *on), strict=True)) for (*span, busy), *on in rows]})
+    return json.dumps(
+        {"stages": [dict(zip(keys, (span, busy, *on), strict=True)) for (*span, busy), *on in rows]}
+    )
 
 
 def _on(devices: Sequence[Any], speeds: Sequence[Any]) -> str:
@@ -102,7 +125,10 @@ def test_busy_times_are_those_of_like_devices(
     tmp_path: Path, devices: str, speeds: tuple[Any, Any], busy: tuple[float, float]
 ) -> None:
     (tmp_path / "bench.json").write_text(_on(devices, speeds))
-    assert parse_stage_times_option(tmp_path / "bench.json") == (StageTime(0, 2, busy[0]), StageTime(3, 5, busy[1]))
+    assert parse_stage_times_option(tmp_path / "bench.json") == (
+        StageTime(0, 2, busy[0]),
+        StageTime(3, 5, busy[1]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,8 +139,14 @@ def test_busy_times_are_those_of_like_devices(
         ('{"stages": null}', "it has no stages"),
         ('{"stages": [{"layers": [0, 1]}]}', "it has no stages"),
         ('{"stages": []}', "stages must have two stages or more"),
-        (_stages((0, 15, 0.9)), "stages must have two stages or more: with one, the output head cannot be separated"),
-        (_stages((0, 7, 0.9), (9, 15, 0.9)), "the first and the last layer of each stage, without gaps"),
+        (
+            _stages((0, 15, 0.9)),
+            "stages must have two stages or more: with one, the output head cannot be separated",
+        ),
+        (
+            _stages((0, 7, 0.9), (9, 15, 0.9)),
+            "the first and the last layer of each stage, without gaps",
+        ),
         (_stages((0, 7, 0.9), (8, 7, 0.9)), "without gaps"),
         (_stages((1, 7, 0.9), (8, 9, 0.9)), "without gaps"),
         (_stages((0, 7.0, 0.9), (8, 9, 0.9)), "without gaps"),
@@ -123,8 +155,10 @@ def test_busy_times_are_those_of_like_devices(
         (_stages((0, 7, 0.5), (8, 9, float("inf"))), "a busy_share above 0"),
         (
             _on(["A100", "L4"], (None, None)),
-            "stages ran on unlike devices (A100; L4) whose speeds are not known; run tramontane bench --json again with "
-            "--gpu-speed, or on devices of one kind",
+            (
+                "stages ran on unlike devices (A100; L4) whose speeds are not known; run tramontane"
+                " bench --json again with --gpu-speed, or on devices of one kind"
+            ),
         ),
         (_on("HL", (3, None)), "stages must have a speed above 0 for each stage, or none"),
         (_on("HL", (3, 0)), "a speed above 0"),
@@ -133,8 +167,12 @@ def test_busy_times_are_those_of_like_devices(
         (_on(("", "L"), (None, None)), "stages have no device, by which their times are compared"),
         (_on((5, "L"), (None, None)), "have no device"),
         (
-            json.dumps({"stages": [{"layers": [n, n], "busy_share": 0.5} for n in (0, 1)]}),  # of an earlier version
-            "stages have no device, by which their times are compared; run tramontane bench --json again",
+            # of an earlier version
+            json.dumps({"stages": [{"layers": [n, n], "busy_share": 0.5} for n in (0, 1)]}),
+            (
+                "stages have no device, by which their times are compared; run tramontane bench"
+                " --json again"
+            ),
         ),
     ],
 )
@@ -157,7 +195,16 @@ def _client(status: int, body: str) -> httpx.Client:
 
 
 def _error(code: str | None, message: str = "sorry") -> str:
-    return json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
+    return json.dumps(
+        {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": code,
+            }
+        }
+    )
 
 
 def test_the_load_of_a_server_is_requested() -> None:
@@ -187,14 +234,16 @@ def test_a_server_without_load_is_named(status: int, body: str, named: str) -> N
 
 
 def test_a_pipeline_that_is_down_is_no_mistake_of_the_users() -> None:
-    with pytest.raises(PipelineUnavailableError, match="http://ingress: no pipeline can tell; try again soon"):
+    with pytest.raises(
+        PipelineUnavailableError, match="http://ingress: no pipeline can tell; try again soon"
+    ):
         fetch_load(_client(503, _error("unavailable", "no pipeline can tell")))
 
 
 # ---- the picture
 
 
-def _plain(*shown: Any, width: int = 80) -> list[str]:  # noqa: ANN401 - whatever rich can print
+def _plain(*shown: Any, width: int = 80) -> list[str]:  # whatever rich can print
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(*shown)
     assert isinstance(console.file, io.StringIO)
@@ -214,27 +263,45 @@ def test_each_cell_is_a_share_of_its_layer() -> None:
 
 
 def test_each_cell_is_shaded_by_its_layers_mean() -> None:
-    shades = {(span.start // CELL - 1, str(span.style)) for span in heat_map(((10, 20, 30, 40),), 80).split("\n")[1].spans}
-    assert shades == {(0, cell_style(0.4)), (1, cell_style(0.8)), (2, cell_style(1.2)), (3, cell_style(1.6))}
+    shades = {
+        (span.start // CELL - 1, str(span.style))
+        for span in heat_map(((10, 20, 30, 40),), 80).split("\n")[1].spans
+    }
+    assert shades == {
+        (0, cell_style(0.4)),
+        (1, cell_style(0.8)),
+        (2, cell_style(1.2)),
+        (3, cell_style(1.6)),
+    }
     assert len({cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)}) == 6
-    assert [str(span.style) for span in heat_legend().spans] == [cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)]
+    assert [str(span.style) for span in heat_legend().spans] == [
+        cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)
+    ]
 
 
 @given(st.integers(1, 200), st.integers(1, 5), st.integers(12, 200))
-def test_many_experts_do_not_break_the_layout(num_experts: int, num_layers: int, width: int) -> None:
+def test_many_experts_do_not_break_the_layout(
+    num_experts: int, num_layers: int, width: int
+) -> None:
     load = ((10**9,) + (0,) * (num_experts - 1),) * num_layers
     lines = heat_map(load, width).plain.split("\n")
     assert max(map(len, lines)) <= width
     heads = [line.split()[1:] for line in lines if line.startswith("layer")]
-    assert [int(expert) for head in heads for expert in head] == list(range(num_experts)), "each once"
-    assert max(map(len, heads)) - min(map(len, heads)) < len(heads), "blocks of about the same width"
+    assert [int(expert) for head in heads for expert in head] == list(range(num_experts)), (
+        "each once"
+    )
+    assert max(map(len, heads)) - min(map(len, heads)) < len(heads), (
+        "blocks of about the same width"
+    )
     assert sum(line.count("100.0*") for line in lines) == num_layers
 
 
 def test_64_experts_fit_in_80_columns() -> None:
     lines = _plain(totals(MeasuredLoad((tuple(range(64)),) * 3, 2), 80))
     assert lines[0] == "since loading, 2 pipelines: % of each layer's tokens, * its busiest"
-    assert len(lines) == 6 * (1 + 3) + 5 + 3, "six blocks with empty lines between them, and three lines around: none is wrapped"
+    assert len(lines) == 6 * (1 + 3) + 5 + 3, (
+        "six blocks with empty lines between them, and three lines around: none is wrapped"
+    )
 
 
 # ---- over time
@@ -253,7 +320,9 @@ def test_recent_is_what_was_added_within_the_span() -> None:
     assert (recent.span_s, recent.tokens) == (10.0, ((100, 10), (0, 30)))
 
 
-@pytest.mark.parametrize("new", [_grown(4), MeasuredLoad(_grown(6).tokens, 2), MeasuredLoad(((9, 9, 9),) * 2, 1)])
+@pytest.mark.parametrize(
+    "new", [_grown(4), MeasuredLoad(_grown(6).tokens, 2), MeasuredLoad(((9, 9, 9),) * 2, 1)]
+)
 def test_recent_begins_anew_where_totals_do(new: MeasuredLoad) -> None:
     """A stage was loaded again, or a pipeline came or went: what lies between is no work."""
     recent = LoadWindow()
@@ -269,7 +338,10 @@ def test_a_frame_says_what_it_shows() -> None:
     first, second, third, fourth = (_plain(frame) for frame in render(looks, 80))
     assert first[0].startswith("the last 0 s: %")
     assert second[0].startswith("the last 2 s: %")
-    assert second.index("since loading, 1 pipeline: % of each layer's tokens, * its busiest") == len(second) // 2
+    assert (
+        second.index("since loading, 1 pipeline: % of each layer's tokens, * its busiest")
+        == len(second) // 2
+    )
     assert third == ["no pipeline can report its load now; this is the last report", *second]
     assert fourth[0].startswith("the last 4 s: %")
 
@@ -279,7 +351,9 @@ def test_a_frame_says_what_it_shows() -> None:
 
 def _run(monkeypatch: pytest.MonkeyPatch, client: httpx.Client, *arguments: str) -> None:
     monkeypatch.setattr(expert_watch, "make_client", lambda _url, _headers: client)
-    assert cli.app(["experts", *arguments], standalone_mode=False) is None, "another answer is an exit code"
+    assert cli.app(["experts", *arguments], standalone_mode=False) is None, (
+        "another answer is an exit code"
+    )
 
 
 def test_json_is_the_file_that_plans_take(
@@ -287,16 +361,22 @@ def test_json_is_the_file_that_plans_take(
 ) -> None:
     _run(monkeypatch, _client(200, _answer(MeasuredLoad(LOAD, 2))), "--json")
     (tmp_path / "load.json").write_text(capsys.readouterr().out)
-    assert json.loads((tmp_path / "load.json").read_text()) == {"tokens_per_expert": [list(row) for row in LOAD]}
+    assert json.loads((tmp_path / "load.json").read_text()) == {
+        "tokens_per_expert": [list(row) for row in LOAD]
+    }
     assert read_load(tmp_path / "load.json") == LOAD
 
 
-def test_the_picture_goes_to_standard_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_goes_to_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _run(monkeypatch, _client(200, _answer(MeasuredLoad(LOAD, 2))))
     assert "    0  10.0  20.0  30.0  40.0*" in capsys.readouterr().out
 
 
-def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_ends_when_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a complaint; and a pipeline that is down for a while does not end it."""
     requested = iter([(200, _answer(_grown(n))) for n in (1, 2)] + [(503, _error("unavailable"))])
 
@@ -309,17 +389,28 @@ def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(expert_watch, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which continues
-    _run(monkeypatch, httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress"), "--watch")
-    assert capsys.readouterr().out.count("since loading") == 3, "two looks, and the last one once more"
+    _run(
+        monkeypatch,
+        httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress"),
+        "--watch",
+    )
+    assert capsys.readouterr().out.count("since loading") == 3, (
+        "two looks, and the last one once more"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must begin with http:// or https://"),
+        (
+            ["--url", "localhost:8000"],
+            "--url is 'localhost:8000'; it must begin with http:// or https://",
+        ),
         (["--json", "--watch"], "--watch updates a terminal, so --json cannot be used with it"),
     ],
 )
-def test_mistakes_are_one_line(refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str) -> None:  # noqa: ANN401
+def test_mistakes_are_one_line(
+    refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
+) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert refused("experts", *arguments).startswith(named)

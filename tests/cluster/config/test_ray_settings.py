@@ -19,5 +19,9 @@ def test_the_head_node_of_a_page_has_the_settings_of_ours(page: str) -> None:
 
 
 def test_no_other_page_has_settings() -> None:
-    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if TYPED.search(path.read_text(encoding="utf-8"))}
+    pages = {
+        str(path.relative_to(DOCS))
+        for path in DOCS.rglob("*.md")
+        if TYPED.search(path.read_text(encoding="utf-8"))
+    }
     assert pages == {"deploy/by-hand.md", "operations.md"}

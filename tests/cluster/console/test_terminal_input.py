@@ -1,4 +1,6 @@
-"""Lines typed into a terminal, and the terminal while none is asked for. What chat does with both is in test_chat."""
+"""Lines typed into a terminal, and the terminal while none is asked for. What chat does with both
+is in test_chat.
+"""
 
 import asyncio
 import os
@@ -32,7 +34,9 @@ class Terminal:
         return termios.tcgetattr(self.stdin.fileno())
 
     def type(self, keys: bytes) -> None:
-        """Return when the keys have arrived: where the terminal edits lines, with the end of the line."""
+        """Return when the keys have arrived: where the terminal edits lines, with the end of the
+        line.
+        """
         os.write(self.keyboard, keys)
         select.select([self.stdin], [], [])
 
@@ -44,7 +48,8 @@ class Terminal:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     keyboard, end = pty.openpty()
     settings = termios.tcgetattr(end)
-    settings[CC][termios.VMIN], settings[CC][termios.VTIME] = 0, 7  # which a terminal that edits lines does not look at
+    # which a terminal that edits lines does not look at
+    settings[CC][termios.VMIN], settings[CC][termios.VTIME] = 0, 7
     termios.tcsetattr(end, termios.TCSANOW, settings)
     stdin = open(end, encoding="utf-8")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -76,7 +81,9 @@ def test_blank_lines_are_asked_for_again() -> None:
 
 
 def test_a_prompt_leaves_the_handler_of_ctrl_c_to_the_program() -> None:
-    """Which ends an answer by it; prompt_toolkit would put its own in the place, and remove that."""
+    """Which ends an answer by it; prompt_toolkit would put its own in the place, and remove
+    that.
+    """
 
     async def read() -> bool:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
@@ -91,12 +98,16 @@ def test_a_prompt_leaves_the_handler_of_ctrl_c_to_the_program() -> None:
 # ---- the terminal while no line is asked for
 
 
-def test_the_terminal_neither_shows_nor_edits_during_the_block_and_is_as_before_after_it(terminal: Terminal) -> None:
+def test_the_terminal_neither_shows_nor_edits_during_the_block_and_is_as_before_after_it(
+    terminal: Terminal,
+) -> None:
     before = terminal.settings()
     assert before[IFLAG] & termios.ICRNL
     with without_echo():
         during = terminal.settings()
-    assert before[LFLAG] & ~during[LFLAG] == termios.ECHO | termios.ICANON, "Ctrl-C is still a signal"
+    assert before[LFLAG] & ~during[LFLAG] == termios.ECHO | termios.ICANON, (
+        "Ctrl-C is still a signal"
+    )
     assert before[IFLAG] & ~during[IFLAG] == termios.ICRNL, "Enter is not Ctrl-J"
     assert (during[CC][termios.VMIN], during[CC][termios.VTIME]) == (1, 0), "a key is there at once"
     assert (during[LFLAG] & ~before[LFLAG], during[IFLAG] & ~before[IFLAG]) == (0, 0)

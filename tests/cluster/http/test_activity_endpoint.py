@@ -22,8 +22,13 @@ def _answer(query: str, requested: list[Mapping[str, int]], key: str = "secret")
         return [pipeline_activity()]
 
     async def scenario() -> httpx.Response:
-        more = {"extra_routes": ActivityEndpoint(report).routes(), "extra_operations": ACTIVITY_OPERATIONS}
-        async with client_for(http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
+        more = {
+            "extra_routes": ActivityEndpoint(report).routes(),
+            "extra_operations": ACTIVITY_OPERATIONS,
+        }
+        async with client_for(
+            http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()
+        ) as client:
             return await client.get("/activity" + query, headers={"authorization": f"Bearer {key}"})
 
     return asyncio.run(scenario())
@@ -32,7 +37,12 @@ def _answer(query: str, requested: list[Mapping[str, int]], key: str = "secret")
 def test_all_pipelines_are_reported() -> None:
     answer = _answer("", [])
     assert answer.status_code == 200
-    assert Activity.model_validate_json(answer.content).pipelines[0].micro_batches[0].stages[1] == (1, 1000.5, 0.25, 0.5)
+    assert Activity.model_validate_json(answer.content).pipelines[0].micro_batches[0].stages[1] == (
+        1,
+        1000.5,
+        0.25,
+        0.5,
+    )
 
 
 def test_a_response_has_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +52,10 @@ def test_a_response_has_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
     third = {"number": 3, "step": 2, "epoch": 5, "prefill_tokens": 0, "decodes": 2}
     pipeline = {
         "name": "app-1",
-        "stages": [{"label": "Stage 1/2 layers 0-3", "stage": 0}, {"label": "Stage 2/2 layers 4-7", "stage": 1}],
+        "stages": [
+            {"label": "Stage 1/2 layers 0-3", "stage": 0},
+            {"label": "Stage 2/2 layers 4-7", "stage": 1},
+        ],
         **{"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "pages_cached": 9},
         **{"prefix_cache_queries": 50, "prefix_cache_hits": 32, "epoch": 5, "recoveries": 1},
         **{"draft_tokens": 40, "accepted_tokens": 30},
@@ -67,7 +80,10 @@ def test_what_follows_is_requested() -> None:
     assert requested == [{"app-1": 7, "a:b": 0}]
 
 
-@pytest.mark.parametrize("query", ["?after=7", "?after=app:", "?after=app:-1", "?after=:1", "?after=a:1&after=", "?since=1"])
+@pytest.mark.parametrize(
+    "query",
+    ["?after=7", "?after=app:", "?after=app:-1", "?after=:1", "?after=a:1&after=", "?since=1"],
+)
 def test_other_questions_are_refused(query: str) -> None:
     requested: list[Mapping[str, int]] = []
     answer = _answer(query, requested)

@@ -1,4 +1,6 @@
-"""The API server over a real router and a tiny model, without Ray: OpenAI's shapes, for any input and any client that leaves."""
+"""The API server over a real router and a tiny model, without Ray: OpenAI's shapes, for any input
+and any client that leaves.
+"""
 
 import asyncio
 import json
@@ -52,7 +54,9 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 class GatedChain:
-    """The real stages; every result passes through ``gate`` before the router gets it. One that has failed is lost for good."""
+    """The real stages; every result passes through ``gate`` before the router gets it. One that has
+    failed is lost for good.
+    """
 
     has_lost_node = False
 
@@ -117,9 +121,16 @@ async def _harness(
     move_experts: MoveExperts | None = None,
 ) -> AsyncIterator[Harness]:
     limits = SchedulerLimits(
-        max_num_seqs, 32, CONTEXT, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
+        max_num_seqs,
+        32,
+        CONTEXT,
+        ARGS.vocab_size,
+        max_queued_seqs=max_queued_seqs,
+        max_queued_tokens=max_queued_tokens,
     )
-    router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), GatedChain(chain, gate))
+    router = Router(
+        Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), GatedChain(chain, gate)
+    )
     running = asyncio.create_task(router.run())
 
     async def is_ready() -> bool:
@@ -142,7 +153,9 @@ async def _harness(
     )
     server = HttpApp(config)
     app = server.app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://ingress"
+    ) as client:
         harness = Harness(server, app, router, client)
         yield harness
     running.cancel()
@@ -179,28 +192,60 @@ def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer:
             response = await harness.post(GREEDY | {"return_token_ids": True})
             assert response.status_code == 200
             answer = response.json()
-            assert answer.keys() == {"id", "object", "created", "model", "choices", "usage", "timings", "system_fingerprint"}
+            assert answer.keys() == {
+                "id",
+                "object",
+                "created",
+                "model",
+                "choices",
+                "usage",
+                "timings",
+                "system_fingerprint",
+            }
             assert answer["id"].startswith("cmpl-")
             assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
             [choice] = answer["choices"]
-            assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+            assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (
+                0,
+                "length",
+                None,
+            )
             assert choice["text"] == tokenizer.decode(tuple(choice["token_ids"]))
             assert choice["prompt_token_ids"] == list(tokenizer.encode("What news?"))
             num_prompt = len(choice["prompt_token_ids"])
-            totals = {"prompt_tokens": num_prompt, "completion_tokens": 8, "total_tokens": num_prompt + 8}
+            totals = {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": 8,
+                "total_tokens": num_prompt + 8,
+            }
             assert answer["usage"] == totals | {"prompt_tokens_details": {"cached_tokens": 0}}
-            assert answer["timings"].keys() == {"ingress_s", "queue_s", "prefill_s", "decode_s", "cached_tokens"}
+            assert answer["timings"].keys() == {
+                "ingress_s",
+                "queue_s",
+                "prefill_s",
+                "decode_s",
+                "cached_tokens",
+            }
             await harness.becomes_idle()
 
     asyncio.run(scenario())
 
 
-def test_a_stream_says_what_a_plain_answer_says(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_stream_says_what_a_plain_answer_says(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            request_body = GREEDY | {"prompt": ["What news?", "la"], "n": 2, "echo": True, "max_tokens": 20}
+            request_body = GREEDY | {
+                "prompt": ["What news?", "la"],
+                "n": 2,
+                "echo": True,
+                "max_tokens": 20,
+            }
             plain = (await harness.post(request_body)).json()
-            response = await harness.post(request_body | {"stream": True, "stream_options": {"include_usage": True}})
+            response = await harness.post(
+                request_body | {"stream": True, "stream_options": {"include_usage": True}}
+            )
             assert response.headers["content-type"].startswith("text/event-stream")
             assert response.headers["cache-control"] == "no-cache"
             *events, last = _events(response)
@@ -208,31 +253,60 @@ def test_a_stream_says_what_a_plain_answer_says(chain: LocalStageChain, tokenize
             assert len({event["id"] for event in (*events, last)}) == 1
             assert (last["choices"], last["usage"]) == ([], plain["usage"])
             for choice in plain["choices"]:
-                own = [change for event in events for change in event["choices"] if change["index"] == choice["index"]]
+                own = [
+                    change
+                    for event in events
+                    for change in event["choices"]
+                    if change["index"] == choice["index"]
+                ]
                 assert "".join(change["text"] for change in own) == choice["text"]
-                assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+                assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [
+                    choice["finish_reason"]
+                ]
 
     asyncio.run(scenario())
 
 
-def test_experts_are_those_that_the_gates_choose_streamed_or_not(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    """Of prompts in several pieces and of every new token but the last, for every choice its own."""
+def test_experts_are_those_that_the_gates_choose_streamed_or_not(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
+    """Of prompts in several pieces and of every new token but the last, for every choice its
+    own.
+    """
     weights = random_model(ARGS).state_dict()
 
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            request_body = {"model": "tiny", "prompt": ["What news? " * 4, "la"], "n": 2, "max_tokens": 12, "seed": 3}
+            request_body = {
+                "model": "tiny",
+                "prompt": ["What news? " * 4, "la"],
+                "n": 2,
+                "max_tokens": 12,
+                "seed": 3,
+            }
             request_body |= {"return_experts": [1, 0], "return_token_ids": True}
             plain = (await harness.post(request_body)).json()
             events = _events(await harness.post(request_body | {"stream": True}))
             for choice in plain["choices"]:
-                own = [change for event in events for change in event["choices"] if change["index"] == choice["index"]]
-                reported = {layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)] for layer in (0, 1)}
+                own = [
+                    change
+                    for event in events
+                    for change in event["choices"]
+                    if change["index"] == choice["index"]
+                ]
+                reported = {
+                    layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)]
+                    for layer in (0, 1)
+                }
                 assert len(choice["prompt_experts"]["0"]) == len(choice["prompt_token_ids"])
-                assert_best_experts(weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], reported)
+                assert_best_experts(
+                    weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], reported
+                )
                 for name in ("prompt_experts", "experts"):
                     parts = [change[name] for change in own if name in change]
-                    assert {layer: [i for part in parts for i in part[layer]] for layer in choice[name]} == choice[name]
+                    assert {
+                        layer: [i for part in parts for i in part[layer]] for layer in choice[name]
+                    } == choice[name]
 
     asyncio.run(scenario())
 
@@ -246,15 +320,23 @@ def test_without_include_usage_there_is_none(chain: LocalStageChain, tokenizer: 
     asyncio.run(scenario())
 
 
-def test_many_at_once_get_what_each_gets_alone(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_many_at_once_get_what_each_gets_alone(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            bodies = [GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)]
+            bodies = [
+                GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)
+            ]
             alone = [(await harness.post(body)).json()["choices"] for body in bodies]
             together = await asyncio.gather(*(harness.post(body) for body in bodies))
             assert [response.json()["choices"] for response in together] == alone
-            streamed = await asyncio.gather(*(harness.post(body | {"stream": True}) for body in bodies))
-            texts = ["".join(e["choices"][0]["text"] for e in _events(response)) for response in streamed]
+            streamed = await asyncio.gather(
+                *(harness.post(body | {"stream": True}) for body in bodies)
+            )
+            texts = [
+                "".join(e["choices"][0]["text"] for e in _events(response)) for response in streamed
+            ]
             assert texts == [choices[0]["text"] for choices in alone]
             await harness.becomes_idle()
 
@@ -277,12 +359,25 @@ def test_a_stop_string_ends_the_work_too(chain: LocalStageChain, tokenizer: Toke
     asyncio.run(scenario())
 
 
-def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_openais_own_client_understands_every_answer(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
-            assert [model.id async for model in client.models.list()] == ["tiny", "small", "org/tiny"]
-            plain = await client.completions.create(model="tiny", prompt="What news?", max_tokens=8, temperature=0)
+            client = openai.AsyncOpenAI(
+                api_key="none",
+                base_url="http://ingress/v1",
+                http_client=harness.client,
+                max_retries=0,
+            )
+            assert [model.id async for model in client.models.list()] == [
+                "tiny",
+                "small",
+                "org/tiny",
+            ]
+            plain = await client.completions.create(
+                model="tiny", prompt="What news?", max_tokens=8, temperature=0
+            )
             assert plain.usage is not None
             assert plain.usage.completion_tokens == 8
             stream = await client.completions.create(
@@ -306,13 +401,20 @@ def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tok
 
 
 def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    """As evaluation harnesses request it: echo, log-probabilities, no tokens; also by ids, streamed, and with an answer."""
+    """As evaluation harnesses request it: echo, log-probabilities, no tokens; also by ids,
+    streamed, and with an answer.
+    """
     weights = random_model(ARGS).state_dict()
     prompts = [tokenizer.encode("What news? " * 4), tokenizer.encode("la")]
 
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
+            client = openai.AsyncOpenAI(
+                api_key="none",
+                base_url="http://ingress/v1",
+                http_client=harness.client,
+                max_retries=0,
+            )
             request_body: dict[str, Any] = {
                 "model": "tiny",
                 "prompt": [list(ids) for ids in prompts],
@@ -321,7 +423,9 @@ def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer:
                 "seed": 1,
             }
             scored = await client.completions.create(**request_body, max_tokens=0)
-            answered = await client.completions.create(**request_body, max_tokens=4, extra_body={"return_token_ids": True})
+            answered = await client.completions.create(
+                **request_body, max_tokens=4, extra_body={"return_token_ids": True}
+            )
             assert scored.usage is not None
             assert scored.usage.completion_tokens == 0
             stream = await client.completions.create(**request_body, max_tokens=0, stream=True)
@@ -341,25 +445,39 @@ def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer:
                     logprob, best = longer.logprobs.token_logprobs[position], expected[position - 1]
                     assert abs(logprob - best[whole[position]].item()) < 1e-3
                     top = (longer.logprobs.top_logprobs or [])[position]
-                    assert sorted(top.values())[-3:] == pytest.approx(sorted(best.topk(3).values.tolist()), abs=1e-3)
+                    assert sorted(top.values())[-3:] == pytest.approx(
+                        sorted(best.topk(3).values.tolist()), abs=1e-3
+                    )
                     assert len(longer.logprobs.tokens) == len(whole)
 
     asyncio.run(scenario())
 
 
-def test_penalties_and_biases_over_http_are_those_of_their_formulas(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_penalties_and_biases_over_http_are_those_of_their_formulas(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     weights = random_model(ARGS).state_dict()
-    changes: dict[str, Any] = {"presence_penalty": 1.0, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
+    changes: dict[str, Any] = {
+        "presence_penalty": 1.0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+    }
     prompt = list(tokenizer.encode("What news? " * 2))
 
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            plain = (await harness.post(GREEDY | {"prompt": prompt, "return_token_ids": True})).json()["choices"][0]
+            plain = (
+                await harness.post(GREEDY | {"prompt": prompt, "return_token_ids": True})
+            ).json()["choices"][0]
             bias = {str(plain["token_ids"][0]): -2, "700": 3}
-            request_body = GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
+            request_body = (
+                GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
+            )
             token_ids = (await harness.post(request_body)).json()["choices"][0]["token_ids"]
             assert token_ids != plain["token_ids"]
-            sampling = SamplingParams(**changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items()))
+            sampling = SamplingParams(
+                **changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items())
+            )
             for place, token_id in enumerate(token_ids):
                 made = token_ids[:place]
                 logits = reference_logits(weights, ARGS, prompt + made)[-1].tolist()
@@ -378,7 +496,11 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert listed["object"] == "list"
             model, *others = listed["data"]
             assert others == [model | {"id": "small"}, model | {"id": "org/tiny"}]
-            assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
+            assert (model["id"], model["object"], model["owned_by"]) == (
+                "tiny",
+                "model",
+                "tramontane",
+            )
             assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
             assert isinstance(model["created"], int)
             assert (await harness.client.get("/v1/models/tiny")).json() == model
@@ -387,7 +509,11 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert unknown.status_code == 404
             error = check_error(unknown.content)
             assert error["code"] == "model_not_found"
-            assert error["message"] == "the model 'gpt/4' does not exist; this server has 'tiny' or 'small' or 'org/tiny'"
+            assert (
+                error["message"]
+                == "the model 'gpt/4' does not exist; this server has 'tiny' or 'small' or"
+                " 'org/tiny'"
+            )
 
     asyncio.run(scenario())
 
@@ -398,7 +524,9 @@ def test_a_request_may_give_each_name_and_answers_have_the_first(
 ) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
-            body = {"prompt": [1, 2, 3], "max_tokens": 2} | ({} if name is None else {"model": name})
+            body = {"prompt": [1, 2, 3], "max_tokens": 2} | (
+                {} if name is None else {"model": name}
+            )
             answer = await harness.client.post("/v1/completions", json=body)
             assert answer.status_code == 200
             assert answer.json()["model"] == "tiny"
@@ -424,11 +552,17 @@ def test_the_load_of_the_experts_is_reported(chain: LocalStageChain, tokenizer: 
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             reported = await harness.client.get("/experts")
-            assert (reported.status_code, reported.json()) == (200, {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2})
+            assert (reported.status_code, reported.json()) == (
+                200,
+                {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2},
+            )
             harness.load = MeasuredLoad((), 1)
             without = await harness.client.get("/experts")
             assert without.status_code == 404
-            assert check_error(without.content, None, "no_experts")["message"] == "the model has no experts"
+            assert (
+                check_error(without.content, None, "no_experts")["message"]
+                == "the model has no experts"
+            )
             harness.load = MeasuredLoad((), 0)
             down = await harness.client.get("/experts")
             assert (down.status_code, down.headers["retry-after"]) == (503, "1")
@@ -437,7 +571,9 @@ def test_the_load_of_the_experts_is_reported(chain: LocalStageChain, tokenizer: 
     asyncio.run(scenario())
 
 
-def test_experts_are_moved_where_clients_may_request_it(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_experts_are_moved_where_clients_may_request_it(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     loads: list[ExpertLoad] = []
 
     async def move(load: ExpertLoad) -> tuple[int, int]:
@@ -448,12 +584,24 @@ def test_experts_are_moved_where_clients_may_request_it(chain: LocalStageChain, 
 
     async def scenario() -> None:
         async with _harness(chain, tokenizer, move_experts=move) as harness:
-            moved = await harness.client.post("/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]})
+            moved = await harness.client.post(
+                "/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]}
+            )
             assert (moved.status_code, moved.json()) == (200, {"moved": 5, "pipelines": 2})
             refused = await harness.client.post("/experts", json={"tokens_per_expert": [[1, 2]]})
             assert refused.status_code == 400
-            assert check_error(refused.content)["message"] == "the measured load is not of this model"
-            for body in (b"", b"[]", b"{}", b'{"tokens_per_expert": [[-1]]}', b'{"tokens_per_expert": 3}', b"\xff", b"[" * 900):
+            assert (
+                check_error(refused.content)["message"] == "the measured load is not of this model"
+            )
+            for body in (
+                b"",
+                b"[]",
+                b"{}",
+                b'{"tokens_per_expert": [[-1]]}',
+                b'{"tokens_per_expert": 3}',
+                b"\xff",
+                b"[" * 900,
+            ):
                 bad = await harness.client.post("/experts", content=body)
                 assert bad.status_code == 400
                 assert "tokens_per_expert" in check_error(bad.content)["message"]
@@ -480,7 +628,9 @@ def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer,
     asyncio.run(scenario())
 
 
-def test_what_exists_is_named_where_nothing_is(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_what_exists_is_named_where_nothing_is(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     """Every path that the message names has an answer; ``/metrics`` is said to be Ray's."""
 
     async def scenario() -> None:
@@ -491,8 +641,12 @@ def test_what_exists_is_named_where_nothing_is(chain: LocalStageChain, tokenizer
             assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
             for path in ("/metrics", "/metrics/", "/v1/metrics"):
                 error = check_error((await harness.client.get(path)).content)
-                assert error["message"].startswith(f"'{path}' is not here; Ray exports the metrics of every node, at /metrics of")
-            assert "## Metrics" in (Path(__file__).parents[3] / "docs/observability.md").read_text(encoding="utf-8")
+                assert error["message"].startswith(
+                    f"'{path}' is not here; Ray exports the metrics of every node, at /metrics of"
+                )
+            assert "## Metrics" in (Path(__file__).parents[3] / "docs/observability.md").read_text(
+                encoding="utf-8"
+            )
 
     asyncio.run(scenario())
 
@@ -581,7 +735,9 @@ def test_a_request_that_cannot_run_is_refused_by_its_parameter(
     asyncio.run(scenario())
 
 
-def test_of_several_prompts_none_runs_if_one_cannot(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_of_several_prompts_none_runs_if_one_cannot(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             response = await harness.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
@@ -592,7 +748,9 @@ def test_of_several_prompts_none_runs_if_one_cannot(chain: LocalStageChain, toke
     asyncio.run(scenario())
 
 
-def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             whole = json.dumps(GREEDY).encode().ljust(MAX_BODY)
@@ -604,7 +762,9 @@ def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(chain: Loca
     asyncio.run(scenario())
 
 
-def test_a_body_without_a_length_is_bounded_as_it_comes(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_body_without_a_length_is_bounded_as_it_comes(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def parts(num_parts: int) -> AsyncIterator[bytes]:
         yield json.dumps(GREEDY).encode()
         for _ in range(num_parts):
@@ -623,7 +783,9 @@ def test_a_body_without_a_length_is_bounded_as_it_comes(chain: LocalStageChain, 
 
 
 @pytest.mark.parametrize("declared", [str(MAX_BODY + 1), "9" * 20, "9" * 5000])
-def test_a_body_that_says_it_is_too_large_is_not_read_at_all(chain: LocalStageChain, tokenizer: Tokenizer, declared: str) -> None:
+def test_a_body_that_says_it_is_too_large_is_not_read_at_all(
+    chain: LocalStageChain, tokenizer: Tokenizer, declared: str
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             caller = Caller(harness.app, b"", headers=[(b"content-length", declared.encode())])
@@ -636,7 +798,9 @@ def test_a_body_that_says_it_is_too_large_is_not_read_at_all(chain: LocalStageCh
 
 
 @pytest.mark.parametrize("declared", ["", "1", "-1", "abc", "0" * 30, "\u00b2", "1e9"])
-def test_a_wrong_content_length_bounds_nothing(chain: LocalStageChain, tokenizer: Tokenizer, declared: str) -> None:
+def test_a_wrong_content_length_bounds_nothing(
+    chain: LocalStageChain, tokenizer: Tokenizer, declared: str
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             header = [(b"content-length", declared.encode("latin-1"))]
@@ -671,14 +835,25 @@ def test_a_full_router_says_when_to_come_back(
         async with _harness(chain, tokenizer, gate, **bounds) as harness:
             running = asyncio.create_task(harness.post(GREEDY))
             await first_step.wait()
-            before = (harness.router.scheduler.num_running, harness.router.scheduler.num_waiting, harness.router.num_requests)
+            before = (
+                harness.router.scheduler.num_running,
+                harness.router.scheduler.num_waiting,
+                harness.router.num_requests,
+            )
             for stream in (False, True):
                 response = await harness.post(GREEDY | changes | {"stream": stream})
                 assert response.status_code == 429
                 assert int(response.headers["retry-after"]) >= 1
-                assert check_error(response.content, code="rate_limit_exceeded")["type"] == "rate_limit_error"
+                assert (
+                    check_error(response.content, code="rate_limit_exceeded")["type"]
+                    == "rate_limit_error"
+                )
             scheduler = harness.router.scheduler
-            assert (scheduler.num_running, scheduler.num_waiting, harness.router.num_requests) == before
+            assert (
+                scheduler.num_running,
+                scheduler.num_waiting,
+                harness.router.num_requests,
+            ) == before
             waiting = asyncio.create_task(harness.post(GREEDY | {"prompt": [1] * 20}))
             release.set()
             assert (await running).status_code == (await waiting).status_code == 200
@@ -714,7 +889,9 @@ def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
     asyncio.run(scenario())
 
 
-def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer, _fails_at(3)) as harness:
             response = await harness.post(GREEDY)
@@ -724,7 +901,9 @@ def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(chain: Loca
     asyncio.run(scenario())
 
 
-def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer, _fails_at(3)) as harness:
             response = await harness.post(GREEDY | {"stream": True})
@@ -739,11 +918,20 @@ def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalSta
     asyncio.run(scenario())
 
 
-def test_openais_own_client_raises_what_ends_a_stream(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_openais_own_client_raises_what_ends_a_stream(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer, _fails_at(3)) as harness:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
-            stream = await client.completions.create(model="tiny", prompt="a", max_tokens=8, stream=True)
+            client = openai.AsyncOpenAI(
+                api_key="none",
+                base_url="http://ingress/v1",
+                http_client=harness.client,
+                max_retries=0,
+            )
+            stream = await client.completions.create(
+                model="tiny", prompt="a", max_tokens=8, stream=True
+            )
             with pytest.raises(openai.APIError, match="stage 1 died"):
                 async for _ in stream:
                     pass
@@ -775,7 +963,8 @@ def test_a_defect_is_a_status_without_its_insides(
 class Caller:
     """One call of the application by hand, so that the client can leave at any point.
 
-    ``leaves_at`` counts messages to the client: 0 is the start of the response, 1 the first piece of its body.
+    ``leaves_at`` counts messages to the client: 0 is the start of the response, 1 the first piece
+    of its body.
     """
 
     def __init__(
@@ -833,7 +1022,9 @@ class Caller:
 
 @dataclass
 class HeldHarness:
-    """A server whose pipeline stops after a few steps until ``release``, so that a request is surely unfinished."""
+    """A server whose pipeline stops after a few steps until ``release``, so that a request is
+    surely unfinished.
+    """
 
     harness: Harness
     release: asyncio.Event
@@ -853,7 +1044,9 @@ class HeldHarness:
 
 
 @asynccontextmanager
-async def _held(chain: StageChain, tokenizer: Tokenizer, after_step: int = 4) -> AsyncIterator[HeldHarness]:
+async def _held(
+    chain: StageChain, tokenizer: Tokenizer, after_step: int = 4
+) -> AsyncIterator[HeldHarness]:
     release = asyncio.Event()
 
     async def gate(batch: MicroBatch) -> None:
@@ -880,7 +1073,9 @@ def test_a_client_that_leaves_a_stream_takes_its_work_along(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("changes", [{}, {"stream": False}, {"n": 4}, {"prompt": ["a", "b"], "n": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"stream": False}, {"n": 4}, {"prompt": ["a", "b"], "n": 8}]
+)
 @pytest.mark.parametrize("after_step", [0, 4])
 def test_a_call_that_is_cancelled_takes_its_work_along(
     chain: LocalStageChain, tokenizer: Tokenizer, changes: dict[str, Any], after_step: int
@@ -900,11 +1095,15 @@ def test_a_call_that_is_cancelled_takes_its_work_along(
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, tokenizer: Tokenizer, num_read: int) -> None:
+def test_a_response_that_is_closed_takes_its_work_along(
+    chain: LocalStageChain, tokenizer: Tokenizer, num_read: int
+) -> None:
     async def scenario() -> None:
         async with _held(chain, tokenizer) as held:
             caller = Caller(held.harness.app, json.dumps(LONG).encode())
-            response = await held.harness.server.tokens.completions(Request(caller._scope, caller._receive))
+            response = await held.harness.server.tokens.completions(
+                Request(caller._scope, caller._receive)
+            )
             assert isinstance(response, SseResponse)
             body = response.events
             async with aclosing(body):
@@ -916,7 +1115,9 @@ def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, 
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             caller = Caller(harness.app, b"")
@@ -929,14 +1130,23 @@ def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(chain: Loc
     asyncio.run(scenario())
 
 
-def test_those_who_stay_do_not_notice_who_leaves(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_those_who_stay_do_not_notice_who_leaves(
+    chain: LocalStageChain, tokenizer: Tokenizer
+) -> None:
     async def scenario() -> None:
         async with _harness(chain, tokenizer) as harness:
             alone = (await harness.post(LONG | {"stream": False})).json()["choices"][0]["text"]
-            staying = [asyncio.create_task(harness.post(LONG | {"stream": False})) for _ in range(3)]
-            leaving = [Caller(harness.app, json.dumps(LONG).encode(), leaves_at) for leaves_at in (0, 1, 2, 3)]
+            staying = [
+                asyncio.create_task(harness.post(LONG | {"stream": False})) for _ in range(3)
+            ]
+            leaving = [
+                Caller(harness.app, json.dumps(LONG).encode(), leaves_at)
+                for leaves_at in (0, 1, 2, 3)
+            ]
             await asyncio.gather(*(caller.call() for caller in leaving))
-            assert [response.json()["choices"][0]["text"] for response in await asyncio.gather(*staying)] == [alone] * 3
+            assert [
+                response.json()["choices"][0]["text"] for response in await asyncio.gather(*staying)
+            ] == [alone] * 3
             await harness.becomes_idle()
 
     asyncio.run(scenario())
@@ -946,7 +1156,8 @@ def test_those_who_stay_do_not_notice_who_leaves(chain: LocalStageChain, tokeniz
 
 
 @pytest.mark.parametrize(
-    ("num_streams", "now", "waits"), [(1, 100.0, [0.002]), (64, 100.0, [0.128]), (64, 100.128, []), (0, 100.0, [])]
+    ("num_streams", "now", "waits"),
+    [(1, 100.0, [0.002]), (64, 100.0, [0.128]), (64, 100.128, []), (0, 100.0, [])],
 )
 def test_streams_share_the_writes_evenly(
     monkeypatch: pytest.MonkeyPatch, num_streams: int, now: float, waits: list[float]

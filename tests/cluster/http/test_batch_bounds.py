@@ -1,4 +1,6 @@
-"""Batch jobs over HTTP at their bounds: long lists, files that are lost, invalid names, keys used twice, jobs removed."""
+"""Batch jobs over HTTP at their bounds: long lists, files that are lost, invalid names, keys used
+twice, jobs removed.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +29,9 @@ harness = sqlite_harness
 
 def _http(service: BatchService) -> httpx.AsyncClient:
     app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://ingress")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://ingress"
+    )
 
 
 async def _uploaded(http: httpx.AsyncClient, text: bytes) -> str:
@@ -36,27 +40,43 @@ async def _uploaded(http: httpx.AsyncClient, text: bytes) -> str:
     return file_id
 
 
-def test_the_official_client_lists_more_batches_than_a_page_has(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_client_lists_more_batches_than_a_page_has(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs_in_tests, "LIMITS", replace(jobs_in_tests.LIMITS, max_open_jobs=200))
 
     async def scenario() -> None:
         service = harness.service()
-        made = [(await service.submit(pieces(request("a", 1)), JobOptions())).job_id for _ in range(102)]
+        made = [
+            (await service.submit(pieces(request("a", 1)), JobOptions())).job_id for _ in range(102)
+        ]
         async with _http(service) as http:
-            client = openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0)
+            client = openai.AsyncOpenAI(
+                base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0
+            )
             assert [each.id async for each in client.batches.list(limit=100)] == made[::-1]
         assert len(await service.list(1000)) == 100, "over gRPC a page has no more"
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "utf-16-le", "rot13", "undefined", "no-such-thing"])
+@pytest.mark.parametrize(
+    "charset", ["unicode_escape", "utf-7", "utf-16-le", "rot13", "undefined", "no-such-thing"]
+)
 def test_a_form_in_another_charset_is_refused(harness: BatchHarness, charset: str) -> None:
     """Some make names of it that cannot be encoded."""
 
     def form(name: bytes) -> bytes:
         disposition = b'Content-Disposition: form-data; name="'
-        parts = [b"--b", disposition + b'purpose"', b"", b"batch", b"--b", disposition + b'file"; filename="' + name + b'"', b""]
+        parts = [
+            b"--b",
+            disposition + b'purpose"',
+            b"",
+            b"batch",
+            b"--b",
+            disposition + b'file"; filename="' + name + b'"',
+            b"",
+        ]
         return b"\r\n".join([*parts, b"q", b"--b--", b""])
 
     async def scenario() -> None:
@@ -79,7 +99,9 @@ def test_a_file_whose_bytes_are_lost_does_not_exist(harness: BatchHarness) -> No
         async with _http(harness.service()) as http:
             texts = [b"", b"x" * (2**20 - 5000) + b"\n"]
             files = [await _uploaded(http, text) for text in texts]
-            assert [(await http.get(f"/v1/files/{file}/content")).content for file in files] == texts
+            assert [
+                (await http.get(f"/v1/files/{file}/content")).content for file in files
+            ] == texts
             for path in Path(harness.storage).rglob("*.jsonl"):
                 path.unlink()
             for file in files:
@@ -95,14 +117,25 @@ def test_a_key_of_another_request_is_refused(harness: BatchHarness) -> None:
         service = harness.service()
         async with _http(service) as http:
             first, second = [await _uploaded(http, requests(2)) for _ in range(2)]
-            body = {"input_file_id": first, "endpoint": "/v1/completions", "metadata": {"who": "me"}}
+            body = {
+                "input_file_id": first,
+                "endpoint": "/v1/completions",
+                "metadata": {"who": "me"},
+            }
             key = {"idempotency-key": "k"}
             made = (await http.post("/v1/batches", json=body, headers=key)).json()["id"]
             assert (await http.delete(f"/v1/files/{first}")).status_code == 200
             assert (await http.post("/v1/batches", json=body, headers=key)).json()["id"] == made
-            for other in ({"input_file_id": second}, {"metadata": {"who": "you"}}, {"keeps_order": False}):
+            for other in (
+                {"input_file_id": second},
+                {"metadata": {"who": "you"}},
+                {"keeps_order": False},
+            ):
                 refused = await http.post("/v1/batches", json=body | other, headers=key)
-                assert (refused.status_code, "another file or other options" in refused.text) == (400, True)
+                assert (refused.status_code, "another file or other options" in refused.text) == (
+                    400,
+                    True,
+                )
                 check_error(refused.content)
         options = JobOptions(metadata={"who": "me"})
         with pytest.raises(JobRefusedError, match="another file"):
@@ -128,7 +161,7 @@ def test_results_of_a_job_that_is_removed_at_the_same_time_do_not_end_as_if_whol
         assert [line async for line in service.results(job.job_id, 30)] == []
         real, requested = service._jobs.results, list[int]()
 
-        def results(*arguments: Any) -> Any:  # noqa: ANN401
+        def results(*arguments: Any) -> Any:
             requested.append(arguments[1])
             if len(requested) == 2:
                 service._submissions.discard_ended(harness.clock.now + 1)
@@ -153,7 +186,7 @@ def test_a_stream_of_results_keeps_little_in_memory(harness: BatchHarness) -> No
         job = await service.submit(pieces(requests(20)), JobOptions())
         real, sizes = service._jobs.results, list[int]()
 
-        def results(*arguments: Any) -> Any:  # noqa: ANN401
+        def results(*arguments: Any) -> Any:
             page: list[StoredResult] = list(real(*arguments))
             sizes.append(sum(len(result.line.body) for result in page))
             return page

@@ -1,4 +1,6 @@
-"""Batch jobs over HTTP with the official client, and with whatever else may come; the server is in this process."""
+"""Batch jobs over HTTP with the official client, and with whatever else may come; the server is in
+this process.
+"""
 
 import asyncio
 import json
@@ -61,13 +63,26 @@ class BatchServer:
 async def _harness(harness: BatchHarness, keep_s: float | None) -> AsyncIterator[BatchServer]:
     service = harness.service(keep_s=keep_s)
     guard = Middleware(AuthMiddleware, keys=ApiKeys(), sends_id=True)
-    app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
+    app = Starlette(
+        routes=BatchEndpoints(service).routes(),
+        exception_handlers=ERROR_HANDLERS,
+        middleware=[guard],
+    )
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress")
-    async with http, openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0) as client:
+    async with (
+        http,
+        openai.AsyncOpenAI(
+            base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0
+        ) as client,
+    ):
         yield BatchServer(harness, service, http, client)
 
 
-def _run_scenario(harness: BatchHarness, scenario: Callable[[BatchServer], Awaitable[None]], keep_s: float | None = None) -> None:
+def _run_scenario(
+    harness: BatchHarness,
+    scenario: Callable[[BatchServer], Awaitable[None]],
+    keep_s: float | None = None,
+) -> None:
     async def run() -> None:
         async with _harness(harness, keep_s) as server:
             await scenario(server)
@@ -75,7 +90,7 @@ def _run_scenario(harness: BatchHarness, scenario: Callable[[BatchServer], Await
     asyncio.run(run())
 
 
-async def _ended(server: BatchServer, batch_id: str) -> Any:  # noqa: ANN401
+async def _ended(server: BatchServer, batch_id: str) -> Any:
     async with server.harness.running(server.harness.runner()):
         async for _ in server.service.watch(batch_id):
             pass
@@ -85,24 +100,43 @@ async def _ended(server: BatchServer, batch_id: str) -> Any:  # noqa: ANN401
 def test_a_batch_from_upload_to_results(harness: BatchHarness) -> None:
     async def scenario(server: BatchServer) -> None:
         client = server.client
-        file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
-        assert (file.filename, file.purpose, file.bytes) == ("in.jsonl", "batch", len(requests(3)) + 9)
+        file = await client.files.create(
+            file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch"
+        )
+        assert (file.filename, file.purpose, file.bytes) == (
+            "in.jsonl",
+            "batch",
+            len(requests(3)) + 9,
+        )
         assert (await client.files.content(file.id)).content == requests(3) + b"nonsense\n"
         assert await client.files.retrieve(file.id) == file
         batch = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"who": "me"}
+            input_file_id=file.id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            metadata={"who": "me"},
         )
-        assert (batch.status, batch.input_file_id, batch.metadata) == ("validating", file.id, {"who": "me"})
+        assert (batch.status, batch.input_file_id, batch.metadata) == (
+            "validating",
+            file.id,
+            {"who": "me"},
+        )
         ended = await _ended(server, batch.id)
         assert ended.status == "completed"
         assert ended.completed_at is not None
         assert ended.request_counts.model_dump() == {"total": 4, "completed": 3, "failed": 1}
-        lines = [json.loads(line) for line in (await client.files.content(ended.output_file_id)).text.splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (await client.files.content(ended.output_file_id)).text.splitlines()
+        ]
         assert [line["custom_id"] for line in lines] == ["r0", "r1", "r2"]
         assert lines[2]["response"]["status_code"] == 200
         assert lines[2]["response"]["body"] == {"said": 2}
         assert lines[2]["error"] is None
-        (error,) = [json.loads(line) for line in (await client.files.content(ended.error_file_id)).text.splitlines()]
+        (error,) = [
+            json.loads(line)
+            for line in (await client.files.content(ended.error_file_id)).text.splitlines()
+        ]
         assert error["response"] is None
         assert (error["error"]["line"], error["error"]["code"]) == (4, "invalid_line")
         results = await server.http.get(f"/v1/batches/{batch.id}/results", params={"offset": 2})
@@ -120,14 +154,20 @@ def test_a_batch_from_upload_to_results(harness: BatchHarness) -> None:
 
 def test_a_batch_without_one_good_line_has_failed(harness: BatchHarness) -> None:
     async def scenario(server: BatchServer) -> None:
-        file = await server.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
-        batch = await server.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        file = await server.client.files.create(
+            file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch"
+        )
+        batch = await server.client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
         assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
         assert batch.failed_at == int(server.harness.clock.now)
         assert batch.errors is not None
         assert batch.errors.data is not None
         reported = [(error.line, error.code) for error in batch.errors.data]
-        assert reported == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], "the first twenty, one by one"
+        assert reported == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], (
+            "the first twenty, one by one"
+        )
         assert (batch.errors.data[1].message or "").startswith("line 3: it is not JSON")
         assert (await server.client.batches.list()).data == [batch]
         assert await server.client.batches.retrieve(batch.id) == batch
@@ -142,7 +182,9 @@ def test_answers_have_every_field_of_openai(tmp_path: Path) -> None:
         now, http = int(server.harness.clock.now), server.http
 
         async def upload(text: bytes) -> dict[str, Any]:
-            made = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text)})
+            made = await http.post(
+                "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text)}
+            )
             return dict(made.json())
 
         file, bad_file = await upload(requests(2)), await upload(b"nonsense\n")
@@ -157,10 +199,18 @@ def test_answers_have_every_field_of_openai(tmp_path: Path) -> None:
             "expires_at": now + 500,
         }
         assert (await http.get(f"/v1/files/{file['id']}")).json() == file
-        page = {"object": "list", "data": [bad_file, file], "first_id": bad_file["id"], "last_id": file["id"], "has_more": False}
+        page = {
+            "object": "list",
+            "data": [bad_file, file],
+            "first_id": bad_file["id"],
+            "last_id": file["id"],
+            "has_more": False,
+        }
         assert (await http.get("/v1/files")).json() == page
         batch = {"endpoint": "/v1/completions", "metadata": {"who": "me"}}
-        created = (await http.post("/v1/batches", json=batch | {"input_file_id": file["id"]})).json()
+        created = (
+            await http.post("/v1/batches", json=batch | {"input_file_id": file["id"]})
+        ).json()
         expected = {
             "id": created["id"],
             "object": "batch",
@@ -172,7 +222,9 @@ def test_answers_have_every_field_of_openai(tmp_path: Path) -> None:
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
-            **dict.fromkeys(["in_progress_at", "expires_at", "finalizing_at", "expired_at", "cancelling_at"]),
+            **dict.fromkeys(
+                ["in_progress_at", "expires_at", "finalizing_at", "expired_at", "cancelling_at"]
+            ),
             **dict.fromkeys(["completed_at", "cancelled_at", "failed_at"]),
             "request_counts": {"total": 2, "completed": 0, "failed": 0},
             "metadata": {"who": "me"},
@@ -181,20 +233,42 @@ def test_answers_have_every_field_of_openai(tmp_path: Path) -> None:
         server.harness.clock.now += 100
         cancelled = (await http.post(f"/v1/batches/{created['id']}/cancel")).json()
         assert cancelled == expected | {"status": "cancelling", "cancelling_at": now + 100}
-        failed = (await http.post("/v1/batches", json={"endpoint": "/v1/completions", "input_file_id": bad_file["id"]})).json()
-        message = "line 1: it is not JSON: there is a word that JSON does not have; its words are true, false and null (column 2)"
+        failed = (
+            await http.post(
+                "/v1/batches", json={"endpoint": "/v1/completions", "input_file_id": bad_file["id"]}
+            )
+        ).json()
+        message = (
+            "line 1: it is not JSON: there is a word that JSON does not have; its words are true,"
+            " false and null (column 2)"
+        )
         errors = [{"code": "invalid_line", "message": message, "line": 1, "param": None}]
         assert failed == expected | {
-            **{"id": failed["id"], "input_file_id": bad_file["id"], "status": "failed", "metadata": None},
+            **{
+                "id": failed["id"],
+                "input_file_id": bad_file["id"],
+                "status": "failed",
+                "metadata": None,
+            },
             "errors": {"object": "list", "data": errors},
             "created_at": now + 100,
             "failed_at": now + 100,
             "expires_at": now + 600,
             "request_counts": {"total": 1, "completed": 0, "failed": 1},
         }
-        page = {"object": "list", "data": [failed], "first_id": failed["id"], "last_id": failed["id"], "has_more": True}
+        page = {
+            "object": "list",
+            "data": [failed],
+            "first_id": failed["id"],
+            "last_id": failed["id"],
+            "has_more": True,
+        }
         assert (await http.get("/v1/batches?limit=1")).json() == page
-        assert (await http.delete(f"/v1/files/{file['id']}")).json() == {"id": file["id"], "object": "file", "deleted": True}
+        assert (await http.delete(f"/v1/files/{file['id']}")).json() == {
+            "id": file["id"],
+            "object": "file",
+            "deleted": True,
+        }
         empty = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
         assert (await http.get("/v1/files?purpose=batch_output")).json() == empty
 
@@ -222,7 +296,10 @@ def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> Non
             results = await server.http.get(f"/v1/batches/{job.job_id}/results")
         for line, error in zip(results.text.splitlines(), REFUSALS, strict=True):
             answer, response = error_response(error), json.loads(line)["response"]
-            assert (response["status_code"], response["body"]) == (answer.status_code, json.loads(answer.body))
+            assert (response["status_code"], response["body"]) == (
+                answer.status_code,
+                json.loads(answer.body),
+            )
         first = json.loads(results.text.splitlines()[0])["response"]
         assert (first["status_code"], first["body"]["error"]["param"]) == (404, "model")
         assert first["body"]["error"]["code"] == "model_not_found"
@@ -236,11 +313,16 @@ def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> Non
         now = int(server.harness.clock.now)
         file = await server.client.files.create(file=("in.jsonl", requests(1)), purpose="batch")
         assert file.expires_at == now + 500
-        batch = await server.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await server.client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
         assert batch.expires_at is None, "it is not removed before it has ended"
         server.harness.clock.now += 100
         assert (await _ended(server, batch.id)).expires_at == now + 600
-        assert [each.expires_at async for each in server.client.files.list()] == [now + 600, now + 500]
+        assert [each.expires_at async for each in server.client.files.list()] == [
+            now + 600,
+            now + 500,
+        ]
 
     _run_scenario(new_batch_harness(tmp_path), scenario, keep_s=500.0)
 
@@ -250,7 +332,11 @@ def test_batches_are_listed_in_pages_and_cancelled(harness: BatchHarness) -> Non
         client = server.client
         file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         made = [
-            (await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")).id
+            (
+                await client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+                )
+            ).id
             for _ in range(5)
         ]
         first = await client.batches.list(limit=2)
@@ -271,7 +357,10 @@ def test_a_request_that_comes_again_is_the_same_batch(harness: BatchHarness) -> 
     async def scenario(server: BatchServer) -> None:
         file = await server.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
-        answers = [await server.http.post("/v1/batches", json=body, headers={"idempotency-key": key}) for key in "aab"]
+        answers = [
+            await server.http.post("/v1/batches", json=body, headers={"idempotency-key": key})
+            for key in "aab"
+        ]
         ids = [answer.json()["id"] for answer in answers]
         assert ids[0] == ids[1] != ids[2]
 
@@ -280,7 +369,9 @@ def test_a_request_that_comes_again_is_the_same_batch(harness: BatchHarness) -> 
 
 def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> None:
     async def scenario(server: BatchServer) -> None:
-        good = (await server.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
+        good = (
+            await server.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")
+        ).id
         empty = (await server.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
         batch = {"input_file_id": good, "endpoint": "/v1/completions", "completion_window": "24h"}
         post = server.http.post
@@ -294,7 +385,12 @@ def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> Non
             (400, post("/v1/files", **form | {"data": {"purpose": "fine-tune"}})),
             (400, post("/v1/files", **form | {"data": {"purpose": "batch", "more": "1"}})),
             (400, post("/v1/files", data={"purpose": "batch"}, files={"other": ("f", b"x")})),
-            (413, post("/v1/files", **form | {"files": {"file": ("f", b"x" * (LIMITS.max_bytes + 1))}})),
+            (
+                413,
+                post(
+                    "/v1/files", **form | {"files": {"file": ("f", b"x" * (LIMITS.max_bytes + 1))}}
+                ),
+            ),
             (404, server.http.get("/v1/files/none")),
             (404, server.http.get("/v1/files/none/content")),
             (404, server.http.delete("/v1/files/none")),
@@ -336,13 +432,18 @@ def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> Non
     _run_scenario(harness, scenario)
 
 
-def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_store_that_fails_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     async def scenario(server: BatchServer) -> None:
         (tmp_path / "deep").write_text("no folder")
         response = await server.http.get("/v1/batches/batch_x", headers={"x-request-id": "mine"})
         assert response.status_code == 404
         response = await server.http.post(
-            "/v1/files", data={"purpose": "batch"}, files={"file": ("f", b"x")}, headers={"x-request-id": "mine"}
+            "/v1/files",
+            data={"purpose": "batch"},
+            files={"file": ("f", b"x")},
+            headers={"x-request-id": "mine"},
         )
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
@@ -352,12 +453,18 @@ def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture
     assert message.startswith("request mine failed: the jobs' database cannot be created")
 
 
-def test_a_stream_of_results_too_many_is_refused_before_it_begins(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_results_too_many_is_refused_before_it_begins(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 1)
 
     async def scenario(server: BatchServer) -> None:
         file = await server.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
-        order = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        order = {
+            "input_file_id": file.id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
         job_id = (await server.http.post("/v1/batches", json=order)).json()["id"]
         watch = server.service.watch(job_id)
         await anext(watch)
@@ -366,9 +473,11 @@ def test_a_stream_of_results_too_many_is_refused_before_it_begins(harness: Batch
         check_error(refused.content, code="rate_limit_exceeded")
         await watch.aclose()
         async with server.harness.running(server.harness.runner()):
-            assert len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
-        assert len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2, (
-            "the first gave its room back"
-        )
+            assert (
+                len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
+            )
+        assert (
+            len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
+        ), "the first gave its room back"
 
     _run_scenario(harness, scenario)

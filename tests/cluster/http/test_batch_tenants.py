@@ -1,6 +1,8 @@
-"""Two API keys at one server, over HTTP and gRPC: nothing of one is seen, counted, read, cancelled or deleted by the other.
+"""Two API keys at one server, over HTTP and gRPC: nothing of one is seen, counted, read, cancelled
+or deleted by the other.
 
-The server is the application with its middleware and the gRPC servicer, on the same keys and the same store as a runner.
+The server is the application with its middleware and the gRPC servicer, on the same keys and the
+same store as a runner.
 """
 
 import asyncio
@@ -48,7 +50,9 @@ class User:
     channel: grpc.aio.Channel
 
     async def upload(self, text: bytes) -> str:
-        answer = await self.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text)})
+        answer = await self.http.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text)}
+        )
         assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
 
@@ -59,7 +63,7 @@ class User:
     async def ids(self, path: str) -> set[str]:
         return {each["id"] for each in (await self.http.get(path)).json()["data"]}
 
-    async def code_of(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:  # noqa: ANN401 - a message
+    async def code_of(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:  # a message
         """The status of a raw call, and its details; responses are read and dropped."""
         described = SERVICE.methods_by_name[method]
         kind = f"{'stream' if described.client_streaming else 'unary'}_{'stream' if described.server_streaming else 'unary'}"
@@ -93,7 +97,9 @@ async def _server(harness: BatchHarness, keys: dict[str, str] = KEYS) -> AsyncIt
     service, known = harness.service(limits=LIMITED), ApiKeys(map(SecretStr, keys.values()))
     source = ScriptedSource()
     routes = BatchEndpoints(service).routes()
-    app = http_app_for(source, keys=known, extra_routes=routes, extra_operations=BATCH_OPERATIONS).app()
+    app = http_app_for(
+        source, keys=known, extra_routes=routes, extra_operations=BATCH_OPERATIONS
+    ).app()
     server = grpc.aio.server()
     servicer = GrpcServicer(MODEL, source, service.for_tenant, known)
     add_inference(servicer, server)
@@ -107,7 +113,12 @@ async def _server(harness: BatchHarness, keys: dict[str, str] = KEYS) -> AsyncIt
             http = await opened.enter_async_context(client_for(app))
             http.headers.update({} if key is None else {"authorization": f"Bearer {key}"})
             client = await opened.enter_async_context(AsyncClient(target, key))
-            users[name] = User(key, http, client, await opened.enter_async_context(grpc.aio.insecure_channel(target)))
+            users[name] = User(
+                key,
+                http,
+                client,
+                await opened.enter_async_context(grpc.aio.insecure_channel(target)),
+            )
         yield Server(harness, service, users)
 
 
@@ -128,7 +139,9 @@ async def _ends(server: Server, user: User, job_id: str) -> dict[str, Any]:
 
 
 def test_ids_of_another_key_are_unknown_at_every_endpoint(harness: BatchHarness) -> None:
-    """With the same words as for unknown ids. A new endpoint is found by its route, or fails here."""
+    """With the same words as for unknown ids. A new endpoint is found by its route, or fails
+    here.
+    """
 
     async def scenario(server: Server) -> None:
         anna, bert = server["anna"], server["bert"]
@@ -142,23 +155,43 @@ def test_ids_of_another_key_are_unknown_at_every_endpoint(harness: BatchHarness)
                 if not route.param_convertors:
                     without_ids.add((method, route.path))
                     continue
-                for ids in ({"file_id": file, "job_id": job}, {"file_id": output, "job_id": waiting}):
+                for ids in (
+                    {"file_id": file, "job_id": job},
+                    {"file_id": output, "job_id": waiting},
+                ):
                     answer = await bert.http.request(method, route.path.format(**ids))
                     unknown = {"file_id": UNKNOWN_FILE, "job_id": UNKNOWN_JOB}
                     expected = await bert.http.request(method, route.path.format(**unknown))
-                    assert (answer.status_code, expected.status_code) == (404, 404), (method, route.path)
+                    assert (answer.status_code, expected.status_code) == (404, 404), (
+                        method,
+                        route.path,
+                    )
                     check_error(answer.content, code="not_found")
-                    name, other = next((ids[key], unknown[key]) for key in ids if key in route.param_convertors)
+                    name, other = next(
+                        (ids[key], unknown[key]) for key in ids if key in route.param_convertors
+                    )
                     assert answer.text == expected.text.replace(other, name)
-        assert without_ids == {(method, f"/v1/{kind}") for method in ("GET", "POST") for kind in ("files", "batches")}
-        for path in (f"/v1/files?after={file}", f"/v1/files?after={output}", f"/v1/batches?after={job}"):
+        assert without_ids == {
+            (method, f"/v1/{kind}") for method in ("GET", "POST") for kind in ("files", "batches")
+        }
+        for path in (
+            f"/v1/files?after={file}",
+            f"/v1/files?after={output}",
+            f"/v1/batches?after={job}",
+        ):
             assert (await bert.http.get(path)).status_code == 404
-        assert (await bert.create(file)).status_code == (await bert.create(UNKNOWN_FILE)).status_code == 404
+        assert (
+            (await bert.create(file)).status_code
+            == (await bert.create(UNKNOWN_FILE)).status_code
+            == 404
+        )
         for path in ("/v1/files", "/v1/batches"):
             assert (await bert.http.get(path)).json()["data"] == []
         assert await anna.ids("/v1/files") == {file, output}
         assert await anna.ids("/v1/batches") == {job, waiting}
-        assert (await anna.http.get(f"/v1/batches/{waiting}")).json()["status"] == "validating", "it was not cancelled"
+        assert (await anna.http.get(f"/v1/batches/{waiting}")).json()["status"] == "validating", (
+            "it was not cancelled"
+        )
         assert (await anna.http.get(f"/v1/files/{file}/content")).content == requests(2)
 
     _with_server(harness, scenario)
@@ -199,18 +232,27 @@ def test_idempotency_keys_are_those_of_an_api_key(harness: BatchHarness) -> None
         file = await anna.upload(requests(2))
         made = {
             (await anna.create(file, **{"idempotency-key": "nightly-1"})).json()["id"],
-            (await bert.create(await bert.upload(requests(2)), **{"idempotency-key": "nightly-1"})).json()["id"],
+            (
+                await bert.create(
+                    await bert.upload(requests(2)), **{"idempotency-key": "nightly-1"}
+                )
+            ).json()["id"],
             (await anna.grpc.submit_job(requests(3), request_key="nightly-2")).job_id,
             (await bert.grpc.submit_job(requests(3), request_key="nightly-2")).job_id,
         }
         assert len(made) == 4
         assert (await anna.create(file, **{"idempotency-key": "nightly-1"})).json()["id"] in made
         assert (await anna.grpc.submit_job(requests(3), request_key="nightly-2")).job_id in made
-        other = await anna.create(await anna.upload(requests(3)), **{"idempotency-key": "nightly-1"})
+        other = await anna.create(
+            await anna.upload(requests(3)), **{"idempotency-key": "nightly-1"}
+        )
         assert (other.status_code, "use a new key" in other.text) == (400, True)
         other = await anna.create(file, **{"idempotency-key": "nightly-2"})
         assert other.status_code == 400, "it is that of a text"
-        for text, options in ((requests(4), JobOptions()), (requests(3), JobOptions(keeps_order=False))):
+        for text, options in (
+            (requests(4), JobOptions()),
+            (requests(3), JobOptions(keeps_order=False)),
+        ):
             with pytest.raises(RequestError, match="use a new key"):
                 await anna.grpc.submit_job(text, options, request_key="nightly-2")
         assert len(await anna.grpc.list_jobs()) == len(await bert.grpc.list_jobs()) == 2
@@ -267,13 +309,20 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         service = harness.service(limits=replace(LIMITS, max_stored_bytes=200_000))
         app = http_app_for(
-            ScriptedSource(), keys=ApiKeys(map(SecretStr, KEYS.values())), extra_routes=BatchEndpoints(service).routes()
+            ScriptedSource(),
+            keys=ApiKeys(map(SecretStr, KEYS.values())),
+            extra_routes=BatchEndpoints(service).routes(),
         ).app()
         async with client_for(app) as http:
             headers = {"authorization": f"Bearer {KEYS['anna']}"}
             form: Any = {"data": {"purpose": "batch"}, "headers": headers}
-            assert (await http.post("/v1/files", files={"file": ("f", b"x" * 150_000)}, **form)).status_code == 200
-            described = headers | {"content-type": "multipart/form-data; boundary=b", "content-length": "200000"}
+            assert (
+                await http.post("/v1/files", files={"file": ("f", b"x" * 150_000)}, **form)
+            ).status_code == 200
+            described = headers | {
+                "content-type": "multipart/form-data; boundary=b",
+                "content-length": "200000",
+            }
             refused = await http.post("/v1/files", content=unread(), headers=described)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "3600")
             message = check_error(refused.content, code="quota_exceeded")["message"]
@@ -281,7 +330,9 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
             refused = await http.post("/v1/files", files={"file": ("f", b"x" * 60_000)}, **form)
             assert refused.status_code == 429, "a form has a little more than its file"
             form["headers"] = {"authorization": f"Bearer {KEYS['bert']}"}
-            assert (await http.post("/v1/files", files={"file": ("f", b"x" * 150_000)}, **form)).status_code == 200
+            assert (
+                await http.post("/v1/files", files={"file": ("f", b"x" * 150_000)}, **form)
+            ).status_code == 200
 
     asyncio.run(scenario())
     harness.close()
@@ -290,10 +341,14 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
 def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a copy in the temporary folder. Of four, a key has half of what others leave; what ends makes room."""
+    """Each has a copy in the temporary folder. Of four, a key has half of what others leave; what
+    ends makes room.
+    """
     monkeypatch.setattr(batch_service, "MAX_UPLOADS", 4)
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + requests(1)
+    head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + requests(
+        1
+    )
     form = {"content-type": "multipart/form-data; boundary=b"}
 
     async def scenario() -> None:
@@ -308,7 +363,9 @@ def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
                 yield b"\r\n--b--\r\n"
 
             def begin(user: str, body: AsyncIterator[bytes]) -> "asyncio.Task[httpx.Response]":
-                return asyncio.create_task(server[user].http.post("/v1/files", content=body, headers=form))
+                return asyncio.create_task(
+                    server[user].http.post("/v1/files", content=body, headers=form)
+                )
 
             async def begin_and_wait(user: str, count: int) -> "list[asyncio.Task[httpx.Response]]":
                 wanted = num_begun + count
@@ -321,8 +378,10 @@ def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
             for user, own in (("anna", 2), ("bert", 1)):
                 refused = await begin(user, slow())
                 assert refused.status_code == 429
-                assert check_error(refused.content)["message"] == (
-                    f"{own} of your uploads are in progress, and there is no room for another one "
+                assert (
+                    check_error(refused.content)["message"]
+                    == f"{own} of your uploads are in progress, and there is no room for another"
+                    " one "
                     "(a server process has 4 for all keys); try again later"
                 )
                 assert int(refused.headers["retry-after"]) > 0
@@ -330,7 +389,9 @@ def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
             assert [(await upload).status_code for upload in uploads] == [200] * 3
             broken = await server["anna"].http.post("/v1/files", content=b"nonsense", headers=form)
             assert broken.status_code == 400
-            assert [(await begin("anna", slow())).status_code for _ in range(4)] == [200] * 4, "one after the other"
+            assert [(await begin("anna", slow())).status_code for _ in range(4)] == [200] * 4, (
+                "one after the other"
+            )
             assert server.service._uploads.total() == 0
 
     asyncio.run(scenario())
@@ -354,6 +415,11 @@ def test_a_server_without_keys_has_what_was_made_without_keys(harness: BatchHarn
             assert await server["keyless"].ids("/v1/batches") == {before}
             assert (await server["keyless"].http.get(f"/v1/batches/{own}")).status_code == 404
             async with harness.running(harness.runner()):
-                assert json.loads((await server["keyless"].http.get(f"/v1/batches/{before}/results")).text)["custom_id"] == "r0"
+                assert (
+                    json.loads(
+                        (await server["keyless"].http.get(f"/v1/batches/{before}/results")).text
+                    )["custom_id"]
+                    == "r0"
+                )
 
     asyncio.run(scenario())

@@ -1,4 +1,6 @@
-"""Bodies that are many, large or slow: they are read within bounds, and none that would be refused anyway."""
+"""Bodies that are many, large or slow: they are read within bounds, and none that would be refused
+anyway.
+"""
 
 import asyncio
 import json
@@ -25,15 +27,27 @@ FORM = (b"content-type", b"multipart/form-data; boundary=b")
 
 
 class Sender:
-    """Of one request, by hand. Where its body is not whole it waits after the last part, and then leaves."""
+    """Of one request, by hand. Where its body is not whole it waits after the last part, and then
+    leaves.
+    """
 
-    def __init__(self, parts: Iterable[bytes], is_whole: bool = True, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(
+        self,
+        parts: Iterable[bytes],
+        is_whole: bool = True,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
         self._parts, self._is_whole, self._headers = list(parts), is_whole, list(headers)
         self.num_received, self.sent = 0, list[Message]()
         self.waits, self.resumed = asyncio.Event(), asyncio.Event()
 
     async def send_to(self, app: ASGIApp, path: str = COMPLETIONS) -> "Sender":
-        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": self._headers}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": self._headers,
+        }
         await app(scope | {"query_string": b"", "root_path": ""}, self.receive, self._send)
         return self
 
@@ -44,7 +58,11 @@ class Sender:
             return {"type": "http.disconnect"}
         self.num_received += 1
         is_last = self._is_whole and self.num_received == len(self._parts)
-        return {"type": "http.request", "body": self._parts[self.num_received - 1], "more_body": not is_last}
+        return {
+            "type": "http.request",
+            "body": self._parts[self.num_received - 1],
+            "more_body": not is_last,
+        }
 
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
@@ -55,7 +73,9 @@ class Sender:
 
     @property
     def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = json.loads(b"".join(message.get("body", b"") for message in self.sent))["error"]
+        error: dict[str, Any] = json.loads(
+            b"".join(message.get("body", b"") for message in self.sent)
+        )["error"]
         return error
 
 
@@ -69,10 +89,16 @@ class Refusing(ScriptedSource):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)])
-def test_what_would_be_refused_anyway_is_not_even_read(path: str, refusal: TramontaneError, status: int) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)]
+)
+def test_what_would_be_refused_anyway_is_not_even_read(
+    path: str, refusal: TramontaneError, status: int
+) -> None:
     async def scenario() -> None:
-        sender = await Sender([b"x" * MAX_BODY]).send_to(http_app_for(Refusing(refusal)).app(), path)
+        sender = await Sender([b"x" * MAX_BODY]).send_to(
+            http_app_for(Refusing(refusal)).app(), path
+        )
         assert (sender.status, sender.num_received) == (status, 0)
         assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
 
@@ -91,7 +117,11 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
         assert bodies.num_held == 100
         assert (await Sender([REQUEST_BODY.ljust(100)]).send_to(app)).status == 200
         refused = await Sender([REQUEST_BODY.ljust(60), b" " * 41, b" "]).send_to(app)
-        assert (refused.status, refused.error["type"], refused.num_received) == (429, "rate_limit_error", 2)
+        assert (refused.status, refused.error["type"], refused.num_received) == (
+            429,
+            "rate_limit_error",
+            2,
+        )
         assert (b"retry-after", b"5") in refused.sent[0]["headers"]
         assert MODEL.counts.refused["overloaded"] == num_refused + 1
         assert bodies.num_held == 100, "what was refused is not held"
@@ -110,7 +140,10 @@ def test_a_body_counts_as_held_until_it_is_parsed(size: int) -> None:
     async def scenario() -> None:
         bodies = BodyLimiter()
         request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
-        assert await bodies.parse(request, size, lambda body: (len(body), bodies.num_held)) == (size, size)
+        assert await bodies.parse(request, size, lambda body: (len(body), bodies.num_held)) == (
+            size,
+            size,
+        )
         assert bodies.num_held == 0
         request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
         with pytest.raises(ValueError, match="invalid literal"):
@@ -127,7 +160,11 @@ def test_a_body_that_stands_still_is_given_up(path: str) -> None:
         sender = await Sender([REQUEST_BODY[:9]], is_whole=False).send_to(
             http_app_for(ScriptedSource(), body_limiter=bodies).app(), path
         )
-        assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
+        assert (sender.status, sender.error["type"], bodies.num_held) == (
+            408,
+            "invalid_request_error",
+            0,
+        )
         assert "within 0.01 s" in sender.error["message"]
 
     asyncio.run(scenario())
@@ -139,7 +176,9 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         endpoints = BatchEndpoints(harness.service(), BodyLimiter(progress_timeout_s=0.01))
         app = Starlette(routes=endpoints.routes(), exception_handlers=ERROR_HANDLERS)
-        assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).send_to(app, "/v1/files")).status == 408
+        assert (
+            await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).send_to(app, "/v1/files")
+        ).status == 408
         assert (await Sender([b"{"], is_whole=False).send_to(app, "/v1/batches")).status == 408
 
     asyncio.run(scenario())
@@ -149,7 +188,8 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "every_s", "is_read"),
     [
-        ([MIN_PROGRESS_BYTES * 5 // 8] * 6, 10.0, True),  # 40 KiB each: a minute in all, and never 30 s without 64 KiB
+        # 40 KiB each: a minute in all, and never 30 s without 64 KiB
+        ([MIN_PROGRESS_BYTES * 5 // 8] * 6, 10.0, True),
         ([MIN_PROGRESS_BYTES, 1, 1], 10.0, True),
         ([MIN_PROGRESS_BYTES, 1, 1, 1], 10.0, False),
         ([1] * 3, 10.0, False),

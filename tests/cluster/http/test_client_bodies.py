@@ -1,7 +1,8 @@
-"""What widely used clients send is answered, or refused because it would change an answer and cannot be honored.
+"""What widely used clients send is answered, or refused because it would change an answer and
+cannot be honored.
 
-``client_bodies.json`` has the bodies of requests with the client's version. "recorded": the client sent it to a server that
-records. "read": written after the client's source.
+``client_bodies.json`` has the bodies of requests with the client's version. "recorded": the client
+sent it to a server that records. "read": written after the client's source.
 """
 
 import asyncio
@@ -18,9 +19,19 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
-BODIES: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "support" / "client_bodies.json").read_text("utf-8"))
+BODIES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "support" / "client_bodies.json").read_text("utf-8")
+)
 CLIENTS = {
-    *("guidellm", "aiperf", "vllm bench serve", "lm-eval", "AutoGen", "langchain-openai", "langchain-mistralai"),
+    *(
+        "guidellm",
+        "aiperf",
+        "vllm bench serve",
+        "lm-eval",
+        "AutoGen",
+        "langchain-openai",
+        "langchain-mistralai",
+    ),
     *("openai-agents", "LiteLLM", "Open WebUI", "mistralai"),
 }
 TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools and FIM
@@ -45,7 +56,10 @@ def test_every_client_is_there() -> None:
 
 
 def test_the_bodies_name_no_place_of_the_machine_that_recorded_them() -> None:
-    assert not any(place in json.dumps(BODIES) for place in ("/tmp", "/home", "/root", "/work", "localhost", "127.0.0.1"))
+    assert not any(
+        place in json.dumps(BODIES)
+        for place in ("/tmp", "/home", "/root", "/work", "localhost", "127.0.0.1")
+    )
 
 
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"].partition(" ")[0])

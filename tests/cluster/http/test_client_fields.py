@@ -1,4 +1,6 @@
-"""Fields of vLLM's and Mistral's clients over HTTP: usage in chunks, stop tokens, prefixes, constraints, FIM."""
+"""Fields of vLLM's and Mistral's clients over HTTP: usage in chunks, stop tokens, prefixes,
+constraints, FIM.
+"""
 
 import asyncio
 import json
@@ -28,7 +30,9 @@ SAYS = TOKENIZER.encode(SAID)[1:]
 class Answered:
     """An answer with the sequences that were asked for."""
 
-    def __init__(self, path: str, body: dict[str, Any], source: ScriptedSource | None = None, **settings: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self, path: str, body: dict[str, Any], source: ScriptedSource | None = None, **settings: Any
+    ) -> None:
         self.source = source or ScriptedSource(SAYS)
 
         async def scenario() -> tuple[int, str]:
@@ -53,37 +57,56 @@ class Answered:
         return [json.loads(event) for event in events]
 
     @property
-    def sampling(self) -> Any:  # noqa: ANN401
+    def sampling(self) -> Any:
         return self.source.requested[0][0].sampling
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "a", "max_tokens": 3}), (CHAT, HELLO | {"max_tokens": 3})])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "a", "max_tokens": 3}), (CHAT, HELLO | {"max_tokens": 3})],
+)
 def test_every_chunk_has_the_usage_so_far(path: str, body: dict[str, Any]) -> None:
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    options = {
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
+    }
     *chunks, last = Answered(path, body | options).events
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == ([1, 2, 3] if path == COMPLETIONS else [0, 1, 2, 3])
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
-    without = Answered(path, body | {"stream": True, "stream_options": {"continuous_usage_stats": True}}).events
-    assert [chunk["usage"]["completion_tokens"] for chunk in without] == counts, "and no last chunk without include_usage"
+    without = Answered(
+        path, body | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    ).events
+    assert [chunk["usage"]["completion_tokens"] for chunk in without] == counts, (
+        "and no last chunk without include_usage"
+    )
 
 
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stop_token_ends_an_answer_without_its_text(path: str, includes: bool) -> None:
-    """The source ends by itself with the last token, which is what the scheduler does at a stop token."""
+    """The source ends by itself with the last token, which is what the scheduler does at a stop
+    token.
+    """
     body = {"prompt": "a", "max_tokens": 64} if path == COMPLETIONS else HELLO
-    answered = Answered(path, body | {"stop_token_ids": [SAYS[-1]], "include_stop_str_in_output": includes})
+    answered = Answered(
+        path, body | {"stop_token_ids": [SAYS[-1]], "include_stop_str_in_output": includes}
+    )
     text = answered.choice["text"] if path == COMPLETIONS else answered.choice["message"]["content"]
     assert text.strip() == (SAID if includes else SAID.removesuffix("."))
     assert answered.choice["finish_reason"] == "stop"
     assert answered.sampling.stop_token_ids == (SAYS[-1],)
 
 
-@pytest.mark.parametrize(("includes", "text"), [(False, "Good morrow, "), (True, "Good morrow, my")])
+@pytest.mark.parametrize(
+    ("includes", "text"), [(False, "Good morrow, "), (True, "Good morrow, my")]
+)
 def test_a_stop_string_may_be_part_of_the_answer(includes: bool, text: str) -> None:
     answered = Answered(CHAT, HELLO | {"stop": "my", "include_stop_str_in_output": includes})
-    assert (answered.choice["message"]["content"], answered.choice["finish_reason"]) == (text, "stop")
+    assert (answered.choice["message"]["content"], answered.choice["finish_reason"]) == (
+        text,
+        "stop",
+    )
 
 
 def test_a_prefix_is_continued_and_included() -> None:
@@ -91,27 +114,48 @@ def test_a_prefix_is_continued_and_included() -> None:
     says = ScriptedSource(SAYS[1:])
     answered = Answered(CHAT, {"messages": messages, "n": 2}, says)
     assert answered.choice["message"]["content"] == "Good " + TOKENIZER.decode(SAYS[1:])
-    assert TOKENIZER.decode(SAYS[1:]).startswith(" "), "a space that is no longer the beginning of a text"
-    expected = MistralTokenizer.from_file(str(PATH)).encode_chat_completion(_mistral_request(messages)).tokens
+    assert TOKENIZER.decode(SAYS[1:]).startswith(" "), (
+        "a space that is no longer the beginning of a text"
+    )
+    expected = (
+        MistralTokenizer.from_file(str(PATH))
+        .encode_chat_completion(_mistral_request(messages))
+        .tokens
+    )
     assert list(says.requested[0][0].prompt_ids) == expected
     events = Answered(CHAT, {"messages": messages, "stream": True}, ScriptedSource(SAYS[1:])).events
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == answered.choice["message"]["content"]
+    assert (
+        "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        == answered.choice["message"]["content"]
+    )
 
 
 def test_a_final_message_is_continued_and_not_repeated() -> None:
     messages = [*HELLO["messages"], {"role": "assistant", "content": "Good "}]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
-    assert Answered(CHAT, body, ScriptedSource(SAYS[1:])).choice["message"]["content"] == TOKENIZER.decode(SAYS[1:])
+    assert Answered(CHAT, body, ScriptedSource(SAYS[1:])).choice["message"][
+        "content"
+    ] == TOKENIZER.decode(SAYS[1:])
     assert Answered(CHAT, {"messages": messages}).status == 400
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}, {"prefix": True}],
+    [
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"prefix": True},
+    ],
 )
-def test_the_tokens_of_a_conversation_that_is_continued_are_those_of_its_chat(fields: dict[str, Any]) -> None:
-    last = {"role": "assistant", "content": "Good "} | {name: fields[name] for name in fields if name == "prefix"}
-    body = {"messages": [*HELLO["messages"], last]} | {name: fields[name] for name in fields if name != "prefix"}
+def test_the_tokens_of_a_conversation_that_is_continued_are_those_of_its_chat(
+    fields: dict[str, Any],
+) -> None:
+    last = {"role": "assistant", "content": "Good "} | {
+        name: fields[name] for name in fields if name == "prefix"
+    }
+    body = {"messages": [*HELLO["messages"], last]} | {
+        name: fields[name] for name in fields if name != "prefix"
+    }
     counted = Answered("/tokenize", body)
     assert counted.status == 200, counted.text
     chat = Answered(CHAT, body, ScriptedSource(SAYS[1:]))
@@ -123,7 +167,15 @@ def test_the_tokens_of_a_conversation_that_is_continued_are_those_of_its_chat(fi
     [
         (HELLO | {"continue_final_message": True}, "continue_final_message"),
         (HELLO | {"add_generation_prompt": False}, "add_generation_prompt"),
-        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HELLO["messages"]]}, "messages[0].prefix"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": "a", "prefix": True},
+                    *HELLO["messages"],
+                ]
+            },
+            "messages[0].prefix",
+        ),
         ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
     ],
@@ -133,7 +185,7 @@ def test_what_cannot_be_continued_is_not_tokenized(fields: dict[str, Any], param
     assert (refused.status, json.loads(refused.text)["error"]["param"]) == (400, parameter)
 
 
-def _mistral_request(messages: list[dict[str, Any]]) -> Any:  # noqa: ANN401
+def _mistral_request(messages: list[dict[str, Any]]) -> Any:
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
     return ChatCompletionRequest(model="m", messages=messages)
@@ -159,7 +211,9 @@ def test_constraints_reach_the_last_stage(path: str, fields: dict[str, Any]) -> 
     grammar = answered.sampling.grammar
     is_json = "json" in json.dumps(fields)
     assert ("%json" in grammar) is is_json
-    assert ('" "?' in grammar) is (is_json or path == CHAT), "a space before a chat's answer is not part of it"
+    assert ('" "?' in grammar) is (is_json or path == CHAT), (
+        "a space before a chat's answer is not part of it"
+    )
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -176,15 +230,41 @@ def _says(part: dict[str, Any]) -> dict[str, Any]:
         (CHAT, _says({"type": "input_audio"}), "recordings of sound"),
         (CHAT, _says({"type": "document_url", "document_url": "x"}), "files"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images"),
-        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}]}, "files"),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {
+                        "type": "function_call_output",
+                        "call_id": "a",
+                        "output": [{"type": "input_file"}],
+                    }
+                ]
+            },
+            "files",
+        ),
         (MESSAGES, _says({"type": "image", "source": {"type": "base64"}}), "images"),
         (MESSAGES, _says({"type": "document"}), "documents"),
-        (MESSAGES, _says({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}), "images"),
-        (MESSAGES, HELLO | {"max_tokens": 5, "system": [{"type": "search_result"}]}, "search results"),
-        (MESSAGES + "/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+        (
+            MESSAGES,
+            _says({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
+            "images",
+        ),
+        (
+            MESSAGES,
+            HELLO | {"max_tokens": 5, "system": [{"type": "search_result"}]},
+            "search results",
+        ),
+        (
+            MESSAGES + "/count_tokens",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "images",
+        ),
     ],
 )
-def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(path: str, body: dict[str, Any], media: str) -> None:
+def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(
+    path: str, body: dict[str, Any], media: str
+) -> None:
     answered = Answered(path, body)
     assert answered.status == 400, answered.text
     message = check_error(answered.text.encode(), path=path)["message"]
@@ -192,10 +272,18 @@ def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(path: str, bo
 
 
 def test_other_parts_are_refused_by_their_types() -> None:
-    assert "only parts of the type text are supported" in Answered(CHAT, _says({"type": "refusal"})).text
-    answered = Answered(RESPONSES, {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]})
+    assert (
+        "only parts of the type text are supported"
+        in Answered(CHAT, _says({"type": "refusal"})).text
+    )
+    answered = Answered(
+        RESPONSES, {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}
+    )
     assert "only parts of the type input_text or output_text or text are supported" in answered.text
-    assert 'a part must be as {\\"type\\"' in Answered(CHAT, _says({"type": "text", "text": "a", "other": 1})).text
+    assert (
+        'a part must be as {\\"type\\"'
+        in Answered(CHAT, _says({"type": "text", "text": "a", "other": 1})).text
+    )
 
 
 def test_hints_about_caches_change_no_prompt() -> None:
@@ -205,7 +293,10 @@ def test_hints_about_caches_change_no_prompt() -> None:
         "cache_control": {"type": "ephemeral"},
         "prompt_cache_breakpoint": {"mode": "explicit"},
     }
-    prompts = [Answered(CHAT, _says(part)).source.requested[0][0].prompt_ids for part in ({"type": "text", "text": "a"}, hinted)]
+    prompts = [
+        Answered(CHAT, _says(part)).source.requested[0][0].prompt_ids
+        for part in ({"type": "text", "text": "a"}, hinted)
+    ]
     assert prompts[0] == prompts[1]
 
 
@@ -217,11 +308,16 @@ def test_hints_about_caches_change_no_prompt() -> None:
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ],
 )
-def test_an_answer_cannot_begin_with_a_prefix_and_follow_a_constraint(constraint: dict[str, Any], name: str) -> None:
+def test_an_answer_cannot_begin_with_a_prefix_and_follow_a_constraint(
+    constraint: dict[str, Any], name: str
+) -> None:
     messages = [*HELLO["messages"], {"role": "assistant", "content": "Good ", "prefix": True}]
     answered = Answered(CHAT, {"messages": messages} | constraint)
     assert answered.status == 400
-    assert f"cannot be what {name} requires" in check_error(answered.text.encode(), "messages[1].prefix")["message"]
+    assert (
+        f"cannot be what {name} requires"
+        in check_error(answered.text.encode(), "messages[1].prefix")["message"]
+    )
     without = [*HELLO["messages"], {"role": "assistant", "content": "Good "}]
     for body in (
         {"messages": without, "continue_final_message": True},
@@ -243,17 +339,31 @@ BETWEEN = {"prompt": "def f(a):\n    return", "suffix": "\n\nprint(f(1))"}
 
 
 def _fim_ids(prompt: str, suffix: str) -> list[int]:
-    ids: list[int] = MistralTokenizer.from_file(str(PATH)).encode_fim(FIMRequest(prompt=prompt, suffix=suffix)).tokens
+    ids: list[int] = (
+        MistralTokenizer.from_file(str(PATH))
+        .encode_fim(FIMRequest(prompt=prompt, suffix=suffix))
+        .tokens
+    )
     return ids
 
 
 def test_fim_has_mistrals_shape_and_mistral_commons_ids() -> None:
-    more = {"temperature": 0, "top_p": 1, "max_tokens": 9, "min_tokens": 1, "random_seed": 3, "stop": ["\n\n"], "metadata": {}}
+    more = {
+        "temperature": 0,
+        "top_p": 1,
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "random_seed": 3,
+        "stop": ["\n\n"],
+        "metadata": {},
+    }
     answered = Answered(FIM, BETWEEN | more)
     whole = json.loads(answered.text)
     assert whole["object"] == "chat.completion"
     message = answered.choice["message"]
-    assert (message["role"], message["content"]) == ("assistant", TOKENIZER.decode(SAYS)), "with the space before it"
+    assert (message["role"], message["content"]) == ("assistant", TOKENIZER.decode(SAYS)), (
+        "with the space before it"
+    )
     assert list(answered.source.requested[0][0].prompt_ids) == _fim_ids(**BETWEEN)
     assert (answered.sampling.seed, answered.sampling.min_tokens) == (3, 1)
     events = Answered(FIM, BETWEEN | {"stream": True, "n": 2}).events
@@ -263,7 +373,9 @@ def test_fim_has_mistrals_shape_and_mistral_commons_ids() -> None:
 
 
 def test_fim_without_a_suffix_is_mistral_commons_too() -> None:
-    assert list(Answered(FIM, {"prompt": "a"}).source.requested[0][0].prompt_ids) == _fim_ids("a", "")
+    assert list(Answered(FIM, {"prompt": "a"}).source.requested[0][0].prompt_ids) == _fim_ids(
+        "a", ""
+    )
 
 
 def test_a_suffix_of_a_completion_is_fim() -> None:

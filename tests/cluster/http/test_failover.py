@@ -1,4 +1,6 @@
-"""Ingresses die while they answer, unseen by clients: the bytes are those of an undisturbed answer. Without Ray."""
+"""Ingresses die while they answer, unseen by clients: the bytes are those of an undisturbed answer.
+Without Ray.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,12 @@ from tramontane.cluster.http import failover
 from tramontane.cluster.http import failover_response as whole_answers
 from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.failover_response import LOST, NodeAnnouncer
-from tramontane.proto.errors import OverloadedError, PipelineError, PoisonRequestError, TramontaneError
+from tramontane.proto.errors import (
+    OverloadedError,
+    PipelineError,
+    PoisonRequestError,
+    TramontaneError,
+)
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.engine.router import Router
@@ -41,7 +48,10 @@ MODEL = ServedModel("tiny", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
 FORMAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 CALLS = 5  # [TOOL_CALLS]
 CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in "wx"
+]
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
@@ -56,41 +66,102 @@ ENDS = _ids("one tow, two STOP, three")
 CALLING = (*_ids("STO"), CALLS, *_ids(CALLED))
 
 CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "text": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 100, **USAGE, "return_token_ids": True}),
+    "text": (
+        COMPLETIONS,
+        SAYS,
+        {"prompt": "Hello", "max_tokens": 100, **USAGE, "return_token_ids": True},
+    ),
     "length": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 6, **USAGE}),
-    "stops": (COMPLETIONS, ENDS, {"prompt": "Hello", "max_tokens": 100, "stop": ["STOP", "town"], "logprobs": 1, **USAGE}),
+    "stops": (
+        COMPLETIONS,
+        ENDS,
+        {"prompt": "Hello", "max_tokens": 100, "stop": ["STOP", "town"], "logprobs": 1, **USAGE},
+    ),
     "choices": (
         COMPLETIONS,
         ENDS,
-        {"prompt": ["Hello", "You"], "n": 2, "max_tokens": 9, "stop": "two", "logprobs": 0, **USAGE},
+        {
+            "prompt": ["Hello", "You"],
+            "n": 2,
+            "max_tokens": 9,
+            "stop": "two",
+            "logprobs": 0,
+            **USAGE,
+        },
     ),
-    "echo": (COMPLETIONS, SAYS, {"prompt": ["Hello", "You"], "n": 2, "max_tokens": 5, "echo": True, "logprobs": 1}),
-    "score": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 1, **USAGE}),
+    "echo": (
+        COMPLETIONS,
+        SAYS,
+        {"prompt": ["Hello", "You"], "n": 2, "max_tokens": 5, "echo": True, "logprobs": 1},
+    ),
+    "score": (
+        COMPLETIONS,
+        SAYS,
+        {"prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 1, **USAGE},
+    ),
     "chat": (CHAT, SAYS, HELLO | {"n": 2, **USAGE}),
-    "chat, stops": (CHAT, ENDS, HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE}),
+    "chat, stops": (
+        CHAT,
+        ENDS,
+        HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE},
+    ),
     "fim": ("/v1/fim/completions", SAYS, {"prompt": "Hello", "suffix": "You", "n": 2, **USAGE}),
-    "prefix": (CHAT, SAYS, {"messages": [*HELLO["messages"], {"role": "assistant", "content": "a", "prefix": True}], **COUNTS}),
-    "stop tokens": (CHAT, SAYS, HELLO | {"n": 2, "stop_token_ids": [SAYS[-1]], "logprobs": True, **USAGE}),
+    "prefix": (
+        CHAT,
+        SAYS,
+        {
+            "messages": [*HELLO["messages"], {"role": "assistant", "content": "a", "prefix": True}],
+            **COUNTS,
+        },
+    ),
+    "stop tokens": (
+        CHAT,
+        SAYS,
+        HELLO | {"n": 2, "stop_token_ids": [SAYS[-1]], "logprobs": True, **USAGE},
+    ),
     "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
 }
 
-# Models that think: the answers of several choices begin at other tokens, of which the first begins a thought.
+# Models that think: the answers of several choices begin at other tokens, of which the first begins
+# a thought.
 THINKERS: dict[str, Kind] = {
-    **{"thoughts": "tekken", "thoughts, stops": "tekken", "thoughts as text": "text", "thoughts, stop token": "tekken"}
+    **{
+        "thoughts": "tekken",
+        "thoughts, stops": "tekken",
+        "thoughts as text": "text",
+        "thoughts, stop token": "tekken",
+    }
 }
-STOPPED = thinking_model("tekken").say("a<think>One, two, three")  # the second choice ends a token earlier, in its thought
-THOUGHT = "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STOP five"
+# the second choice ends a token earlier, in its thought
+STOPPED = thinking_model("tekken").say("a<think>One, two, three")
+THOUGHT = (
+    "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STOP"
+    " five"
+)
 CASES |= {
-    "thoughts": (CHAT, thinking_model("tekken").say(THOUGHT), HELLO | {"n": 2, **USAGE, "return_token_ids": True}),
-    "thoughts, stops": (CHAT, thinking_model("tekken").say(THOUGHT), HELLO | {"stop": ["STOP"], "logprobs": True, **USAGE}),
+    "thoughts": (
+        CHAT,
+        thinking_model("tekken").say(THOUGHT),
+        HELLO | {"n": 2, **USAGE, "return_token_ids": True},
+    ),
+    "thoughts, stops": (
+        CHAT,
+        thinking_model("tekken").say(THOUGHT),
+        HELLO | {"stop": ["STOP"], "logprobs": True, **USAGE},
+    ),
     "thoughts as text": (
         CHAT,
         thinking_model("text").say(THOUGHT),
         HELLO | {"n": 2, "stop": ["STOP"], "logprobs": True, "top_logprobs": 1, **USAGE},
     ),
-    "thoughts, stop token": (CHAT, STOPPED, HELLO | {"n": 2, "stop_token_ids": [STOPPED[-1]], "logprobs": True, **USAGE}),
+    "thoughts, stop token": (
+        CHAT,
+        STOPPED,
+        HELLO | {"n": 2, "stop_token_ids": [STOPPED[-1]], "logprobs": True, **USAGE},
+    ),
 }
-# After how many messages ingresses die that know of calls, of thoughts, and of a choice that has ended.
+# After how many messages ingresses die that know of calls, of thoughts, and of a choice that has
+# ended.
 LATER = {"tools": [(15,), (8, 20)], **{name: [(7,), (5, 4)] for name in THINKERS}}
 LATER |= {"thoughts, stop token": [(len(STOPPED) - 1,), (3, 1)]}
 
@@ -103,7 +174,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
-def _ingress(source: Any, case: str = "") -> ASGIApp:  # noqa: ANN401
+def _ingress(source: Any, case: str = "") -> ASGIApp:
     if case not in THINKERS:
         return http_app_for(source, MODEL, chat=FORMAT).app()
     thinker = thinking_model(THINKERS[case])
@@ -111,7 +182,7 @@ def _ingress(source: Any, case: str = "") -> ASGIApp:  # noqa: ANN401
 
 
 def _relayed(
-    source: Any,  # noqa: ANN401
+    source: Any,
     lives: tuple[int, ...] = (),
     case: str = "",
 ) -> tuple[FailoverMiddleware, FailingIngresses]:
@@ -120,8 +191,14 @@ def _relayed(
 
 
 def _without_chance(text: str) -> str:
-    """The answer's name, its age and where its time went, and ids of calls; the first two are the same in all of an answer."""
-    assert len(set(re.findall(r'"id":"(\w+-\w+)"', text))) == len(set(re.findall(r'"created":(\d+)', text))) == 1
+    """The answer's name, its age and where its time went, and ids of calls; the first two are the
+    same in all of an answer.
+    """
+    assert (
+        len(set(re.findall(r'"id":"(\w+-\w+)"', text)))
+        == len(set(re.findall(r'"created":(\d+)', text)))
+        == 1
+    )
     for pattern in (r'"id":"\w{9}"', r'"id":"\w+-\w+"', r'"created":\d+', r'"timings":\{[^}]*\}'):
         text = re.sub(pattern, pattern.partition(":")[0], text)
     return text
@@ -130,7 +207,11 @@ def _without_chance(text: str) -> str:
 async def _check(case: str, lives: tuple[int, ...], *, stream: bool) -> int:
     """Returns how many messages an undisturbed answer has."""
     path, token_ids, body = CASES[case]
-    body = body | {"stream": True} if stream else {name: body[name] for name in body if name != "stream_options"}
+    body = (
+        body | {"stream": True}
+        if stream
+        else {name: body[name] for name in body if name != "stream_options"}
+    )
     immortal, _ = _relayed(ResumableSource(token_ids), case=case)
     undisturbed = await post_json(immortal, path, body)
     source = ResumableSource(token_ids)
@@ -184,7 +265,9 @@ class Counting(ResumableSource):
         if not self.has_room:
             raise OverloadedError("full", 3)
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.requested.append(specs)
         self.has_room = False
         async for batch in super().generate(specs):
@@ -192,21 +275,29 @@ class Counting(ResumableSource):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
     path, token_ids, body = CASES[case]
     body = {name: body[name] for name in body if name != "stream_options"}
 
     async def scenario() -> None:
-        undisturbed = await post_json(_relayed(ResumableSource(token_ids), case=case)[0], path, body)
+        undisturbed = await post_json(
+            _relayed(ResumableSource(token_ids), case=case)[0], path, body
+        )
         for lives in ((), (1,), (2,), (1, 2), *LATER.get(case, [])):
             source = Counting(token_ids)
             ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)
-            client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body)
+            client = await post_json(
+                FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body
+            )
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)
             assert ingresses.num_calls == len(source.requested) == 1 + len(lives)
-            first, *others = [sum(len(spec.output_ids) for spec in specs) for specs in source.requested]
+            first, *others = [
+                sum(len(spec.output_ids) for spec in specs) for specs in source.requested
+            ]
             assert first == 0
             assert all(others), "they begin further on"
 
@@ -232,7 +323,9 @@ def test_another_model_makes_the_whole_of_an_answer_of_which_nothing_was_sent(
 
         ingresses = FailingIngresses(rolled_in, lives)
         client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100}
+            FailoverMiddleware(ingresses, DeadNodeWatcher(set)),
+            COMPLETIONS,
+            {"prompt": "Hello", "max_tokens": 100},
         )
         assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
         assert [spec.output_ids for spec in sources[1].requested[0]] == [()]
@@ -248,7 +341,10 @@ DETAILS = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_t
 @asynccontextmanager
 async def _router() -> AsyncIterator[Router]:
     cache = CachePlan(16, (WindowClass(64, 5, 10),))
-    router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), ReportingChain(no_gate))
+    router = Router(
+        Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
+        ReportingChain(no_gate),
+    )
     running = asyncio.create_task(router.run())
     yield router
     running.cancel()
@@ -260,16 +356,26 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """As ``_streamed_details``, but not streamed."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, expert_layers=range(4), experts_per_token=1)
-        ingresses = FailingIngresses(NodeAnnouncer(http_app_for(router, model).app(), "node", MARK), lives)
+        ingresses = FailingIngresses(
+            NodeAnnouncer(http_app_for(router, model).app(), "node", MARK), lives
+        )
         relay = FailoverMiddleware(ingresses, DeadNodeWatcher(set))
-        client = await post_json(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **DETAILS})
+        client = await post_json(
+            relay,
+            COMPLETIONS,
+            {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **DETAILS},
+        )
         choices: list[dict[str, Any]] = json.loads(client.text)["choices"]
         return choices
 
 
 @pytest.mark.parametrize(
     ("max_bytes", "all_lives"),
-    [(2**18, [(1,), (2,), (1, 1, 2), (3, 1), (1, 1, 1, 1)]), (0, [(1,), (4,), (3, 1)]), (300, [(1,), (4,), (3, 1)])],
+    [
+        (2**18, [(1,), (2,), (1, 1, 2), (3, 1), (1, 1, 1, 1)]),
+        (0, [(1,), (4,), (3, 1)]),
+        (300, [(1,), (4,), (3, 1)]),
+    ],
 )
 def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number_of_ingresses(
     max_bytes: int, all_lives: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
@@ -286,11 +392,15 @@ def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("over", "num_reported"), [((0, 0, 0), 3), ((0, 1, 0), 1), ((1, 0, 0), 0), ((0, 0, 1), 2)])
+@pytest.mark.parametrize(
+    ("over", "num_reported"), [((0, 0, 0), 3), ((0, 1, 0), 1), ((1, 0, 0), 0), ((0, 0, 1), 2)]
+)
 def test_no_more_progress_is_reported_after_an_interval_with_too_many_log_probabilities(
     over: tuple[int, ...], num_reported: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is reported is always the beginning of the answer. ``over``: bytes above the bound, by interval."""
+    """What is reported is always the beginning of the answer. ``over``: bytes above the bound, by
+    interval.
+    """
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
     sent: list[Any] = []
 
@@ -300,7 +410,9 @@ def test_no_more_progress_is_reported_after_an_interval_with_too_many_log_probab
     async def scenario() -> None:
         report = whole_answers.ProgressReporter(send)
         for token_id, num_bytes in enumerate(over):
-            await report([(0, [token_id], None, [])], [], whole_answers.MAX_PROGRESS_BYTES + num_bytes)
+            await report(
+                [(0, [token_id], None, [])], [], whole_answers.MAX_PROGRESS_BYTES + num_bytes
+            )
         if num_reported < len(over):
             await report([(0, [9], None, [])], [], 0)
 
@@ -312,8 +424,17 @@ async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return all details of each choice, merged; without text, as the tokens make none."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, expert_layers=range(4), experts_per_token=1)
-        relay = FailoverMiddleware(FailingIngresses(http_app_for(router, model).app(), lives), DeadNodeWatcher(set))
-        body = {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "stream": True, "seed": 1, **DETAILS}
+        relay = FailoverMiddleware(
+            FailingIngresses(http_app_for(router, model).app(), lives), DeadNodeWatcher(set)
+        )
+        body = {
+            "prompt": [[7, 8, 9], [9]],
+            "n": 2,
+            "max_tokens": 7,
+            "stream": True,
+            "seed": 1,
+            **DETAILS,
+        }
         client = await post_json(relay, COMPLETIONS, body)
         assert client.is_answered
         assert client.text.endswith("data: [DONE]\n\n")
@@ -351,10 +472,17 @@ def test_log_probabilities_and_experts_are_sent_once_by_any_number_of_ingresses(
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [(OverloadedError("full", 3), 429), (PipelineError("gone"), 503), (PoisonRequestError("no"), 400)]
+    ("failure", "status"),
+    [
+        (OverloadedError("full", 3), 429),
+        (PipelineError("gone"), 503),
+        (PoisonRequestError("no"), 400),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_answer_of_the_first_ingress_stands(failure: TramontaneError, status: int, stream: bool) -> None:
+def test_the_answer_of_the_first_ingress_stands(
+    failure: TramontaneError, status: int, stream: bool
+) -> None:
     async def scenario() -> None:
         relay, ingresses = _relayed(ScriptedSource(failure=failure))
         client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
@@ -362,7 +490,11 @@ def test_the_answer_of_the_first_ingress_stands(failure: TramontaneError, status
         relay, ingresses = _relayed(ScriptedSource(SAYS, failure, fails_at=2))
         client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
         assert client.is_answered
-        assert (client.text.count("data: "), client.text.count('"error"'), ingresses.num_calls) == (3, 1, 1)
+        assert (client.text.count("data: "), client.text.count('"error"'), ingresses.num_calls) == (
+            3,
+            1,
+            1,
+        )
 
     asyncio.run(scenario())
 
@@ -371,12 +503,19 @@ class Failing:
     """Fails ``num_times`` from the second request on; else tokens."""
 
     def __init__(self, failure: TramontaneError, num_times: int) -> None:
-        self._source, self._failure, self._num_times, self._num_requests = ResumableSource(SAYS), failure, num_times, 0
+        self._source, self._failure, self._num_times, self._num_requests = (
+            ResumableSource(SAYS),
+            failure,
+            num_times,
+            0,
+        )
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """There always is."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._num_requests += 1
         if 1 < self._num_requests <= 1 + self._num_times:
             raise self._failure
@@ -398,14 +537,18 @@ def test_an_ingress_that_is_to_continue_is_tried_again_where_it_is_full_or_faili
         assert client.is_answered
         assert ingresses.num_calls == 1 + 3
         error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
-        assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text) == {"error": error}
+        assert json.loads(
+            client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text
+        ) == {"error": error}
         assert client.status == (200 if stream else 503)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them would try for minutes, and a client would wait for hours."""
 
     async def scenario() -> None:
@@ -414,16 +557,22 @@ def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(stream: boo
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
 
         class Trying(Failing):
-            async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+            async def generate(
+                self, specs: Sequence[SequenceRequest]
+            ) -> AsyncGenerator[RequestOutput, None]:
                 nonlocal later_s
                 later_s += 600.0
                 async for batch in super().generate(specs):
                     yield batch
 
-        app = NodeAnnouncer(http_app_for(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
+        app = NodeAnnouncer(
+            http_app_for(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK
+        )
         ingresses = FailingIngresses(app, (3 if stream else 1,))
         client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello", "stream": stream}
+            FailoverMiddleware(ingresses, DeadNodeWatcher(set)),
+            COMPLETIONS,
+            {"prompt": "Hello", "stream": stream},
         )
         assert client.is_answered
         assert LOST in client.text
@@ -434,23 +583,32 @@ def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(stream: boo
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("stream", "life"), [(False, 0), (False, 1), (True, 0), (True, 2)])
-def test_an_answer_keeps_its_admission_when_its_ingress_dies(path: str, stream: bool, life: int) -> None:
+def test_an_answer_keeps_its_admission_when_its_ingress_dies(
+    path: str, stream: bool, life: int
+) -> None:
     """Also where nothing has been sent to its client."""
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        ingresses = FailingIngresses(NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,))
+        ingresses = FailingIngresses(
+            NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)
+        )
         relay = FailoverMiddleware(ingresses, DeadNodeWatcher(set))
         body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
         client = await post_json(relay, path, body | {"stream": stream})
         assert (client.status, client.is_answered) == (200, True)
-        assert [[spec.already_admitted for spec in specs] for specs in source.requested] == [[False], [True]]
+        assert [[spec.already_admitted for spec in specs] for specs in source.requested] == [
+            [False],
+            [True],
+        ]
 
     asyncio.run(scenario())
 
 
 def test_a_request_to_an_ingress_that_was_dead_already_is_new_to_the_next() -> None:
-    """An ingress that dies under load must not let later requests past the limits of the next one."""
+    """An ingress that dies under load must not let later requests past the limits of the next
+    one.
+    """
 
     async def scenario() -> None:
         source = Counting(SAYS)
@@ -463,12 +621,16 @@ def test_a_request_to_an_ingress_that_was_dead_already_is_new_to_the_next() -> N
     asyncio.run(scenario())
 
 
-def test_the_deadline_of_a_client_counts_from_its_request_and_not_from_the_next_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_of_a_client_counts_from_its_request_and_not_from_the_next_ingress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         loop, later = asyncio.get_running_loop(), 0.0
         now = loop.time
         monkeypatch.setattr(loop, "time", lambda: now() + later)
-        ingresses = FailingIngresses(http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app(), (0,))
+        ingresses = FailingIngresses(
+            http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app(), (0,)
+        )
 
         async def slow(scope: Scope, receive: Receive, send: Send) -> None:
             nonlocal later
@@ -479,7 +641,10 @@ def test_the_deadline_of_a_client_counts_from_its_request_and_not_from_the_next_
         for seconds, status in ((100, 200), (30, 504)):
             ingresses.num_calls = 0
             client = await post_json(
-                FailoverMiddleware(slow, DeadNodeWatcher(set)), COMPLETIONS, body, {"x-request-timeout": str(seconds)}
+                FailoverMiddleware(slow, DeadNodeWatcher(set)),
+                COMPLETIONS,
+                body,
+                {"x-request-timeout": str(seconds)},
             )
             assert (client.status, ingresses.num_calls) == (status, 2)
 
@@ -497,10 +662,14 @@ def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool)
         async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
             is_there = ingresses.num_calls != 1
             ingresses.num_calls += not is_there
-            await (ingresses if is_there else PlainTextResponse("not found", 404))(scope, receive, send)
+            await (ingresses if is_there else PlainTextResponse("not found", 404))(
+                scope, receive, send
+            )
 
         body = {"prompt": "Hello", "stream": stream}
-        client = await post_json(FailoverMiddleware(no_application, DeadNodeWatcher(set)), COMPLETIONS, body)
+        client = await post_json(
+            FailoverMiddleware(no_application, DeadNodeWatcher(set)), COMPLETIONS, body
+        )
         undisturbed = await post_json(ingress, COMPLETIONS, body)
         assert (client.status, client.is_answered, ingresses.num_calls) == (200, True, 3)
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
@@ -513,14 +682,19 @@ def test_what_another_ingress_refuses_ends_a_stream() -> None:
         relay, ingresses = _relayed(Failing(PoisonRequestError("no more"), 1), (3,))
         client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
         assert client.is_answered
-        assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"] == "no more"
+        assert (
+            json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
+            == "no more"
+        )
         assert ingresses.num_calls == 2
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 2])
-def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_read(num_parts: int) -> None:
+def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_read(
+    num_parts: int,
+) -> None:
     read: list[bytes] = []
 
     async def dying(scope: Scope, receive: Receive, send: Send) -> None:
@@ -540,7 +714,9 @@ def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_
 
 
 def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
-    """A message for each of its bytes would take hundreds of times as much, and bodies have room by their bytes."""
+    """A message for each of its bytes would take hundreds of times as much, and bodies have room by
+    their bytes.
+    """
     read: list[list[Message]] = []
 
     async def dying(_scope: Scope, receive: Receive, send: Send) -> None:
@@ -558,7 +734,14 @@ def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
             number = next(parts)
             return {"type": "http.request", "body": bytes([number]), "more_body": number < 99}
 
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": COMPLETIONS,
+            "headers": [],
+            "query_string": b"",
+            "root_path": "",
+        }
         await FailoverMiddleware(dying, DeadNodeWatcher(set))(scope, receive, Client(b"").send)
         assert [len(messages) for messages in read] == [100, 1]
         assert read[1][0]["body"] == bytes(range(100))
@@ -582,11 +765,16 @@ def test_a_client_that_has_left_is_not_answered_by_another_ingress() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("bound", "first_size", "num_requests"), [("MAX_BODY", 41, [1, 2, 2]), ("MAX_BODIES", 30, [2, 1, 2])])
+@pytest.mark.parametrize(
+    ("bound", "first_size", "num_requests"),
+    [("MAX_BODY", 41, [1, 2, 2]), ("MAX_BODIES", 30, [2, 1, 2])],
+)
 def test_bodies_beyond_a_bound_pass_and_are_not_kept(
     monkeypatch: pytest.MonkeyPatch, bound: str, first_size: int, num_requests: list[int]
 ) -> None:
-    """One request, another of 30 bytes while that is worked on, and one later, where there is room for 40 in one or in all."""
+    """One request, another of 30 bytes while that is worked on, and one later, where there is room
+    for 40 in one or in all.
+    """
     monkeypatch.setattr(failover, bound, 40)
     read: list[bytes] = []
     others_are_done = asyncio.Event()
@@ -610,7 +798,9 @@ def test_bodies_beyond_a_bound_pass_and_are_not_kept(
         await first
         await clients[2].send_to(relay, COMPLETIONS)
         assert [read.count(client.body) for client in clients] == num_requests
-        assert [bool(client.messages) for client in clients] == [times > 1 for times in num_requests]
+        assert [bool(client.messages) for client in clients] == [
+            times > 1 for times in num_requests
+        ]
 
     asyncio.run(scenario())
 
@@ -659,7 +849,9 @@ def test_every_ingress_gets_the_same_request_id() -> None:
         await Client(b"{}").send_to(FailoverMiddleware(dying, DeadNodeWatcher(set)), CHAT)
         assert seen == [seen[0]] * 2
         seen.clear()
-        await Client(b"{}").send_to(FailoverMiddleware(dying, DeadNodeWatcher(set)), CHAT, **{"x-request-id": "mine"})
+        await Client(b"{}").send_to(
+            FailoverMiddleware(dying, DeadNodeWatcher(set)), CHAT, **{"x-request-id": "mine"}
+        )
         assert seen == [b"mine"] * 2
 
     asyncio.run(scenario())
@@ -677,13 +869,14 @@ def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 class SilentlyLostIngresses(FailingIngresses):
     """Ingresses whose loss is not reported. Each is on a node of its own, named by its number."""
 
-    def __init__(self, ingress: Any, lives: tuple[int, ...]) -> None:  # noqa: ANN401 - an ASGIApp
+    def __init__(self, ingress: Any, lives: tuple[int, ...]) -> None:  # an ASGIApp
         super().__init__(ingress, lives)
         self.dead: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         number = self.num_calls
-        if number < len(self._lives) and self._lives[number] == 0:  # it does not even get the request
+        # it does not even get the request
+        if number < len(self._lives) and self._lives[number] == 0:
             self.num_calls += 1
             self.dead.add(str(number))
         else:
@@ -706,8 +899,12 @@ def test_an_answer_survives_ingresses_whose_nodes_are_lost_silently(
 
     async def scenario() -> None:
         undisturbed = await post_json(_relayed(ResumableSource(token_ids))[0], path, body)
-        ingresses = SilentlyLostIngresses(http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body)
+        ingresses = SilentlyLostIngresses(
+            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives
+        )
+        client = await post_json(
+            FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body
+        )
         assert client.is_answered
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
         assert ingresses.num_calls == 1 + len(lives)
@@ -737,7 +934,9 @@ def test_an_ingress_is_not_given_up_because_another_node_has_died() -> None:
             return {"other"}
 
         client = await post_json(
-            FailoverMiddleware(NodeAnnouncer(slow, "this", MARK), DeadNodeWatcher(dead)), COMPLETIONS, {"prompt": "Hello"}
+            FailoverMiddleware(NodeAnnouncer(slow, "this", MARK), DeadNodeWatcher(dead)),
+            COMPLETIONS,
+            {"prompt": "Hello"},
         )
         assert client.status == 200
         assert num_requests == 1
@@ -753,8 +952,12 @@ def test_lost_nodes_do_not_count_against_a_request() -> None:
     lives = (0,) * (len(failover.PAUSES_S) + 2)
 
     async def scenario() -> None:
-        ingresses = SilentlyLostIngresses(http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body)
+        ingresses = SilentlyLostIngresses(
+            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives
+        )
+        client = await post_json(
+            FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body
+        )
         assert client.status == 200
         assert ingresses.num_calls == 1 + len(lives)
 
@@ -765,7 +968,9 @@ def test_lost_nodes_do_not_count_against_a_request() -> None:
 def test_ingresses_that_worked_for_some_time_are_replaced_more_often(
     soon_s: float, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole answer shows no progress: what counts is how long each ingress had it. But it may be what they die of."""
+    """A whole answer shows no progress: what counts is how long each ingress had it. But it may be
+    what they die of.
+    """
     monkeypatch.setattr(failover, "QUICK_FAILURE_S", soon_s)
     num_ingresses = 0
 
@@ -775,7 +980,11 @@ def test_ingresses_that_worked_for_some_time_are_replaced_more_often(
         await asyncio.sleep(0.001)
 
     client = asyncio.run(
-        post_json(FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello"})
+        post_json(
+            FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)),
+            COMPLETIONS,
+            {"prompt": "Hello"},
+        )
     )
     assert (client.status, num_ingresses) == (503, num_requests)
 
@@ -785,23 +994,32 @@ def test_another_model_does_not_continue_an_answer_that_has_begun() -> None:
     path, token_ids, body = CASES["stops"]
 
     def models(life: int) -> tuple[ASGIApp, list[str]]:
-        ingress, requested = http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), list[str]()
+        ingress, requested = (
+            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(),
+            list[str](),
+        )
 
         async def first_old_then_new(scope: Scope, receive: Receive, send: Send) -> None:
             requested.append("old" if not requested else "new")
-            await NodeAnnouncer(FailingIngresses(ingress, (life,) if requested == ["old"] else ()), "this", requested[-1])(
-                scope, receive, send
-            )
+            await NodeAnnouncer(
+                FailingIngresses(ingress, (life,) if requested == ["old"] else ()),
+                "this",
+                requested[-1],
+            )(scope, receive, send)
 
         return first_old_then_new, requested
 
     async def scenario() -> None:
         ingress, requested = models(life=3)
-        begun = await post_json(FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True})
+        begun = await post_json(
+            FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True}
+        )
         assert requested == ["old", "new", "new", "new"], "until no ingress is left to try"
         assert "could not take it up again" in begun.text.splitlines()[-2]
         ingress, requested = models(life=0)
-        fresh = await post_json(FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True})
+        fresh = await post_json(
+            FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True}
+        )
         assert (requested, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")
 
     asyncio.run(scenario())

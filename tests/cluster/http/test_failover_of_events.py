@@ -1,4 +1,6 @@
-"""Ingresses die while they answer for Responses and Messages, unseen by clients: events are those of an undisturbed answer."""
+"""Ingresses die while they answer for Responses and Messages, unseen by clients: events are those
+of an undisturbed answer.
+"""
 
 import asyncio
 import json
@@ -44,18 +46,29 @@ HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 100}
 SCORED = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "response": (RESPONSES, SAYS, {"input": "Hello!", "instructions": "Be brief.", "metadata": {"a": "b"}}),
+    "response": (
+        RESPONSES,
+        SAYS,
+        {"input": "Hello!", "instructions": "Be brief.", "metadata": {"a": "b"}},
+    ),
     "response, cut off": (RESPONSES, SAYS, {"input": "Hello!", "max_output_tokens": 6}),
     "response, scored": (RESPONSES, SAYS, {"input": "Hello!", **SCORED}),
     "response, calls": (RESPONSES, CALLING, {"input": "Hello!", "tools": FUNCTIONS, **SCORED}),
-    "response, call cut off": (RESPONSES, CALLING, {"input": "Hello!", "tools": FUNCTIONS, "max_output_tokens": 22}),
+    "response, call cut off": (
+        RESPONSES,
+        CALLING,
+        {"input": "Hello!", "tools": FUNCTIONS, "max_output_tokens": 22},
+    ),
     "message": (MESSAGES, SAYS, HELLO),
     "message, cut off": (MESSAGES, SAYS, HELLO | {"max_tokens": 6}),
     "message, stops": (MESSAGES, ENDS, HELLO | {"stop_sequences": ["STOP", "town"]}),
     "message, calls": (MESSAGES, CALLING, HELLO | {"tools": TOOLS, "stop_sequences": ["STOP"]}),
 }
-# Thoughts in their order: more than one, after text, and with text that may be a stop string before them.
-THOUGHT = "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STO"
+# Thoughts in their order: more than one, after text, and with text that may be a stop string before
+# them.
+THOUGHT = (
+    "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STO"
+)
 THINKERS: dict[str, Kind] = {
     "response, thoughts": "tekken",
     "response, thoughts, scored": "tekken",
@@ -67,14 +80,28 @@ THINKERS: dict[str, Kind] = {
 for name, kind in THINKERS.items():
     said = thinking_model(kind).say(THOUGHT)
     path = RESPONSES if name.startswith("response") else MESSAGES
-    more = SCORED if name.endswith("scored") else {"max_output_tokens": 4} if name.endswith("cut off") else {}
-    CASES[name] = (path, said, {"input": "Hello!", **more} if path == RESPONSES else HELLO | {"stop_sequences": ["STOP"]})
+    more = (
+        SCORED
+        if name.endswith("scored")
+        else {"max_output_tokens": 4}
+        if name.endswith("cut off")
+        else {}
+    )
+    CASES[name] = (
+        path,
+        said,
+        {"input": "Hello!", **more} if path == RESPONSES else HELLO | {"stop_sequences": ["STOP"]},
+    )
 # The type of each item or block, and its content.
 CONTENTS: dict[str, list[tuple[str, str]]] = {
     "response": [("message", TOKENIZER.decode(SAYS).lstrip())],
     "response, cut off": [("message", TOKENIZER.decode(SAYS[:6]).lstrip())],
     "response, scored": [("message", TOKENIZER.decode(SAYS).lstrip())],
-    "response, calls": [("message", "Well STO"), ("function_call", '{"in": "Arles"}'), ("function_call", "{}")],
+    "response, calls": [
+        ("message", "Well STO"),
+        ("function_call", '{"in": "Arles"}'),
+        ("function_call", "{}"),
+    ],
     "response, thoughts": [
         ("reasoning", "One \u00e9t\u00e9 STOP,\n"),
         ("message", "\n\ntwo \U0001f642"),
@@ -93,7 +120,9 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
-async def _ask(case: str, lives: tuple[int, ...], *, stream: bool) -> tuple[Client, FailingIngresses, ResumableSource]:
+async def _ask(
+    case: str, lives: tuple[int, ...], *, stream: bool
+) -> tuple[Client, FailingIngresses, ResumableSource]:
     path, token_ids, body = CASES[case]
     source = ResumableSource(token_ids)
     app = http_app_for(source, MODEL, chat=FORMAT).app()
@@ -101,13 +130,17 @@ async def _ask(case: str, lives: tuple[int, ...], *, stream: bool) -> tuple[Clie
         thinker = thinking_model(THINKERS[case])
         app = http_app_for(source, thinker.model, chat=thinker.chat).app()
     ingresses = FailingIngresses(NodeAnnouncer(app, "node", "a model"), lives)
-    client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": stream})
+    client = await post_json(
+        FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": stream}
+    )
     assert (client.status, client.is_answered) == (200, True)
     return client, ingresses, source
 
 
 def _without_chance(client: Client) -> str:
-    """The answer's name, which is the same in all of it, its age, and ids of calls, which follow from the name."""
+    """The answer's name, which is the same in all of it, its age, and ids of calls, which follow
+    from the name.
+    """
     text = client.text
     assert len(set(re.findall(r"(?:resp|msg)_([0-9a-f]{32})", text))) == 1
     text = re.sub(r"[0-9a-f]{32}", "ID", text)
@@ -135,9 +168,15 @@ async def _check(case: str, lives: tuple[int, ...]) -> int:
     events = parse_events(path, client.text)
     _check_numbers(events, consecutive=False)
     if case in CONTENTS:
-        starts = [event.get("item") or event["content_block"] for event in events if event["type"] in STARTS]
+        starts = [
+            event.get("item") or event["content_block"]
+            for event in events
+            if event["type"] in STARTS
+        ]
         texts = texts_of(events)
-        assert [(start["type"], texts[index]) for index, start in enumerate(starts)] == CONTENTS[case]
+        assert [(start["type"], texts[index]) for index, start in enumerate(starts)] == CONTENTS[
+            case
+        ]
     assert ingresses.num_calls == 1 + len(lives)
     assert len(set(source.seeds)) == 1, "drawn once"
     return len(undisturbed.messages)
@@ -156,7 +195,9 @@ def test_a_stream_of_events_survives_an_ingress_that_dies_at_any_of_its_messages
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_pieces(case: str) -> None:
+def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_pieces(
+    case: str,
+) -> None:
     async def scenario() -> None:
         num_messages = await _check(case, ())
         await _check(case, (2,) * (num_messages - 2))
@@ -166,7 +207,9 @@ def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_piec
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_answer_of_blocks_continues_where_its_proxy_knows_it_to_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_of_blocks_continues_where_its_proxy_knows_it_to_be(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failover_response, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
@@ -188,7 +231,8 @@ def test_a_stream_ends_with_what_the_whole_answer_is(case: str) -> None:
         if "response" in last:
             for item in whole["output"]:
                 for part in item.get("content", ()):
-                    part |= {"logprobs": []} if "logprobs" in part else {}  # which came with the deltas
+                    # which came with the deltas
+                    part |= {"logprobs": []} if "logprobs" in part else {}
             assert last["response"] == whole
 
     asyncio.run(scenario())
@@ -202,7 +246,7 @@ def test_a_stream_that_no_ingress_can_continue_ends_with_an_error_of_its_api(cas
         def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
             """Accept every request."""
 
-        async def generate(self, specs: Any) -> Any:  # noqa: ANN401
+        async def generate(self, specs: Any) -> Any:
             if specs[0].output_ids:
                 raise PipelineError("gone")
             async for batch in ResumableSource(CASES[case][1]).generate(specs):
@@ -210,17 +254,26 @@ def test_a_stream_that_no_ingress_can_continue_ends_with_an_error_of_its_api(cas
 
     async def scenario() -> None:
         path, _, body = CASES[case]
-        apps = [NodeAnnouncer(http_app_for(Dying(), MODEL, chat=FORMAT).app(), "node", mark) for mark in "ab"]
+        apps = [
+            NodeAnnouncer(http_app_for(Dying(), MODEL, chat=FORMAT).app(), "node", mark)
+            for mark in "ab"
+        ]
         for later in apps:
             turns = iter([apps[0]])
 
             async def rolled_in(
-                scope: Scope, receive: Receive, send: Send, later: ASGIApp = later, turns: Iterator[ASGIApp] = turns
+                scope: Scope,
+                receive: Receive,
+                send: Send,
+                later: ASGIApp = later,
+                turns: Iterator[ASGIApp] = turns,
             ) -> None:
                 await next(turns, later)(scope, receive, send)
 
             ingresses = FailingIngresses(rolled_in, (3,))
-            client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": True})
+            client = await post_json(
+                FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": True}
+            )
             assert client.is_answered
             events = parse_events(path, client.text)
             _check_numbers(events, consecutive=False)
@@ -241,7 +294,9 @@ def test_a_whole_answer_that_no_ingress_can_make_is_an_error_of_its_api(case: st
         assert client.status == 503
         error = json.loads(client.text)
         message = {"type": "error", "error": {"type": "overloaded_error", "message": LOST}}
-        openai = {"error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}}
+        openai = {
+            "error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
+        }
         assert error == (openai if path == RESPONSES else message)
 
     asyncio.run(scenario())

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from failing_ingress import FailingIngresses, ResumableSource, post_json
-from scripted_token_source import CHAT, MODEL, SAID, TOKENIZER, ScriptedSource, client_for, http_app_for
+from scripted_token_source import (
+    CHAT,
+    MODEL,
+    SAID,
+    TOKENIZER,
+    ScriptedSource,
+    client_for,
+    http_app_for,
+)
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
@@ -28,18 +36,25 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "choices": (COMPLETIONS, {"prompt": ["What news?", "Who?"], "n": 2, "max_tokens": 6}),
     "echo": (COMPLETIONS, {"prompt": "What news?", "echo": True, "max_tokens": 6, "logprobs": 1}),
     "score": (COMPLETIONS, {"prompt": "What news?", "echo": True, "max_tokens": 0}),
-    "chat": (CHATS, {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 6, "n": 2}),
+    "chat": (
+        CHATS,
+        {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 6, "n": 2},
+    ),
 }
 
 
 class Named:
-    """A source whose outputs have these fingerprints, one after the other; what is empty is not said."""
+    """A source whose outputs have these fingerprints, one after the other; what is empty is not
+    said.
+    """
 
     def __init__(self, source: TokenSource, *fingerprints: str) -> None:
         self._source, self._fingerprints = source, fingerprints
         self.check_capacity = source.check_capacity
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         fingerprints = iter(self._fingerprints)
         async with aclosing(self._source.generate(specs)) as outputs:
             async for output in outputs:
@@ -47,7 +62,11 @@ class Named:
 
 
 def _chunks(text: str) -> list[dict[str, Any]]:
-    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event and "[DONE]" not in event]
+    return [
+        json.loads(event.removeprefix("data: "))
+        for event in text.split("\n\n")
+        if event and "[DONE]" not in event
+    ]
 
 
 async def _post(source: TokenSource, case: str, **more: object) -> tuple[str | None, str]:
@@ -62,7 +81,10 @@ async def _post(source: TokenSource, case: str, **more: object) -> tuple[str | N
 @pytest.mark.parametrize("case", BODIES)
 def test_a_whole_answer_has_the_last_one(case: str) -> None:
     async def scenario() -> None:
-        for named, expected in ((("fp_a",), "fp_a"), (("fp_a", "", "fp_b"), "fp_a" if case == "score" else "fp_b")):
+        for named, expected in (
+            (("fp_a",), "fp_a"),
+            (("fp_a", "", "fp_b"), "fp_a" if case == "score" else "fp_b"),
+        ):
             header, text = await _post(Named(ScriptedSource(), *named), case)
             assert header == json.loads(text)["system_fingerprint"] == expected
 
@@ -77,7 +99,9 @@ def test_each_chunk_has_that_of_its_tokens_and_the_header_that_of_the_first(case
         assert header == seen[0] == "fp_a"
         assert seen == sorted(seen)
         assert seen[-1] == ("fp_a" if case == "score" else "fp_b"), "the one with the usage"
-        assert seen.count("fp_a") == (2 if case == "score" else 3 if case == "chat" else 2), "a chat begins with the role"
+        assert seen.count("fp_a") == (2 if case == "score" else 3 if case == "chat" else 2), (
+            "a chat begins with the role"
+        )
 
     asyncio.run(scenario())
 
@@ -97,7 +121,9 @@ def test_a_pipeline_that_is_not_known_is_null_and_has_no_header(case: str) -> No
 
 def test_errors_have_none() -> None:
     async def scenario() -> None:
-        failing = Named(ScriptedSource(failure=PipelineError("the pipeline is gone"), fails_at=2), "fp_a")
+        failing = Named(
+            ScriptedSource(failure=PipelineError("the pipeline is gone"), fails_at=2), "fp_a"
+        )
         async with client_for(http_app_for(failing).app()) as client:
             for body in ({"prompt": ""}, BODIES["completion"][1]):
                 answer = await client.post(COMPLETIONS, json=body)
@@ -114,7 +140,10 @@ def test_the_description_has_the_field() -> None:
             schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
         for name in ("CompletionAnswer", "ChatAnswer"):
             assert "system_fingerprint" in schemas[name]["required"]
-            assert schemas[name]["properties"]["system_fingerprint"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+            assert schemas[name]["properties"]["system_fingerprint"]["anyOf"] == [
+                {"type": "string"},
+                {"type": "null"},
+            ]
 
     asyncio.run(scenario())
 
@@ -124,13 +153,19 @@ def test_the_description_has_the_field() -> None:
 
 @pytest.mark.parametrize("case", ["completion", "chat"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_another_pipeline_continues_has_its_fingerprint(case: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_pipeline_continues_has_its_fingerprint(
+    case: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failover, "PAUSES_S", (0.0,))
     monkeypatch.setattr(failover_response, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         apps = [
-            NodeAnnouncer(http_app_for(Named(ResumableSource(TOKENS), name), MODEL, chat=CHAT).app(), "node", "a model")
+            NodeAnnouncer(
+                http_app_for(Named(ResumableSource(TOKENS), name), MODEL, chat=CHAT).app(),
+                "node",
+                "a model",
+            )
             for name in ("fp_a", "fp_b")
         ]
 
@@ -139,7 +174,9 @@ def test_what_another_pipeline_continues_has_its_fingerprint(case: str, stream: 
 
         ingresses = FailingIngresses(one_after_the_other, (3,))
         path, body = BODIES[case]
-        answer = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": stream})
+        answer = await post_json(
+            FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": stream}
+        )
         assert ingresses.num_calls == 2
         header = dict(answer.messages[0]["headers"])[HEADER.encode()].decode()
         if not stream:

@@ -1,4 +1,6 @@
-"""The largest bodies of the shapes that cost most, at every endpoint: the event loop parses none, and no parser gets too much."""
+"""The largest bodies of the shapes that cost most, at every endpoint: the event loop parses none,
+and no parser gets too much.
+"""
 
 import asyncio
 import json
@@ -32,7 +34,13 @@ from tramontane.router.grpc import servicer as servicer_module
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, _parser
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai import tokenize
-from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS, MAX_MEMBERS, SMALL_BODY, count_elements
+from tramontane.router.openai.body_bounds import (
+    MAX_GROUPS,
+    MAX_ITEMS,
+    MAX_MEMBERS,
+    SMALL_BODY,
+    count_elements,
+)
 from tramontane.router.openai.choice_text import ChoiceBuilder
 from tramontane.router.openai.completion import BYTES_PER_VALUE, Completion
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -67,8 +75,8 @@ class ParserSpy:
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParserSpy]:
     made = ParserSpy()
 
-    def watch(owner: Any, name: str, parse: Any) -> None:  # noqa: ANN401
-        def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def watch(owner: Any, name: str, parse: Any) -> None:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             made.observe(args[-1])
             return parse(*args, **kwargs)
 
@@ -86,7 +94,9 @@ async def _move(_load: ExpertLoad) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("path", TEMPLATES)
-def test_the_event_loop_parses_no_large_body_and_no_parser_gets_too_many_elements(path: str, spy: ParserSpy) -> None:
+def test_the_event_loop_parses_no_large_body_and_no_parser_gets_too_many_elements(
+    path: str, spy: ParserSpy
+) -> None:
     async def scenario() -> None:
         app = http_app_for(ScriptedSource(), max_body_bytes=MAX_BODY, move_experts=_move)
         async with client_for(app.app()) as client:
@@ -104,7 +114,9 @@ def test_a_form_of_any_shape_is_read_in_small_pieces(tmp_path: Path, spy: Parser
     harness = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
-        app = Starlette(routes=BatchEndpoints(harness.service()).routes(), exception_handlers=ERROR_HANDLERS)
+        app = Starlette(
+            routes=BatchEndpoints(harness.service()).routes(), exception_handlers=ERROR_HANDLERS
+        )
         async with client_for(app) as client:
             for name, body in uploads(2**20):
                 response = await client.post("/v1/files", content=body, headers=FORM)
@@ -117,11 +129,13 @@ def test_a_form_of_any_shape_is_read_in_small_pieces(tmp_path: Path, spy: Parser
 
 
 @pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.ScoreRequest])
-def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+def test_the_event_loop_converts_no_large_message(
+    kind: Any, spy: ParserSpy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A message of gRPC becomes JSON in between, also in the thread for large bodies."""
     dumped, cases, dumps = list[str](), list(messages()), json.dumps
 
-    def watched_dumps(value: Any, **more: Any) -> str:  # noqa: ANN401
+    def watched_dumps(value: Any, **more: Any) -> str:
         dumped.append(text := dumps(value, **more))
         spy.observe(text)
         return text
@@ -131,11 +145,17 @@ def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, mon
 
     async def scenario() -> None:
         servicer = GrpcServicer(MODEL, ScriptedSource())
-        method = grpc_messages.parse_generate if kind is pb.GenerateRequest else grpc_messages.parse_score
+        method = (
+            grpc_messages.parse_generate
+            if kind is pb.GenerateRequest
+            else grpc_messages.parse_score
+        )
         for name, data in cases:
             message = parse(data)
             if isinstance(message, MalformedMessage):
-                assert name in ("unknown fields", "twice the largest") or kind is pb.ScoreRequest, name
+                assert name in ("unknown fields", "twice the largest") or kind is pb.ScoreRequest, (
+                    name
+                )
                 continue
             with pytest.raises(ParameterError):
                 await servicer._prepare(method, message, _Context())
@@ -152,26 +172,32 @@ class _Context:
         return "ipv4:127.0.0.1:50123"
 
 
-@pytest.mark.parametrize(("name", "target", "content"), [*large_answers.requests(SHARE), *large_answers.messages(SHARE)])
+@pytest.mark.parametrize(
+    ("name", "target", "content"), [*large_answers.requests(SHARE), *large_answers.messages(SHARE)]
+)
 def test_the_event_loop_formats_no_large_answer(
     name: str,
     target: str,
-    content: Any,  # noqa: ANN401
+    content: Any,
     monkeypatch: pytest.MonkeyPatch,
     off_loop: list[int],
 ) -> None:
     """Neither what is received, nor what it becomes: Python's objects, JSON, messages of gRPC."""
     sizes, decode, source = list[int](), wire.decode_outputs, LargeAnswerSource()
 
-    def watched_decode(data: bytes) -> Any:  # noqa: ANN401
+    def watched_decode(data: bytes) -> Any:
         outputs = decode(data)
-        sizes.extend(output.num_values for _, output in outputs if isinstance(output, RequestOutput))
+        sizes.extend(
+            output.num_values for _, output in outputs if isinstance(output, RequestOutput)
+        )
         return outputs
 
     monkeypatch.setattr(wire, "decode_outputs", watched_decode)
 
     async def over_http() -> None:
-        async with client_for(http_app_for(source, LARGE_MODEL, max_body_bytes=MAX_BODY).app()) as client:
+        async with client_for(
+            http_app_for(source, LARGE_MODEL, max_body_bytes=MAX_BODY).app()
+        ) as client:
             response = await client.post(target, json=content)
             assert response.status_code == 200, (name, response.text[:200])
 
@@ -180,7 +206,12 @@ def test_the_event_loop_formats_no_large_answer(
         if target == "Score":
             assert (await servicer.Score(pb.ScoreRequest.FromString(content), _Context())).data
         else:
-            assert [each async for each in servicer.Generate(pb.GenerateRequest.FromString(content), _Context())]
+            assert [
+                each
+                async for each in servicer.Generate(
+                    pb.GenerateRequest.FromString(content), _Context()
+                )
+            ]
 
     asyncio.run(over_http() if target.startswith("/") else over_grpc())
     assert max(sizes) <= MAX_MESSAGE_VALUES
@@ -190,13 +221,15 @@ def test_the_event_loop_formats_no_large_answer(
 
 @pytest.fixture
 def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Note what the thread for large bodies does, by bytes. No formatting of that many log-probabilities happens elsewhere."""
+    """Note what the thread for large bodies does, by bytes. No formatting of that many
+    log-probabilities happens elsewhere.
+    """
     done, faults, loop_thread = list[int](), list[str](), threading.get_ident()
 
-    def watch(owner: Any, name: str, size_of: Callable[..., int]) -> None:  # noqa: ANN401
+    def watch(owner: Any, name: str, size_of: Callable[..., int]) -> None:
         format_ = getattr(owner, name)
 
-        def watched(*args: Any) -> Any:  # noqa: ANN401
+        def watched(*args: Any) -> Any:
             size = size_of(*args)
             if threading.get_ident() != loop_thread:
                 done.append(size)
@@ -207,7 +240,11 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         monkeypatch.setattr(owner, name, watched)
 
     def size_of(completion: Completion, batch: RequestOutput, yielded: set[int]) -> int:
-        repeated = len({event.seq_id for event in batch.events} - yielded) * len(completion._prompt_ids[0]) * 8
+        repeated = (
+            len({event.seq_id for event in batch.events} - yielded)
+            * len(completion._prompt_ids[0])
+            * 8
+        )
         wants_prompt = completion._request.echo or completion._request.return_token_ids
         return batch.num_values * BYTES_PER_VALUE + repeated * wants_prompt
 
@@ -216,7 +253,11 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     watch(token_endpoints, "encode_and_free", lambda answer, _depth: len(repr(answer)) // 2)
     watch(sse, "encode_and_free", lambda chunk: len(repr(chunk)) // 2)
     num_tokens = lambda changes: sum(len(change["logprobs"]["tokens"]) for change in changes)  # noqa: E731
-    watch(servicer_module, "to_generate_response", lambda changes: num_tokens(changes) * (TOP + 1) * BYTES_PER_VALUE)
+    watch(
+        servicer_module,
+        "to_generate_response",
+        lambda changes: num_tokens(changes) * (TOP + 1) * BYTES_PER_VALUE,
+    )
     watch(servicer_module, "to_score_response", lambda result: len(repr(result)) // 2)
     yield done
     assert not faults, faults[:5]
@@ -237,11 +278,15 @@ MANY_TOKENS = "\U0001f600" * 2**19  # four tokens each
 )
 def test_no_tokenizer_makes_a_list_of_millions_of_ids(
     target: str,
-    content: Any,  # noqa: ANN401
+    content: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would hold the interpreter lock until then, in any thread."""
-    encode, lengths, loop_thread = SentencePieceTokenizer._encode, list[int](), threading.get_ident()
+    encode, lengths, loop_thread = (
+        SentencePieceTokenizer._encode,
+        list[int](),
+        threading.get_ident(),
+    )
 
     def watched(tokenizer: SentencePieceTokenizer, text: str) -> tuple[int, ...]:
         assert threading.get_ident() != loop_thread
@@ -249,16 +294,22 @@ def test_no_tokenizer_makes_a_list_of_millions_of_ids(
         return encode(tokenizer, text)
 
     monkeypatch.setattr(SentencePieceTokenizer, "_encode", watched)
-    monkeypatch.setattr(MistralChatTemplate, "encode", lambda *_: pytest.fail("the template got it"))
+    monkeypatch.setattr(
+        MistralChatTemplate, "encode", lambda *_: pytest.fail("the template got it")
+    )
 
     async def over_http() -> str:
-        async with client_for(http_app_for(ScriptedSource(), LARGE_MODEL, max_body_bytes=MAX_BODY).app()) as client:
+        async with client_for(
+            http_app_for(ScriptedSource(), LARGE_MODEL, max_body_bytes=MAX_BODY).app()
+        ) as client:
             return (await client.post(target, json=content)).text
 
     async def over_grpc() -> str:
         servicer = GrpcServicer(LARGE_MODEL, ScriptedSource())
         with pytest.raises(ParameterError) as caught:
-            await servicer._prepare(grpc_messages.parse_score, pb.ScoreRequest(text=content), _Context())
+            await servicer._prepare(
+                grpc_messages.parse_score, pb.ScoreRequest(text=content), _Context()
+            )
         return str(caught.value)
 
     answer = asyncio.run(over_http() if target.startswith("/") else over_grpc())
@@ -270,11 +321,16 @@ def test_json_within_texts_of_a_conversation_is_bounded_like_a_body() -> None:
     """Templates parse the arguments of calls, and some the results of tools."""
     hostile = f"[{'[1],' * MAX_GROUPS}1]"
     call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": hostile}}
-    question, calling = {"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}
+    question, calling = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+    )
     result = {"role": "tool", "tool_call_id": "123456789", "content": hostile}
 
-    async def refusal(*conversation: Any) -> str:  # noqa: ANN401
-        model = http_app_for(ScriptedSource(), max_body_bytes=MAX_BODY, model=replace(MODEL, max_model_len=2**20))
+    async def refusal(*conversation: Any) -> str:
+        model = http_app_for(
+            ScriptedSource(), max_body_bytes=MAX_BODY, model=replace(MODEL, max_model_len=2**20)
+        )
         async with client_for(model.app()) as client:
             response = await client.post("/tokenize", json={"messages": conversation})
             assert response.status_code == 400
@@ -293,9 +349,15 @@ def test_an_answer_of_tokenize_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -
     async def scenario() -> None:
         async with client_for(http_app_for(ScriptedSource(), chat=CHAT).app()) as client:
             assert (await client.post("/tokenize", json={"prompt": "ROMEO:"})).status_code == 200
-            for given in ({"prompt": "ROMEO: " * 9}, {"messages": [{"role": "user", "content": "ROMEO: " * 9}]}):
+            for given in (
+                {"prompt": "ROMEO: " * 9},
+                {"messages": [{"role": "user", "content": "ROMEO: " * 9}]},
+            ):
                 response = await client.post("/tokenize", json=given)
                 assert response.status_code == 400
-                assert "tokens; one request may have at most 5" in check_error(response.content, next(iter(given)))["message"]
+                assert (
+                    "tokens; one request may have at most 5"
+                    in check_error(response.content, next(iter(given)))["message"]
+                )
 
     asyncio.run(scenario())

@@ -12,12 +12,17 @@ from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import metrics_endpoint
-from tramontane.cluster.http.metrics_endpoint import GAUGES, METRICS_OPERATIONS, MetricsEndpoint, render
+from tramontane.cluster.http.metrics_endpoint import (
+    GAUGES,
+    METRICS_OPERATIONS,
+    MetricsEndpoint,
+    render,
+)
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.router.engine.activity_log import PipelineActivity
 
 
-def _pipeline(name: str, **changes: Any) -> PipelineActivity:  # noqa: ANN401
+def _pipeline(name: str, **changes: Any) -> PipelineActivity:
     return pipeline_activity().model_copy(update={"name": name, **changes})
 
 
@@ -56,14 +61,26 @@ def test_it_answers_without_a_key_where_its_path_is_public() -> None:
 
     async def statuses() -> dict[str, int]:
         keys = {"keys": ApiKeys([SecretStr("secret")]), "public_paths": PUBLIC_PATHS | {"/metrics"}}
-        app = http_app_for(ScriptedSource(), extra_routes=MetricsEndpoint(report, "tiny").routes(), **keys).app()
+        app = http_app_for(
+            ScriptedSource(), extra_routes=MetricsEndpoint(report, "tiny").routes(), **keys
+        ).app()
         async with client_for(app) as client:
-            return {path: (await client.get(path)).status_code for path in ("/metrics", "/health", "/v1/models", "/metrics/")}
+            return {
+                path: (await client.get(path)).status_code
+                for path in ("/metrics", "/health", "/v1/models", "/metrics/")
+            }
 
-    assert asyncio.run(statuses()) == {"/metrics": 200, "/health": 200, "/v1/models": 401, "/metrics/": 401}
+    assert asyncio.run(statuses()) == {
+        "/metrics": 200,
+        "/health": 200,
+        "/v1/models": 401,
+        "/metrics/": 401,
+    }
 
 
-def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Mapping[str, int]] = []
 
     async def report(after: Mapping[str, int]) -> list[PipelineActivity]:
@@ -72,8 +89,13 @@ def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(monkeypatch: 
         return TWO
 
     async def scenario() -> None:
-        more = {"extra_routes": MetricsEndpoint(report, "tiny").routes(), "extra_operations": METRICS_OPERATIONS}
-        async with client_for(http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
+        more = {
+            "extra_routes": MetricsEndpoint(report, "tiny").routes(),
+            "extra_operations": METRICS_OPERATIONS,
+        }
+        async with client_for(
+            http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()
+        ) as client:
             assert (await client.get("/metrics")).status_code == 401
             client.headers["authorization"] = "Bearer secret"
             answers = await asyncio.gather(*(client.get("/metrics") for _ in range(5)))

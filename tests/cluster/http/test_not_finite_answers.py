@@ -1,4 +1,6 @@
-"""What clients get of an answer whose logits are not finite: an error that says so, by every API, and none of its tokens."""
+"""What clients get of an answer whose logits are not finite: an error that says so, by every API,
+and none of its tokens.
+"""
 
 import asyncio
 import json
@@ -42,12 +44,16 @@ class OverflowingSource(ScriptedSource):
         return TokenEvent(index, NOT_FINITE_TOKEN, FinishReason.ERROR)
 
 
-def _post(path: str, body: dict[str, Any], num_tokens: int = 0) -> tuple[httpx.Response, dict[FinishReason, int]]:
+def _post(
+    path: str, body: dict[str, Any], num_tokens: int = 0
+) -> tuple[httpx.Response, dict[FinishReason, int]]:
     async def scenario() -> tuple[httpx.Response, dict[FinishReason, int]]:
         before = dict(MODEL.counts.finished)
         async with client_for(http_app_for(OverflowingSource(num_tokens)).app()) as client:
             response = await client.post(path, json=body)
-        return response, {reason: number - before[reason] for reason, number in MODEL.counts.finished.items()}
+        return response, {
+            reason: number - before[reason] for reason, number in MODEL.counts.finished.items()
+        }
 
     return asyncio.run(scenario())
 
@@ -71,7 +77,9 @@ def test_a_stream_ends_with_the_error(path: str) -> None:
     texts = response.text.split(WHY)
     assert len(texts) == 2 or path == "/v1/responses"  # whose last event repeats it
     for token_id in ScriptedSource().token_ids[:2]:
-        assert TOKENIZER.decoder().push(token_id).strip() in texts[0], "what came before is delivered"
+        assert TOKENIZER.decoder().push(token_id).strip() in texts[0], (
+            "what came before is delivered"
+        )
 
 
 def test_log_probabilities_of_a_prompt_are_an_error_too() -> None:

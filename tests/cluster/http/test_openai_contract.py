@@ -1,4 +1,6 @@
-"""OpenAI's own client, sync and async, plain, streaming and raw, over everything that the API server has of OpenAI's."""
+"""OpenAI's own client, sync and async, plain, streaming and raw, over everything that the API
+server has of OpenAI's.
+"""
 
 import asyncio
 import json
@@ -19,13 +21,20 @@ from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
-HELLO: list[ChatCompletionMessageParam] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+HELLO: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello!"},
+]
 WEATHER: ChatCompletionToolParam = {
     "type": "function",
     "function": {
         "name": "weather",
         "description": "of a town",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}},
+            "required": ["town"],
+        },
     },
 }
 CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
@@ -41,7 +50,9 @@ def client(server: ListeningServer) -> Iterator[OpenAI]:
 
 
 def test_completions(server: ListeningServer, client: OpenAI) -> None:
-    plain = client.completions.create(model="tiny", prompt=["What", "news?"], n=2, max_tokens=100, logprobs=2, seed=1)
+    plain = client.completions.create(
+        model="tiny", prompt=["What", "news?"], n=2, max_tokens=100, logprobs=2, seed=1
+    )
     assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
     assert {choice.text.strip() for choice in plain.choices} == {SAID}
     assert plain.choices[0].finish_reason == "stop"
@@ -49,12 +60,16 @@ def test_completions(server: ListeningServer, client: OpenAI) -> None:
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.token_logprobs == [-0.5] * len(server.source.token_ids)
     stream = client.completions.create(
-        model="tiny", prompt="What news?", max_tokens=3, stream=True, stream_options={"include_usage": True}
+        model="tiny",
+        prompt="What news?",
+        max_tokens=3,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == TOKENIZER.decoder().push(ids_of(SAID)[0]) + TOKENIZER.decode(
-        tuple(ids_of(SAID)[1:3])
-    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TOKENIZER.decoder().push(
+        ids_of(SAID)[0]
+    ) + TOKENIZER.decode(tuple(ids_of(SAID)[1:3]))
     assert chunks[-1].choices[0].finish_reason == "length"
     assert {chunk.system_fingerprint for chunk in (*chunks, last)} == {FINGERPRINT}
     assert last.usage is not None
@@ -79,12 +94,19 @@ def test_async_and_raw(server: ListeningServer) -> None:
         assert chat._request_id
         assert chat.choices[0].message.content == SAID
         assert chat.system_fingerprint == FINGERPRINT
-        async with client.chat.completions.with_streaming_response.create(model="tiny", messages=HELLO, stream=True) as response:
+        async with client.chat.completions.with_streaming_response.create(
+            model="tiny", messages=HELLO, stream=True
+        ) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line async for line in response.iter_lines() if line]
-        assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        assert (
+            json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["role"]
+            == "assistant"
+        )
         assert lines[-1] == "data: [DONE]"
-        together = await asyncio.gather(*(client.chat.completions.create(model="tiny", messages=HELLO) for _ in range(4)))
+        together = await asyncio.gather(
+            *(client.chat.completions.create(model="tiny", messages=HELLO) for _ in range(4))
+        )
         assert {answer.choices[0].message.content for answer in together} == {SAID}
         assert len({answer.id for answer in together}) == 4
 
@@ -99,21 +121,35 @@ def test_async_and_raw(server: ListeningServer) -> None:
 
 
 def test_chat(server: ListeningServer, client: OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=HELLO, n=2, temperature=0, user="somebody")
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, n=2, temperature=0, user="somebody"
+    )
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
-        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
-        assert (choice.message.tool_calls, choice.message.refusal, choice.logprobs) == (None, None, None)
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            SAID,
+            "stop",
+        )
+        assert (choice.message.tool_calls, choice.message.refusal, choice.logprobs) == (
+            None,
+            None,
+            None,
+        )
     [specs] = server.source.requested
     prompt = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"]).encode
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(specs[0].prompt_ids)
     assert answer.usage.completion_tokens == 2 * len(server.source.token_ids)
     assert [spec.sampling.choice for spec in specs] == [0, 1]
-    assert specs[0].sampling.max_tokens == CONTEXT - len(specs[0].prompt_ids), "as much as there is room for"
-    assert specs[0].prompt_ids == prompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
+    assert specs[0].sampling.max_tokens == CONTEXT - len(specs[0].prompt_ids), (
+        "as much as there is room for"
+    )
+    assert specs[0].prompt_ids == prompt(
+        [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")]
+    )
 
 
 def test_a_chat_streams_the_role_first(client: OpenAI) -> None:
@@ -137,26 +173,44 @@ def test_a_chat_streams_the_role_first(client: OpenAI) -> None:
 
 
 def test_a_chat_of_one_token_streams_too(client: OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, max_completion_tokens=1, stream=True))
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=HELLO, max_completion_tokens=1, stream=True
+        )
+    )
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
 
 
 def test_stop_and_length(client: OpenAI) -> None:
     stopped = client.chat.completions.create(model="tiny", messages=HELLO, stop=["my"])
-    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("Good morrow, ", "stop")
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == (
+        "Good morrow, ",
+        "stop",
+    )
     cut = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
     assert cut.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_chats(client: OpenAI, stream: bool) -> None:
-    request_body: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    request_body: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_tokens": 3,
+    }
     if stream:
-        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**request_body, stream=True)]
+        choices = [
+            chunk.choices[0]
+            for chunk in client.chat.completions.create(**request_body, stream=True)
+        ]
     else:
         choices = client.chat.completions.create(**request_body).choices
     reported = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    assert [bytes(token.bytes).decode() for token in reported] == [TOKENIZER.bytes_of(i).decode() for i in ids_of(SAID)[:3]]
+    assert [bytes(token.bytes).decode() for token in reported] == [
+        TOKENIZER.bytes_of(i).decode() for i in ids_of(SAID)[:3]
+    ]
     assert {token.logprob for token in reported} == {-0.5}
     assert [[top.logprob for top in token.top_logprobs] for token in reported] == [[-0.5, -1.5]] * 3
 
@@ -164,12 +218,22 @@ def test_logprobs_of_chats(client: OpenAI, stream: bool) -> None:
 def test_what_was_said_before_may_be_of_any_kind(server: ListeningServer, client: OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "How is"}, {"type": "text", "text": "the weather?"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "How is"},
+                {"type": "text", "text": "the weather?"},
+            ],
+        },
         {
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Arles"}'}}
+                {
+                    "id": "abcdefghi",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"town": "Arles"}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "windy"},
@@ -183,22 +247,31 @@ def test_what_was_said_before_may_be_of_any_kind(server: ListeningServer, client
 
 def test_tools_are_called(server: ListeningServer, client: OpenAI) -> None:
     server.says(CALLS, *ids_of(CALLED))
-    answer = client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required")
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required"
+    )
     assert server.source.requested[0][0].sampling.grammar
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert choice.message.tool_calls is not None
     [call] = choice.message.tool_calls
     assert call.type == "function"
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Arles"})
-    with client.chat.completions.stream(model="tiny", messages=HELLO[1:], tools=[WEATHER]) as stream:
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"town": "Arles"},
+    )
+    with client.chat.completions.stream(
+        model="tiny", messages=HELLO[1:], tools=[WEATHER]
+    ) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert final.message.tool_calls is not None
     assert final.message.tool_calls[0].function.name == "weather"
     assert json.loads(final.message.tool_calls[0].function.arguments) == {"town": "Arles"}
     assert final.message.tool_calls[0].id
-    client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none")
+    client.chat.completions.create(
+        model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none"
+    )
     assert not server.source.requested[-1][0].sampling.grammar
 
 
@@ -211,7 +284,9 @@ def test_answers_in_json(server: ListeningServer, client: OpenAI) -> None:
     parsed = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Town)
     assert parsed.choices[0].message.parsed == Town(name="Arles")
     assert server.source.requested[0][0].sampling.grammar
-    client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "json_object"})
+    client.chat.completions.create(
+        model="tiny", messages=HELLO, response_format={"type": "json_object"}
+    )
     assert server.source.requested[1][0].sampling.grammar
     client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
     assert not server.source.requested[2][0].sampling.grammar
@@ -225,26 +300,42 @@ def test_thoughts_are_read_as_clients_of_deepseek_and_vllm_read_them() -> None:
 
     async def scenario() -> None:
         http_client = client_for(app)
-        async with AsyncOpenAI(api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client) as client:
+        async with AsyncOpenAI(
+            api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client
+        ) as client:
             messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "17 * 23?"}]
             answer = await client.chat.completions.create(model="thinker", messages=messages)
             message: Any = answer.choices[0].message
-            assert (message.content, message.reasoning_content, message.reasoning) == ("391", "340 + 51", "340 + 51")
+            assert (message.content, message.reasoning_content, message.reasoning) == (
+                "391",
+                "340 + 51",
+                "340 + 51",
+            )
             assert answer.usage is not None
             assert answer.usage.completion_tokens_details is not None
             num_thought = 2 + len(thinker.text_ids("340 + 51"))
             assert answer.usage.completion_tokens_details.reasoning_tokens == num_thought
             stream = await client.chat.completions.create(
-                model="thinker", messages=messages, stream=True, stream_options={"include_usage": True}
+                model="thinker",
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": True},
             )
             *chunks, last = [chunk async for chunk in stream]
             deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
-            assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "340 + 51"
+            assert (
+                "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "340 + 51"
+            )
             assert "".join(delta.content or "" for delta in deltas) == "391"
             assert last.usage == answer.usage
-            await client.chat.completions.create(model="thinker", messages=[*messages, message, *messages])
+            await client.chat.completions.create(
+                model="thinker", messages=[*messages, message, *messages]
+            )
             sent_back = source.requested[-1][0].prompt_ids
-            assert [token_id for token_id in sent_back if token_id in (THINK, END_THINK)] == [THINK, END_THINK]
+            assert [token_id for token_id in sent_back if token_id in (THINK, END_THINK)] == [
+                THINK,
+                END_THINK,
+            ]
 
     asyncio.run(scenario())
 
@@ -272,11 +363,29 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 60_000}]}, "messages"),
     ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
-    ({"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "content": "a"},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        "messages",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "messages[0].content",
+    ),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
-    ({"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HELLO]}, "messages[0].prefix"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HELLO]},
+        "messages[0].prefix",
+    ),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
@@ -313,9 +422,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "param"), BAD)
-def test_invalid_requests(server: ListeningServer, client: OpenAI, changes: dict[str, Any], param: str) -> None:
+def test_invalid_requests(
+    server: ListeningServer, client: OpenAI, changes: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+        client.post(
+            "/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes
+        )
     assert refused.value.param == param
     assert server.source.requested == []
 
@@ -323,11 +436,17 @@ def test_invalid_requests(server: ListeningServer, client: OpenAI, changes: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_token": 5}, "max_token is not a parameter of this endpoint; did you mean max_tokens?"),
+        (
+            {"max_token": 5},
+            "max_token is not a parameter of this endpoint; did you mean max_tokens?",
+        ),
         ({"qqqq": 5}, "qqqq is not a parameter of this endpoint"),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
-            "messages[0].role is 'robot'; it must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
+            (
+                "messages[0].role is 'robot'; it must be one of 'system', 'developer', 'user',"
+                " 'assistant', 'tool'"
+            ),
         ),
         ({"messages": [{"content": "a"}]}, "messages[0].role is missing"),
         (
@@ -337,9 +456,13 @@ def test_invalid_requests(server: ListeningServer, client: OpenAI, changes: dict
         ({"messages": [{"role": "user"}], "contnet": "a"}, "messages[0].content is missing"),
     ],
 )
-def test_a_mistake_is_described_in_the_clients_words(client: OpenAI, changes: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_described_in_the_clients_words(
+    client: OpenAI, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+        client.post(
+            "/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes
+        )
     assert refused.value.body["message"] == message  # type: ignore[index]
 
 
@@ -380,7 +503,7 @@ def test_a_client_that_tries_again_gets_its_answer(server: ListeningServer, clie
     reported: list[int] = []
 
     class Recovering(list[Any]):
-        def append(self, specs: Any) -> None:  # noqa: ANN401
+        def append(self, specs: Any) -> None:
             super().append(specs)
             reported.append(len(self))
             server.source.failure = OverloadedError("too much waits", 0) if len(self) < 2 else None
@@ -388,7 +511,10 @@ def test_a_client_that_tries_again_gets_its_answer(server: ListeningServer, clie
     server.source.requested = Recovering()
     try:
         client = client.with_options(max_retries=2)
-        assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == SAID
+        assert (
+            client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content
+            == SAID
+        )
         assert reported == [1, 2]
     finally:
         server.source.requested = []

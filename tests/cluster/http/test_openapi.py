@@ -1,4 +1,6 @@
-"""The description of the API server is true: whatever it allows is answered as it says, and nothing breaks the server."""
+"""The description of the API server is true: whatever it allows is answered as it says, and nothing
+breaks the server.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,11 @@ from tramontane.router.chat_apis.messages_request import MessagesRequest
 from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
-from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
+from tramontane.router.openai.completion_request import (
+    CompletionRequest,
+    parse_body,
+    parse_completion,
+)
 from tramontane.router.openai.tokenize import Detokenized
 
 USER = {"role": "user", "content": "Hello!"}
@@ -54,7 +60,9 @@ async def _move(load: ExpertLoad) -> tuple[int, int]:
 
 
 PLACE = TemporaryDirectory()
-BATCHES = BatchService(JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny"))
+BATCHES = BatchService(
+    JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny")
+)
 
 
 async def _activity(_after: Mapping[str, int]) -> list[PipelineActivity]:
@@ -83,10 +91,11 @@ def _get(path: str, **settings: object) -> httpx.Response:
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
-schema.config.update(request_timeout=math.inf)  # else every call fails that takes 10 s, on a machine that is busy
+# else every call fails that takes 10 s, on a machine that is busy
+schema.config.update(request_timeout=math.inf)
 
 
-def refuses_what_it_forbids(context: Any, response: Any, case: Any) -> bool | None:  # noqa: ANN401
+def refuses_what_it_forbids(context: Any, response: Any, case: Any) -> bool | None:
     """Larger bodies than the API server reads are refused as such."""
     return None if response.status_code == 413 else negative_data_rejection(context, response, case)
 
@@ -109,28 +118,78 @@ CHECKS = [
     suppress_health_check=list(HealthCheck),
     database=None,
 )
-def test_whatever_it_allows_is_answered_as_it_says(case: Any) -> None:  # noqa: ANN401
+def test_whatever_it_allows_is_answered_as_it_says(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 RICH: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
-    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stop": "my", "logit_bias": {"7": 1}}),
-    ("/v1/completions", {"prompt": [1, 300], "stream": True, "stream_options": {"include_usage": True}}),
-    ("/v1/chat/completions", {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
-    ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL], "tool_choice": "none", "max_tokens": 1}),
+    (
+        "/v1/completions",
+        {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "prompt_logprobs": 1, "stop": "my", "logit_bias": {"7": 1}},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [1, 300], "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "tools": [TOOL], "tool_choice": "none", "max_tokens": 1},
+    ),
     ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
-    ("/v1/chat/completions", {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "stream": True}),
-    ("/v1/chat/completions", {"messages": [USER], "stream": True, "stream_options": {"continuous_usage_stats": True}}),
-    ("/v1/chat/completions", {"messages": [USER], "guided_choice": ["a"], "stop_token_ids": [5], "metadata": {"a": 1}}),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "stream": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "guided_choice": ["a"], "stop_token_ids": [5], "metadata": {"a": 1}},
+    ),
     ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a+"}, "random_seed": 1}),
-    ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 2}),
-    ("/v1/responses", {"input": [USER], "instructions": "b", "metadata": {"a": "b"}, "text": {"format": {"type": "text"}}}),
+    (
+        "/v1/responses",
+        {
+            "input": "a",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "max_output_tokens": 2,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [USER],
+            "instructions": "b",
+            "metadata": {"a": "b"},
+            "text": {"format": {"type": "text"}},
+        },
+    ),
     ("/v1/responses", {"input": "a", "tools": [FUNCTION], "tool_choice": "none", "stream": True}),
-    ("/v1/messages", {"messages": [USER], "max_tokens": 5, "system": "b", "stop_sequences": ["my"], "top_k": 3}),
-    ("/v1/messages", {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "max_tokens": 5, "stream": True}),
+    (
+        "/v1/messages",
+        {"messages": [USER], "max_tokens": 5, "system": "b", "stop_sequences": ["my"], "top_k": 3},
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [USER | {"content": [{"type": "text", "text": "a"}]}],
+            "max_tokens": 5,
+            "stream": True,
+        },
+    ),
     ("/v1/messages/count_tokens", {"messages": [USER], "system": [{"type": "text", "text": "a"}]}),
     ("/tokenize", {"messages": [USER]}),
 ]
@@ -142,19 +201,29 @@ def test_answers_with_everything_are_as_it_says(path: str, body: dict[str, Any])
     assert case.call_and_validate(checks=CHECKS).status_code == 200
 
 
-PATTERNS = [{"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(28)]
+PATTERNS = [
+    {"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(28)
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     "hostile",
-    [{"multipleOf": 10**400}, {"allOf": PATTERNS}, {"const": "\ud800"}, {"$ref": "file:///etc/passwd"}, {"enum": ["x" * 70_000]}],
+    [
+        {"multipleOf": 10**400},
+        {"allOf": PATTERNS},
+        {"const": "\ud800"},
+        {"$ref": "file:///etc/passwd"},
+        {"enum": ["x" * 70_000]},
+    ],
     ids=lambda hostile: next(iter(hostile)),
 )
 def test_hostile_schemas_are_refused(path: str, hostile: dict[str, Any]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": hostile}}
     given = {"prompt": "a"} if path == "/v1/completions" else {"messages": [USER]}
-    case = schema[path]["POST"].Case(body=given | {"response_format": form}, media_type="application/json")
+    case = schema[path]["POST"].Case(
+        body=given | {"response_format": form}, media_type="application/json"
+    )
     assert case.call_and_validate(checks=CHECKS[1:]).status_code in (400, 413)
 
 
@@ -186,7 +255,9 @@ def test_hostile_headers_of_an_upload_are_refused(content_type: str, head: str) 
     async def scenario() -> httpx.Response:
         async with client_for(APP) as client:
             body = f"--x\r\n{head}\r\n\r\na\r\n--x--\r\n"
-            return await client.post("/v1/files", content=body.encode("latin-1"), headers={"content-type": content_type})
+            return await client.post(
+                "/v1/files", content=body.encode("latin-1"), headers={"content-type": content_type}
+            )
 
     response = asyncio.run(scenario())
     assert response.status_code == 400, response.text
@@ -198,36 +269,82 @@ def test_a_file_and_its_job_are_as_it_says() -> None:
     upload = {"body": {"purpose": "batch", "file": line}, "media_type": "multipart/form-data"}
     file = schema["/v1/files"]["POST"].Case(**upload).call_and_validate(checks=CHECKS).json()
     name = {"path_parameters": {"file_id": file["id"]}}
-    content = schema["/v1/files/{file_id}/content"]["GET"].Case(**name).call_and_validate(checks=CHECKS)
+    content = (
+        schema["/v1/files/{file_id}/content"]["GET"].Case(**name).call_and_validate(checks=CHECKS)
+    )
     assert content.content == line
     body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "metadata": {"who": "me"}}
-    made = schema["/v1/batches"]["POST"].Case(body=body, media_type="application/json").call_and_validate(checks=CHECKS).json()
+    made = (
+        schema["/v1/batches"]["POST"]
+        .Case(body=body, media_type="application/json")
+        .call_and_validate(checks=CHECKS)
+        .json()
+    )
     name = {"path_parameters": {"job_id": made["id"]}}
-    assert schema["/v1/batches/{job_id}/cancel"]["POST"].Case(**name).call_and_validate(checks=CHECKS).json()["id"] == made["id"]
+    assert (
+        schema["/v1/batches/{job_id}/cancel"]["POST"]
+        .Case(**name)
+        .call_and_validate(checks=CHECKS)
+        .json()["id"]
+        == made["id"]
+    )
     for path in ("/v1/files", "/v1/batches"):
-        assert schema[path]["GET"].Case(query={"limit": 1}).call_and_validate(checks=CHECKS).json()["data"]
+        assert (
+            schema[path]["GET"]
+            .Case(query={"limit": 1})
+            .call_and_validate(checks=CHECKS)
+            .json()["data"]
+        )
 
 
 def test_every_route_is_described() -> None:
     page = _get("/openapi.json", **EVERYTHING).json()
-    there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
-    routes = [route for route in http_app_for(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
-    taken = {(method, route.path_format) for route in routes for method in (route.methods or set()) - {"HEAD"}}
-    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [root_route(), *docs_routes(), *ui_routes()])}
+    there = {
+        (method.upper(), path) for path, methods in page["paths"].items() for method in methods
+    }
+    routes = [
+        route
+        for route in http_app_for(ScriptedSource(), **EVERYTHING).app().routes
+        if isinstance(route, Route)
+    ]
+    taken = {
+        (method, route.path_format)
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    of_the_page = {
+        ("GET", "/openapi.json"),
+        *(("GET", route.path) for route in [root_route(), *docs_routes(), *ui_routes()]),
+    }
     assert taken - of_the_page == there
-    assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
+    assert all(
+        described["summary"] != path
+        for path, methods in page["paths"].items()
+        for described in methods.values()
+    )
     assert "post" not in _get("/openapi.json").json()["paths"]["/experts"]
 
 
 def test_keys_are_in_the_description_where_they_are_needed() -> None:
-    open_page, page = _get("/openapi.json").json(), _get("/openapi.json", keys=ApiKeys([SecretStr("secret")])).json()
+    open_page, page = (
+        _get("/openapi.json").json(),
+        _get("/openapi.json", keys=ApiKeys([SecretStr("secret")])).json(),
+    )
     assert "security" not in open_page
-    assert page["components"]["securitySchemes"][next(iter(page["security"][0]))]["scheme"] == "bearer"
+    assert (
+        page["components"]["securitySchemes"][next(iter(page["security"][0]))]["scheme"] == "bearer"
+    )
     without = [
-        path for path, methods in page["paths"].items() if any("401" not in each["responses"] for each in methods.values())
+        path
+        for path, methods in page["paths"].items()
+        if any("401" not in each["responses"] for each in methods.values())
     ]
     assert without == ["/health"]
-    assert [path for path, methods in page["paths"].items() if methods.get("get", {}).get("security") == []] == without
+    assert [
+        path
+        for path, methods in page["paths"].items()
+        if methods.get("get", {}).get("security") == []
+    ] == without
 
 
 def test_extra_routes_describe_themselves() -> None:
@@ -235,7 +352,11 @@ def test_extra_routes_describe_themselves() -> None:
         return JSONResponse({})
 
     routes = [Route("/v1/files", files), Route("/v1/other/{id}", files)]
-    page = _get("/openapi.json", extra_routes=routes, extra_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
+    page = _get(
+        "/openapi.json",
+        extra_routes=routes,
+        extra_operations={("GET", "/v1/files"): Operation("Files", Detokenized)},
+    )
     assert page.json()["paths"]["/v1/files"]["get"]["summary"] == "Files"
     assert page.json()["paths"]["/v1/other/{id}"]["get"]["parameters"][0]["name"] == "id"
 
@@ -253,15 +374,22 @@ def test_extra_routes_describe_themselves() -> None:
         ),
     ],
 )
-def test_what_may_be_left_out_may_be_null(model: type[BaseModel], parse: Any, needed: str) -> None:  # noqa: ANN401
+def test_what_may_be_left_out_may_be_null(model: type[BaseModel], parse: Any, needed: str) -> None:
     """As the description says of all requests."""
     described = _get("/openapi.json").json()["components"]["schemas"][model.__name__]
     assert described["properties"].keys() == model.model_fields.keys()
     assert described["additionalProperties"] is False
-    for name in model.model_fields.keys() - {"prompt", "messages", "input", "max_tokens" if model is MessagesRequest else ""}:
+    for name in model.model_fields.keys() - {
+        "prompt",
+        "messages",
+        "input",
+        "max_tokens" if model is MessagesRequest else "",
+    }:
         assert {"type": "null"} in described["properties"][name]["anyOf"], name
         body = f'{{{needed}, "{name}": null}}'.encode()
-        assert parse(body).model_dump(exclude={name}) == parse(f"{{{needed}}}".encode()).model_dump(exclude={name})
+        assert parse(body).model_dump(exclude={name}) == parse(f"{{{needed}}}".encode()).model_dump(
+            exclude={name}
+        )
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
@@ -279,4 +407,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert len(asset.content) > 100_000
     assert _get("/docs/other.js").status_code == 404
     slash = _get("/docs/")
-    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://ingress/docs")
+    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (
+        307,
+        "http://ingress/docs",
+    )

@@ -18,22 +18,29 @@ from tramontane.router.openai.completion_request import parse_completion
 class EverySecond(ScriptedSource):
     """Has a token a second after it is asked for one."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         async for batch in super().generate(specs):
             await asyncio.sleep(1.0)
             yield batch
 
 
 @pytest.mark.parametrize(
-    ("level", "written_at"), [(0.0, [1.0, 2.0, 3.0, 4.0]), (0.01, [1.0, 2.2, 3.4, 4.6]), (1.0, [1.0, 22.0, 43.0, 64.0])]
+    ("level", "written_at"),
+    [(0.0, [1.0, 2.0, 3.0, 4.0]), (0.01, [1.0, 2.2, 3.4, 4.6]), (1.0, [1.0, 22.0, 43.0, 64.0])],
 )
-def test_the_less_the_load_the_sooner_a_token_is_written(level: float, written_at: list[float]) -> None:
+def test_the_less_the_load_the_sooner_a_token_is_written(
+    level: float, written_at: list[float]
+) -> None:
     """One of 20 streams, which write once a second together under full load."""
 
     async def scenario() -> None:
         now, load = asyncio.get_running_loop().time, FixedLoad(level)
         pacer, written = Pacer(1, load), list[float]()
-        request = parse_completion(json.dumps({"prompt": "a", "max_tokens": 4, "stream": True}).encode())
+        request = parse_completion(
+            json.dumps({"prompt": "a", "max_tokens": 4, "stream": True}).encode()
+        )
         answer = ChunkStream(await Completion.prepare(MODEL, request, 0.0))
         changes = answer.stream(EverySecond())
         pacer.num_streams = 19

@@ -1,4 +1,6 @@
-"""Of clients: ``x-request-timeout``, whose key a request came with, and refusals before anything is tokenized."""
+"""Of clients: ``x-request-timeout``, whose key a request came with, and refusals before anything is
+tokenized.
+"""
 
 import asyncio
 import json
@@ -11,7 +13,15 @@ import httpx
 import pytest
 from pydantic import SecretStr
 from scripted_chain import Gate, ScriptedChain, no_gate
-from scripted_token_source import CONTEXT, MODEL, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_for, http_app_for
+from scripted_token_source import (
+    CONTEXT,
+    MODEL,
+    TOKENIZER,
+    VOCAB_SIZE,
+    ScriptedSource,
+    client_for,
+    http_app_for,
+)
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.proto.errors import QueueFullError
@@ -23,7 +33,10 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 8, "ignore_eos": True}
-CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 8}
+CHAT_BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What news?"}],
+    "max_tokens": 8,
+}
 TIMEOUT = "x-request-timeout"
 
 
@@ -34,17 +47,24 @@ class Chain(ScriptedChain):
         super().__init__(gate)
         self.begun: set[int] = set()
 
-    async def _run(self, batch: MicroBatch) -> Any:  # noqa: ANN401
+    async def _run(self, batch: MicroBatch) -> Any:
         self.begun |= {chunk.seq_id for chunk in batch.chunks}
         return await super()._run(batch)
 
 
 @asynccontextmanager
-async def _harness(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
+async def _harness(
+    gate: Gate, places: int = 1
+) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
     cache = CachePlan(16, (WindowClass(None, CONTEXT // 16, 40),))
     chain = Chain(gate)
     router = Router(
-        Scheduler(cache, SchedulerLimits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4), FixedInFlightPolicy(1, 64)), chain
+        Scheduler(
+            cache,
+            SchedulerLimits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4),
+            FixedInFlightPolicy(1, 64),
+        ),
+        chain,
     )
     running = asyncio.create_task(router.run())
     source: Any = router
@@ -70,12 +90,21 @@ def _after(num_steps: int) -> Gate:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
-def test_work_ends_with_the_time_that_was_given(path: str, body: dict[str, Any], stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
+)
+def test_work_ends_with_the_time_that_was_given(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
     async def scenario() -> None:
         async with _harness(_stuck) as (client, router, _):
-            response = await client.post(path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"})
-            assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            response = await client.post(
+                path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"}
+            )
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                504,
+                "deadline_exceeded",
+            )
             assert router.num_requests == 0
 
     asyncio.run(scenario())
@@ -84,9 +113,15 @@ def test_work_ends_with_the_time_that_was_given(path: str, body: dict[str, Any],
 def test_a_stream_that_has_begun_ends_with_an_error_in_it() -> None:
     async def scenario() -> None:
         async with _harness(_after(3)) as (client, router, _):
-            response = await client.post("/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"})
+            response = await client.post(
+                "/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"}
+            )
             assert response.status_code == 200
-            *reported, last = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
+            *reported, last = [
+                json.loads(part.removeprefix("data: "))
+                for part in response.text.split("\n\n")
+                if part
+            ]
             assert reported
             assert last["error"]["code"] == "deadline_exceeded"
             assert router.num_requests == 0
@@ -132,7 +167,9 @@ def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
             for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                 response = await client.post(path, json=body, headers={TIMEOUT: value})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
-            twice = await client.post("/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")])
+            twice = await client.post(
+                "/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")]
+            )
             assert twice.status_code == 400
         assert not source.requested
 
@@ -142,7 +179,9 @@ def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
 def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
     async def scenario(*keys: str) -> list[int]:
         source = ScriptedSource()
-        async with client_for(http_app_for(source, keys=ApiKeys(map(SecretStr, keys))).app()) as client:
+        async with client_for(
+            http_app_for(source, keys=ApiKeys(map(SecretStr, keys))).app()
+        ) as client:
             for key in keys:
                 for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                     await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
@@ -159,7 +198,11 @@ def test_requests_with_another_key_have_another_salt() -> None:
 
     async def salts(*keys: str) -> list[str]:
         source = ScriptedSource()
-        app = http_app_for(source, keys=ApiKeys(map(SecretStr, keys))) if keys else http_app_for(source)
+        app = (
+            http_app_for(source, keys=ApiKeys(map(SecretStr, keys)))
+            if keys
+            else http_app_for(source)
+        )
         async with client_for(app.app()) as client:
             for key in (*keys, *keys) or ("", ""):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -176,8 +219,12 @@ def test_requests_with_another_key_have_another_salt() -> None:
     assert asyncio.run(salts()) == ["", ""]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
-def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
+)
+def test_what_cannot_wait_is_refused_before_it_is_tokenized(
+    path: str, body: dict[str, Any]
+) -> None:
     class NeverCalled(type(TOKENIZER)):  # type: ignore[misc]
         def encode(self, _text: str) -> tuple[int, ...]:
             raise AssertionError("tokenized")
@@ -201,8 +248,12 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dic
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
-def test_a_requests_id_travels_with_the_first_piece_of_its_prompt(path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
+)
+def test_a_requests_id_travels_with_the_first_piece_of_its_prompt(
+    path: str, body: dict[str, Any]
+) -> None:
     """And no further: stages remember it."""
     seen: list[str] = []
 

@@ -1,4 +1,6 @@
-"""What every endpoint of the API server has: the request's id, extra routes, and errors that name what exists."""
+"""What every endpoint of the API server has: the request's id, extra routes, and errors that name
+what exists.
+"""
 
 import asyncio
 import logging
@@ -6,7 +8,14 @@ import logging
 import httpx
 import pytest
 from http_fuzz import check_error
-from scripted_token_source import CONTEXT, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_for, http_app_for
+from scripted_token_source import (
+    CONTEXT,
+    TOKENIZER,
+    VOCAB_SIZE,
+    ScriptedSource,
+    client_for,
+    http_app_for,
+)
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -26,7 +35,9 @@ from tramontane.router.openai.served_model import ServedModel
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
 
 
-def _get(path: str, id_of_client: bytes | None, source: ScriptedSource | None = None) -> httpx.Response:
+def _get(
+    path: str, id_of_client: bytes | None, source: ScriptedSource | None = None
+) -> httpx.Response:
     async def scenario() -> httpx.Response:
         async with client_for(http_app_for(source or ScriptedSource()).app()) as client:
             headers = {} if id_of_client is None else {b"x-request-id": id_of_client}
@@ -35,12 +46,18 @@ def _get(path: str, id_of_client: bytes | None, source: ScriptedSource | None = 
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/none", "/nothing", "/v1/completions"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/v1/models", "/v1/models/none", "/nothing", "/v1/completions"]
+)
 def test_the_clients_id_comes_back_whatever_happens(path: str) -> None:
-    assert _get(path, b"job-7/line 3".replace(b" ", b":")).headers.get_list("x-request-id") == ["job-7/line:3"]
+    assert _get(path, b"job-7/line 3".replace(b" ", b":")).headers.get_list("x-request-id") == [
+        "job-7/line:3"
+    ]
 
 
-@pytest.mark.parametrize("given", [None, b"", b"a b", b"a\tb", b"\xff", "\u2028".encode(), b"x" * 129])
+@pytest.mark.parametrize(
+    "given", [None, b"", b"a b", b"a\tb", b"\xff", "\u2028".encode(), b"x" * 129]
+)
 def test_an_id_that_is_none_is_replaced_by_one_of_our_own(given: bytes | None) -> None:
     first, second = (_get("/health", given).headers["x-request-id"] for _ in range(2))
     assert len(first) == 32
@@ -48,23 +65,31 @@ def test_an_id_that_is_none_is_replaced_by_one_of_our_own(given: bytes | None) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+def test_a_request_that_fails_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
     source = ScriptedSource(failure=PipelineError("stage 1 died"), fails_at=2)
 
     async def scenario() -> None:
         async with client_for(http_app_for(source).app()) as client:
-            response = await client.post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "mine"})
+            response = await client.post(
+                "/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "mine"}
+            )
             assert response.headers["x-request-id"] == "mine"
             assert response.status_code == (200 if stream else 503)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
-    assert [record.getMessage() for record in caplog.records] == ["request mine failed: stage 1 died"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "request mine failed: stage 1 died"
+    ]
 
 
 def test_what_is_no_failure_of_ours_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with client_for(http_app_for(ScriptedSource(failure=OverloadedError("too much waits", 3))).app()) as client:
+        async with client_for(
+            http_app_for(ScriptedSource(failure=OverloadedError("too much waits", 3))).app()
+        ) as client:
             response = await client.post("/v1/completions", json=BODY)
             assert (response.status_code, response.headers["retry-after"]) == (429, "3")
             assert (await client.post("/v1/completions", json={})).status_code == 400
@@ -81,7 +106,9 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        server = http_app_for(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
+        server = http_app_for(
+            ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id
+        )
         async with client_for(server.app()) as client:
             for path in ("/defect", "/health"):
                 response = await client.get(path, headers={"x-request-id": "mine"})
@@ -91,13 +118,21 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
     assert "request mine failed by a defect of the server" in caplog.text
 
 
-@pytest.mark.parametrize(("given", "kept"), [(b"mine", True), (b"a b", False), (b"x" * 129, False), (b"\xff", False)])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(b"mine", True), (b"a b", False), (b"x" * 129, False), (b"\xff", False)]
+)
 @pytest.mark.parametrize("name", [b"x-request-id", b"traceparent"])
-def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: bytes, kept: bool) -> None:
-    """They would send it back, whatever it is, or fail where they decode it; without one they make their own."""
+def test_ray_serves_proxies_do_not_see_an_id_that_is_none(
+    name: bytes, given: bytes, kept: bool
+) -> None:
+    """They would send it back, whatever it is, or fail where they decode it; without one they make
+    their own.
+    """
     seen: list[list[tuple[bytes, bytes]]] = []
 
-    async def app(scope: dict[str, list[tuple[bytes, bytes]]], _receive: object, _send: object) -> None:
+    async def app(
+        scope: dict[str, list[tuple[bytes, bytes]]], _receive: object, _send: object
+    ) -> None:
         seen.append(scope["headers"])
 
     (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
@@ -107,8 +142,13 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: by
 
 
 @pytest.mark.parametrize("root", ["", "/below"])
-@pytest.mark.parametrize(("path", "passes"), [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)])
-def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, path: str, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "passes"),
+    [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)],
+)
+def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(
+    root: str, path: str, passes: bool
+) -> None:
     async def behind(_request: Request) -> JSONResponse:
         return JSONResponse({})
 
@@ -137,13 +177,20 @@ def test_extra_routes_are_mounted_and_named() -> None:
             unknown = await client.get("/v1/fields")
             assert (
                 check_error(unknown.content)["message"]
-                == "'/v1/fields' is not here; there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
+                == "'/v1/fields' is not here; there are /v1/completions, /v1/models, /ui and more:"
+                " see /docs or /openapi.json"
             )
             wrong = await client.put("/v1/files")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
-            assert check_error(wrong.content)["message"] == "'/v1/files' does not take PUT; it takes GET and POST"
+            assert (
+                check_error(wrong.content)["message"]
+                == "'/v1/files' does not take PUT; it takes GET and POST"
+            )
             named = await client.delete("/v1/models/demo")
-            assert check_error(named.content)["message"] == "'/v1/models/demo' does not take DELETE; it takes GET"
+            assert (
+                check_error(named.content)["message"]
+                == "'/v1/models/demo' does not take DELETE; it takes GET"
+            )
             long = await client.get("/" + "x" * 4000)
             assert len(check_error(long.content)["message"]) < 200
 
@@ -162,11 +209,20 @@ def _post(path: str, body: object, model: ServedModel | None = None) -> httpx.Re
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("text", ["What news?", "", " two  spaces ", "naïve \U0001f32c", "</s>[INST]", "la " * 30])
+@pytest.mark.parametrize(
+    "text", ["What news?", "", " two  spaces ", "naïve \U0001f32c", "</s>[INST]", "la " * 30]
+)
 def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
-    reported = _post("/tokenize", {"model": "tiny", "prompt": text, "add_special_tokens": True}).json()
+    reported = _post(
+        "/tokenize", {"model": "tiny", "prompt": text, "add_special_tokens": True}
+    ).json()
     expected = list(TOKENIZER.encode(text))
-    assert reported == {"count": len(expected), "max_model_len": CONTEXT, "tokens": expected, "token_strs": None}
+    assert reported == {
+        "count": len(expected),
+        "max_model_len": CONTEXT,
+        "tokens": expected,
+        "token_strs": None,
+    }
     assert _post("/detokenize", {"model": "tiny", "tokens": expected}).json() == {"prompt": text}
 
 
@@ -187,7 +243,9 @@ def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
         ("/detokenize", {"tokens": 1}, "tokens"),
     ],
 )
-def test_what_cannot_be_tokenized_is_refused(path: str, body: dict[str, object], param: str) -> None:
+def test_what_cannot_be_tokenized_is_refused(
+    path: str, body: dict[str, object], param: str
+) -> None:
     response = _post(path, body)
     assert response.status_code == 400
     check_error(response.content, param)
@@ -218,7 +276,10 @@ def test_a_schema_that_no_try_can_follow_is_not_worth_another() -> None:
     response, refusal = error_response(raised.value), status_for(raised.value)
     assert (response.status_code, "retry-after" in response.headers) == (400, False)
     assert check_error(bytes(response.body), code="unfollowable")["type"] == "invalid_request_error"
-    assert isinstance(error_from_status(refusal.code, refusal.message, [(DETAILS, refusal.details)]), UnsatisfiableSchemaError)
+    assert isinstance(
+        error_from_status(refusal.code, refusal.message, [(DETAILS, refusal.details)]),
+        UnsatisfiableSchemaError,
+    )
 
 
 def test_a_websocket_is_closed_before_any_endpoint_sees_it() -> None:

@@ -1,4 +1,6 @@
-"""A client that does not read its answer: it stands still, is dropped after a while with a reason, and gives its place back."""
+"""A client that does not read its answer: it stands still, is dropped after a while with a reason,
+and gives its place back.
+"""
 
 import asyncio
 import itertools
@@ -33,7 +35,7 @@ class OpenSource(ScriptedSource):
 
     num_produced, num_open = 0, 0
 
-    async def generate(self, specs: Any) -> Any:  # noqa: ANN401
+    async def generate(self, specs: Any) -> Any:
         self.num_open += 1
         try:
             async for batch in super().generate(specs):
@@ -47,8 +49,10 @@ def _source() -> OpenSource:
     return OpenSource(TOKENIZER.encode("x")[1:2] * NUM_TOKENS)
 
 
-async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool = True) -> None:  # noqa: ANN401
-    body = json.dumps({"prompt": "ROMEO:", "max_tokens": NUM_TOKENS, "stream": stream, "ignore_eos": True}).encode()
+async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool = True) -> None:
+    body = json.dumps(
+        {"prompt": "ROMEO:", "max_tokens": NUM_TOKENS, "stream": stream, "ignore_eos": True}
+    ).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -58,7 +62,14 @@ async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool =
             await stays.wait()
             return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "root_path": ""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+        "root_path": "",
+    }
     await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
 
 
@@ -83,7 +94,9 @@ def test_an_unread_stream_stops_and_continues_once_it_is_read() -> None:
                 await reads.wait()
 
         request_task = asyncio.create_task(
-            _request(http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
+            _request(
+                http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()
+            )
         )
         assert await _settled(source) < 10
         reads.set()
@@ -98,7 +111,9 @@ def test_a_client_that_does_not_read_for_too_long_is_dropped(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, through_ray_serve: bool
 ) -> None:
     """Where Ray Serve is between, writing does not wait; its queue grows instead."""
-    monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
+    monkeypatch.setattr(
+        ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue
+    )
     track_response_queues()
 
     async def scenario() -> int:
@@ -125,20 +140,33 @@ def test_a_client_that_does_not_read_for_too_long_is_dropped(
 
 
 @pytest.mark.parametrize("request_body", [{"stream": False}, {"stream": True}])
-def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, request_body: dict[str, Any]) -> None:
+def test_also_a_whole_answer_is_given_up(
+    caplog: pytest.LogCaptureFixture, request_body: dict[str, Any]
+) -> None:
     async def send(_message: Message) -> None:
         await asyncio.Event().wait()
 
     source = _source()
     with caplog.at_level(logging.WARNING):
-        asyncio.run(_request(http_app_for(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **request_body))
+        asyncio.run(
+            _request(
+                http_app_for(source, slow_client_timeout_s=0.05).app(),
+                send,
+                asyncio.Event(),
+                **request_body,
+            )
+        )
     assert source.num_open == 0
     (record,) = caplog.records
     assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
 
 
-def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
+def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue
+    )
     track_response_queues()
 
     async def scenario() -> None:
@@ -156,7 +184,9 @@ def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(monkeypatch: pyte
             queue.put_nowait(message)
 
         reading = asyncio.create_task(read())
-        await _request(http_app_for(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
+        await _request(
+            http_app_for(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event()
+        )
         assert (await reading).count(b"data: {") == NUM_TOKENS
 
     asyncio.run(scenario())
@@ -186,7 +216,9 @@ class Connection:
         await self.closed.wait()
 
 
-async def _answer(limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send) -> None:
+async def _answer(
+    limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send
+) -> None:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         headers = [(b"a", b"b")] + ([(TIMEOUT_HEADER.encode(), limit)] if limit is not None else [])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -231,7 +263,9 @@ class Buffering(Connection):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_timer_is_only_made_where_something_is_unread(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timer_is_only_made_where_something_is_unread(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timers: list[float | None] = []
     make = asyncio.timeout
     monkeypatch.setattr(asyncio, "timeout", lambda limit_s: timers.append(limit_s) or make(limit_s))
@@ -250,13 +284,17 @@ def test_a_timer_is_only_made_where_something_is_unread(reads: bool, monkeypatch
 
 
 def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
-    """Its connection takes a piece at once while nothing is unsent, and lets one wait when more is unsent than it holds."""
+    """Its connection takes a piece at once while nothing is unsent, and lets one wait when more is
+    unsent than it holds.
+    """
     pieces = itertools.count()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def endless(send: Send) -> None:
             while (await receive_or_nothing())["type"] != "http.disconnect":
-                await send({"type": "http.response.body", "body": bytes(PIECE_BYTES), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": bytes(PIECE_BYTES), "more_body": True}
+                )
                 next(pieces)
 
         async def receive_or_nothing() -> Message:
@@ -284,7 +322,9 @@ def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 5 * PIECE_BYTES - 1])
+@pytest.mark.parametrize(
+    "size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 5 * PIECE_BYTES - 1]
+)
 def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(size: int) -> None:
     body = bytes(number % 251 for number in range(size))
 
@@ -309,7 +349,10 @@ def test_ingresses_state_for_every_answer_how_long_it_may_be_unread() -> None:
     async def scenario() -> None:
         async with client_for(http_app_for(_source(), slow_client_timeout_s=30.0).app()) as client:
             request_body = {"prompt": "ROMEO:", "max_tokens": 2}
-            answers = [await client.post("/v1/completions", json=request_body | {"stream": stream}) for stream in (True, False)]
+            answers = [
+                await client.post("/v1/completions", json=request_body | {"stream": stream})
+                for stream in (True, False)
+            ]
             answers += [await client.get("/v1/models"), await client.get("/nowhere")]
             assert [answer.headers.get(TIMEOUT_HEADER) for answer in answers] == ["30"] * 4
 
@@ -339,8 +382,12 @@ def test_a_proxy_that_cannot_cut_says_so() -> None:
         asyncio.run(_one_write(with_backpressure(stuck, 0.05)))
 
 
-def test_the_limit_counts_for_each_piece_so_that_a_slow_reader_gets_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the event loop's clock, which the connection moves on: each piece takes 40 s of the 60 s, and all of them 200 s."""
+def test_the_limit_counts_for_each_piece_so_that_a_slow_reader_gets_the_whole_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the event loop's clock, which the connection moves on: each piece takes 40 s of the 60 s,
+    and all of them 200 s.
+    """
     size = 5 * PIECE_BYTES
 
     class Slow(Buffering):
@@ -372,7 +419,7 @@ class SocketConnection(Connection):
         super().__init__()
         self._connection = connection
 
-    def get_extra_info(self, name: str) -> Any:  # noqa: ANN401
+    def get_extra_info(self, name: str) -> Any:
         return self._connection if name == "socket" else None
 
     def abort(self) -> None:
@@ -381,8 +428,13 @@ class SocketConnection(Connection):
 
 
 def test_a_connection_that_is_cut_is_reset_and_what_is_unsent_is_discarded() -> None:
-    """If it were closed in order the system would keep the rest, for a client that never reads it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+    """If it were closed in order the system would keep the rest, for a client that never reads
+    it.
+    """
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
         connection = SocketConnection(listener.accept()[0])
         asyncio.run(_answer(b"0.05", _one_write, connection.send))
         assert connection.closed.is_set()

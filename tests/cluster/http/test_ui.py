@@ -1,4 +1,6 @@
-"""The page at /ui, in a browser, with a real API server and simulated pipelines. One browser for all."""
+"""The page at /ui, in a browser, with a real API server and simulated pipelines. One browser for
+all.
+"""
 
 import asyncio
 import json
@@ -50,7 +52,9 @@ class HeldSource(ScriptedSource):
     held_at: int | None = None
     was_left = threading.Event()
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         reported = 0
         async for batch in super().generate(specs):
             if reported == self.held_at:
@@ -76,20 +80,29 @@ class UiHarness:
     def __post_init__(self) -> None:
         keys = ApiKeys(map(SecretStr, self.keys))
         self.server = LocalServer(
-            http_app_for(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.report).routes()).app()
+            http_app_for(
+                self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.report).routes()
+            ).app()
         )
 
-    def page(self, **settings: Any) -> Page:  # noqa: ANN401 - playwright's own
+    def page(self, **settings: Any) -> Page:  # playwright's own
         page = self.chromium.new_page(**{"viewport": WIDE} | settings)
         page.set_default_timeout(TIMEOUT_MS)
-        page.on("console", lambda message: self.complaints.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: (
+                self.complaints.append(message.text) if message.type == "error" else None
+            ),
+        )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(request))
         page.goto(f"{self.server.url}/ui")
         return page
 
     def answered_polls(self) -> int:
-        """Wait for the answers to what the page has requested, and return how often it requested /activity."""
+        """Wait for the answers to what the page has requested, and return how often it requested
+        /activity.
+        """
         polls = [each for each in list(self.requests) if "/activity" in each.url]
         for each in polls:
             each.response()
@@ -115,7 +128,10 @@ def ui(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[UiHarness]
 def _drawn(page: Page, *names: str) -> dict[str, int]:
     """As soon as there are pixels of all these colors."""
     page.wait_for_selector("canvas")
-    drawn = f"names => {{ const n = ({COLORS})(document.querySelector('canvas')); return names.every(name => n[name]); }}"
+    drawn = (
+        f"names => {{ const n = ({COLORS})(document.querySelector('canvas')); return"
+        " names.every(name => n[name]); }"
+    )
     page.wait_for_function(drawn, arg=names)
     counts: dict[str, int] = page.eval_on_selector("canvas", COLORS)
     return counts
@@ -123,7 +139,12 @@ def _drawn(page: Page, *names: str) -> dict[str, int]:
 
 def test_what_is_imagined_is_what_a_server_may_say() -> None:
     pipelines = asyncio.run(FakeActivity({"here-0": 3}).report({}))
-    assert len(Activity.model_validate({"now": 0.0, "pipelines": pipelines}).pipelines[0].micro_batches) > 10
+    assert (
+        len(
+            Activity.model_validate({"now": 0.0, "pipelines": pipelines}).pipelines[0].micro_batches
+        )
+        > 10
+    )
 
 
 def test_everything_is_drawn_and_nothing_comes_from_elsewhere(ui: UiHarness) -> None:
@@ -133,9 +154,19 @@ def test_everything_is_drawn_and_nothing_comes_from_elsewhere(ui: UiHarness) -> 
     expect(page.locator(".stages li")).to_have_count(3)
     expect(page.locator(".stages li").first).to_contain_text("Stage 1/3")
     expect(page.locator(".stages li").first).to_contain_text("83%")
-    assert page.locator(".stages meter").nth(1).evaluate("meter => meter.value") == pytest.approx(0.74)
+    assert page.locator(".stages meter").nth(1).evaluate("meter => meter.value") == pytest.approx(
+        0.74
+    )
     reported = page.locator(".figures").inner_text()
-    for figure in ("1,235", "3 waiting", "182 ms", "p95 1.25 s", "none lately", "26%", "96 of 256 pages, 130 cached"):
+    for figure in (
+        "1,235",
+        "3 waiting",
+        "182 ms",
+        "p95 1.25 s",
+        "none lately",
+        "26%",
+        "96 of 256 pages, 130 cached",
+    ):
         assert figure in reported
     expect(page.locator("#model")).to_have_text("tiny")
     expect(page.locator("#state")).to_have_text("Live")
@@ -179,7 +210,9 @@ def test_a_page_that_is_paused_stands_still_and_sends_no_requests(ui: UiHarness)
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(ui: UiHarness, kind: str) -> None:
+def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(
+    ui: UiHarness, kind: str
+) -> None:
     page = ui.page()
     page.locator(f"label:has(input[value={kind}])").click()
     ui.source.held_at = 3
@@ -200,8 +233,14 @@ def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(ui: UiHarnes
 
 def test_a_thought_is_shown_in_a_block_of_its_own(ui: UiHarness) -> None:
     page = ui.page()
-    deltas = [{"reasoning_content": "17 * 20", "reasoning": "17 * 20"}, {"reasoning_content": " + 51"}, {"content": "391"}]
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    deltas = [
+        {"reasoning_content": "17 * 20", "reasoning": "17 * 20"},
+        {"reasoning_content": " + 51"},
+        {"content": "391"},
+    ]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
     stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route(
         re.compile("/v1/chat/completions$"),
@@ -220,7 +259,9 @@ def test_a_thought_is_shown_in_a_block_of_its_own(ui: UiHarness) -> None:
         (PipelineError("stage 1 died"), 2, "Stage 1 died."),
     ],
 )
-def test_what_the_server_refuses_is_said_in_words(ui: UiHarness, failure: Any, fails_at: int, said: str) -> None:  # noqa: ANN401
+def test_what_the_server_refuses_is_said_in_words(
+    ui: UiHarness, failure: Any, fails_at: int, said: str
+) -> None:
     ui.source.failure, ui.source.fails_at = failure, fails_at
     page = ui.page()
     page.click("#send")
@@ -242,7 +283,11 @@ def test_a_key_is_requested_and_kept_in_this_tab_alone(ui: UiHarness) -> None:
     _drawn(page, "prefill")
     page.reload()
     _drawn(page, "prefill")
-    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{ui.server.url}/ui"]
+    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [
+        0,
+        "",
+        f"{ui.server.url}/ui",
+    ]
     page.click("#send")
     expect(page.locator("#answer")).to_have_text(SAID)
     page.click("#forget")
@@ -252,7 +297,10 @@ def test_a_key_is_requested_and_kept_in_this_tab_alone(ui: UiHarness) -> None:
 def test_experts_are_shown_where_there_are_some(ui: UiHarness) -> None:
     page = ui.page()
     expect(page.locator("#heat tbody tr").nth(1)).to_have_text(re.compile("1.*100%.*0%"))
-    assert page.eval_on_selector_all(".most", "cells => cells.map(cell => cell.textContent)") == ["67%", "100%"]
+    assert page.eval_on_selector_all(".most", "cells => cells.map(cell => cell.textContent)") == [
+        "67%",
+        "100%",
+    ]
     page.check("input[value=recent]", force=True)
     expect(page.locator("#heat tbody tr").nth(1)).to_have_text(re.compile("1.*–.*–"))
     none = {"error": {"message": "the model has no experts", "code": "no_experts"}}
@@ -276,7 +324,10 @@ def test_it_fits_a_phone_and_pipelines_are_below_one_another(ui: UiHarness) -> N
 
 def test_a_dark_scheme_has_dark_colors(ui: UiHarness) -> None:
     page = ui.page(color_scheme="light")
-    paint = "[document.body, document.querySelector('.card')].map(each => getComputedStyle(each).backgroundColor)"
+    paint = (
+        "[document.body, document.querySelector('.card')].map(each =>"
+        " getComputedStyle(each).backgroundColor)"
+    )
     _drawn(page, "prefill", "decode", "idle")
     light = page.evaluate(paint)
     page.emulate_media(color_scheme="dark")
@@ -306,7 +357,10 @@ def test_a_hidden_tab_sends_no_requests(ui: UiHarness) -> None:
     page = ui.page()
     _drawn(page, "prefill")
     page.clock.install()
-    show = "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); %s }"
+    show = (
+        "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable:"
+        " true}); %s }"
+    )
     show %= "document.dispatchEvent(new Event('visibilitychange'))"
     page.evaluate(show, True)
     polls = ui.answered_polls()

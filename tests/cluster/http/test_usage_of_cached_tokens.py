@@ -1,4 +1,6 @@
-"""Cached tokens in the usage of every API, whole and streamed: of the prompt, which they are a part of."""
+"""Cached tokens in the usage of every API, whole and streamed: of the prompt, which they are a part
+of.
+"""
 
 import asyncio
 import json
@@ -42,29 +44,42 @@ def _events(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_openais_completions(path: str, body: dict[str, Any]) -> None:
     without, usage = _usage(path, body, 0), _usage(path, body)
     assert without["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert usage == without | {"prompt_tokens_details": {"cached_tokens": NUM_CACHED}}, "other numbers are as without"
+    assert usage == without | {"prompt_tokens_details": {"cached_tokens": NUM_CACHED}}, (
+        "other numbers are as without"
+    )
     assert _events(path, body | {"stream_options": {"include_usage": True}})[-1]["usage"] == usage
 
 
 @pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT], ids=["completions", "chat"])
-def test_every_chunk_with_tokens_has_them_where_all_have_a_usage(path: str, body: dict[str, Any]) -> None:
+def test_every_chunk_with_tokens_has_them_where_all_have_a_usage(
+    path: str, body: dict[str, Any]
+) -> None:
     chunks = _events(path, body | {"stream_options": {"continuous_usage_stats": True}})
     usages = [chunk["usage"] for chunk in chunks if chunk["choices"]]
     assert len(usages) > 2
-    assert {usage["prompt_tokens_details"]["cached_tokens"] for usage in usages if usage["completion_tokens"]} == {NUM_CACHED}
+    assert {
+        usage["prompt_tokens_details"]["cached_tokens"]
+        for usage in usages
+        if usage["completion_tokens"]
+    } == {NUM_CACHED}
 
 
 def test_responses() -> None:
     without, usage = _usage(*RESPONSES, 0), _usage(*RESPONSES)
     assert without["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
-    assert usage == without | {"input_tokens_details": {"cached_tokens": NUM_CACHED, "cache_write_tokens": 0}}
+    assert usage == without | {
+        "input_tokens_details": {"cached_tokens": NUM_CACHED, "cache_write_tokens": 0}
+    }
     assert _events(*RESPONSES)[-1]["response"]["usage"] == usage
 
 
 def test_messages_count_what_was_computed_and_what_was_cached_apart() -> None:
     without, usage = _usage(*MESSAGES, 0), _usage(*MESSAGES)
     assert (without["cache_read_input_tokens"], without["cache_creation_input_tokens"]) == (0, 0)
-    apart = {"input_tokens": without["input_tokens"] - NUM_CACHED, "cache_read_input_tokens": NUM_CACHED}
+    apart = {
+        "input_tokens": without["input_tokens"] - NUM_CACHED,
+        "cache_read_input_tokens": NUM_CACHED,
+    }
     assert usage == without | apart
     start = _events(*MESSAGES)[0]
     assert start["type"] == "message_start"

@@ -1,4 +1,6 @@
-"""What became of drafts in the usage of OpenAI's completions, whole and streamed; other APIs have no place for it."""
+"""What became of drafts in the usage of OpenAI's completions, whole and streamed; other APIs have
+no place for it.
+"""
 
 import asyncio
 import json
@@ -29,12 +31,16 @@ def _post(path: str, body: dict[str, Any], drafts: tuple[int, int] | None) -> ht
     return asyncio.run(scenario())
 
 
-def _usage(path: str, body: dict[str, Any], drafts: tuple[int, int] | None = DRAFTS) -> dict[str, Any]:
+def _usage(
+    path: str, body: dict[str, Any], drafts: tuple[int, int] | None = DRAFTS
+) -> dict[str, Any]:
     usage: dict[str, Any] = _post(path, body, drafts).json()["usage"]
     return usage
 
 
-def _events(path: str, body: dict[str, Any], drafts: tuple[int, int] | None = DRAFTS) -> list[dict[str, Any]]:
+def _events(
+    path: str, body: dict[str, Any], drafts: tuple[int, int] | None = DRAFTS
+) -> list[dict[str, Any]]:
     lines = _post(path, body | {"stream": True}, drafts).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
@@ -49,7 +55,9 @@ def test_openais_completions(path: str, body: dict[str, Any], n: int) -> None:
     body = body | {"n": n}
     without, usage = _usage(path, body, None), _usage(path, body)
     assert DETAILS not in without
-    assert usage == without | {DETAILS: _details(usage["completion_tokens"])}, "other numbers are as without"
+    assert usage == without | {DETAILS: _details(usage["completion_tokens"])}, (
+        "other numbers are as without"
+    )
     streamed = body | {"stream_options": {"include_usage": True}}
     assert _events(path, streamed)[-1]["usage"] == usage
     assert _events(path, streamed, None)[-1]["usage"] == without

@@ -1,4 +1,6 @@
-"""``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over Ray."""
+"""``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over
+Ray.
+"""
 
 import itertools
 import json
@@ -39,14 +41,28 @@ def llm() -> Iterator[LLM]:
         yield opened
 
 
-def test_texts_are_those_of_the_command(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--local", "--stages", "1", "--dtype", "float32", "--temperature", "0", "--max-tokens", "12"]
+def test_texts_are_those_of_the_command(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [
+        "--local",
+        "--stages",
+        "1",
+        "--dtype",
+        "float32",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    ]
     monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *flags, *PROMPTS])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 0
     outputs = llm.generate(PROMPTS, GREEDY)
-    assert capsys.readouterr().out == "\n".join(f"{output.prompt}{output.outputs[0].text}\n" for output in outputs)
+    assert capsys.readouterr().out == "\n".join(
+        f"{output.prompt}{output.outputs[0].text}\n" for output in outputs
+    )
 
 
 def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
@@ -64,7 +80,10 @@ def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
 
 def test_a_prompt_that_came_before_is_cached_but_for_its_last_page(llm: LLM) -> None:
     """In whole pages of 16 tokens, of which the last token is computed anyway."""
-    prompt = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds"
+    prompt = (
+        "Now is the winter of our discontent made glorious summer by this sun of York; and all the"
+        " clouds"
+    )
     first, again = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
     num_prompt = len(first.prompt_token_ids)
     assert num_prompt > 2 * 16
@@ -92,7 +111,9 @@ def test_several_completions_of_a_prompt_differ_and_are_the_same_again(llm: LLM)
 
 
 def test_a_completion_ends_before_a_stop_string(llm: LLM) -> None:
-    """As vLLM's: the text ends before the string, the tokens with the one that completed it, and the log-probabilities too."""
+    """As vLLM's: the text ends before the string, the tokens with the one that completed it, and
+    the log-probabilities too.
+    """
     sampling = SamplingParams(max_tokens=40, temperature=0, logprobs=0)
     [whole] = llm.generate("ROMEO:", sampling)
     text, token_ids = whole.outputs[0].text, whole.outputs[0].token_ids
@@ -109,7 +130,9 @@ def test_a_completion_ends_before_a_stop_string(llm: LLM) -> None:
     assert late.outputs[0].text == text
 
 
-def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_is_stopped_takes_no_more_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler, aborted = llm._engine.engine.router.scheduler, list[int]()
     abort = scheduler.abort
     monkeypatch.setattr(scheduler, "abort", lambda seq_id: (aborted.append(seq_id), abort(seq_id)))
@@ -156,13 +179,22 @@ def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
         assert output.outputs[0].text == ""
         with pytest.raises(RequestError, match="stop needs text, and this model has no tokenizer"):
             silent.generate([[1, 2]], replace(GREEDY, stop="x"))
-        for call in (lambda: silent.generate("ROMEO:"), lambda: silent.chat([{"role": "user", "content": "?"}])):
-            with pytest.raises(CheckpointError, match=r"has no tokenizer: there is none of tekken\.json, tokenizer\.json"):
+        for call in (
+            lambda: silent.generate("ROMEO:"),
+            lambda: silent.chat([{"role": "user", "content": "?"}]),
+        ):
+            with pytest.raises(
+                CheckpointError,
+                match=r"has no tokenizer: there is none of tekken\.json, tokenizer\.json",
+            ):
                 call()
 
 
 def test_equal_prompts_differ_without_a_seed_and_are_the_same_with_one(llm: LLM) -> None:
-    unseeded, seeded = SamplingParams(max_tokens=8, temperature=1.0), SamplingParams(max_tokens=8, temperature=1.0, seed=0)
+    unseeded, seeded = (
+        SamplingParams(max_tokens=8, temperature=1.0),
+        SamplingParams(max_tokens=8, temperature=1.0, seed=0),
+    )
     unseeded, seeded = replace(unseeded, n=2), replace(seeded, n=2)
     outputs = llm.generate(["ROMEO:"] * 3, unseeded)
     assert [[each.index for each in output.outputs] for output in outputs] == [[0, 1]] * 3
@@ -175,14 +207,22 @@ def test_equal_prompts_differ_without_a_seed_and_are_the_same_with_one(llm: LLM)
 
 
 def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who are you?"},
+    ]
     [answer] = llm.chat(messages, GREEDY)
     assert answer.prompt is None
     assert llm.chat([messages, messages], GREEDY) == [answer, answer]
-    assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].token_ids == answer.outputs[0].token_ids
+    assert (
+        llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].token_ids
+        == answer.outputs[0].token_ids
+    )
 
 
-def test_thoughts_of_an_answer_are_apart_from_its_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_of_an_answer_are_apart_from_its_text(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tokens of the demo model's answer are taken for markers."""
     messages = [{"role": "user", "content": "Who are you?"}]
     [plain] = llm.chat(messages, GREEDY)
@@ -198,21 +238,31 @@ def test_thoughts_of_an_answer_are_apart_from_its_text(llm: LLM, monkeypatch: py
     tokenizer = require_tokenizer(DEMO_MODEL, 10**6)
 
     def text(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode(tuple(token_id for token_id in token_ids if token_id not in (form.begin_id, form.end_id)))
+        return tokenizer.decode(
+            tuple(
+                token_id for token_id in token_ids if token_id not in (form.begin_id, form.end_id)
+            )
+        )
 
     assert output.reasoning.strip() == text(ids[begin:end]).strip()
     assert output.text.replace(" ", "") == text((*ids[:begin], *ids[end:])).replace(" ", "")
-    assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].reasoning == "", "a completion is text"
+    assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].reasoning == "", (
+        "a completion is text"
+    )
     with pytest.raises(RequestError, match=r"messages\[1\] has a thought"):
         llm.chat([*messages, {"role": "assistant", "content": "x", "reasoning": "y"}, *messages])
 
 
 def test_an_answer_may_begin_inside_a_thought(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of the prompt is taken for the marker that begins a thought, and one of the answer for that which ends it."""
+    """A token of the prompt is taken for the marker that begins a thought, and one of the answer
+    for that which ends it.
+    """
     messages = [{"role": "user", "content": "Who are you?"}]
     [plain] = llm.chat(messages, GREEDY)
     ids, tokenizer = plain.outputs[0].token_ids, require_tokenizer(DEMO_MODEL, 10**6)
-    begin_id = next(token_id for token_id in reversed(plain.prompt_token_ids) if tokenizer.bytes_of(token_id))
+    begin_id = next(
+        token_id for token_id in reversed(plain.prompt_token_ids) if tokenizer.bytes_of(token_id)
+    )
     end = next(at for at in range(2, len(ids)) if ids[at] not in (*ids[:at], begin_id))
     form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, ids[end])
     monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
@@ -224,11 +274,18 @@ def test_an_answer_may_begin_inside_a_thought(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_the_effort_of_thinking_reaches_the_format(llm: LLM, tmp_path: Path) -> None:
-    path, messages = thinking_tekken(tmp_path, "v15", ("none", "high")), [{"role": "user", "content": "Who are you?"}]
+    path, messages = (
+        thinking_tekken(tmp_path, "v15", ("none", "high")),
+        [{"role": "user", "content": "Who are you?"}],
+    )
     prompts = PromptEncoder(path.parent, 512, 10**6)
-    ids = [prompts.encode_chat(messages, "conversation 1", effort) for effort in (None, "none", "high")]
+    ids = [
+        prompts.encode_chat(messages, "conversation 1", effort) for effort in (None, "none", "high")
+    ]
     assert ids[0] == ids[1] != ids[2]
-    with pytest.raises(RequestError, match="reasoning_effort is 'high'; this model's format has no such setting"):
+    with pytest.raises(
+        RequestError, match="reasoning_effort is 'high'; this model's format has no such setting"
+    ):
         llm.chat(messages, GREEDY, reasoning_effort="high")
 
 
@@ -244,7 +301,9 @@ def test_the_effort_of_thinking_reaches_the_format(llm: LLM, tmp_path: Path) -> 
         ([[1.5]], "prompt 1 has 1.5, which is no token id"),
     ],
 )
-def test_what_cannot_be_generated_from_is_refused_by_its_number(llm: LLM, prompts: list[str], message: str) -> None:
+def test_what_cannot_be_generated_from_is_refused_by_its_number(
+    llm: LLM, prompts: list[str], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, GREEDY)
 
@@ -269,7 +328,13 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, s
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (5, "prompts is 5; it must be a text, a list of token ids, or a list of texts or of such lists"),
+        (
+            5,
+            (
+                "prompts is 5; it must be a text, a list of token ids, or a list of texts or of"
+                " such lists"
+            ),
+        ),
         (None, "prompts is None; it must be"),
         ({"prompt": "A"}, "prompts is {'prompt': 'A'}; it must be"),
         (b"A", "prompts is b'A'; it must be"),
@@ -288,13 +353,21 @@ def test_what_is_no_prompt_is_named(llm: LLM, prompts: list[str], message: str) 
         ("hello", f"conversation 1 is 'hello'; it must be a list of messages, each {MESSAGE}"),
         (5, "conversation 1 is 5; it must be"),
         (None, "conversation 1 is None; it must be"),
-        ({"role": "user", "content": "x"}, "conversation 1 is {'content': 'x', 'role': 'user'}; it must be a list"),
+        (
+            {"role": "user", "content": "x"},
+            "conversation 1 is {'content': 'x', 'role': 'user'}; it must be a list",
+        ),
         (["hello"], f"conversation 1 has 'hello'; a message must be {MESSAGE}"),
         ([[{"role": "user", "content": "x"}], 5], "conversation 2 is 5; it must be"),
-        ([{"role": "user", "content": ["x"]}], "conversation 1 has {'content': ['x'], 'role': 'user'}; a message"),
+        (
+            [{"role": "user", "content": ["x"]}],
+            "conversation 1 has {'content': ['x'], 'role': 'user'}; a message",
+        ),
     ],
 )
-def test_what_is_no_conversation_is_named(llm: LLM, messages: list[dict[str, str]], message: str) -> None:
+def test_what_is_no_conversation_is_named(
+    llm: LLM, messages: list[dict[str, str]], message: str
+) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         llm.chat(messages)
 
@@ -311,8 +384,14 @@ def test_calls_written_for_vllm_work(llm: LLM) -> None:
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {}, 0, [GREEDY], request.SamplingParams()])
 def test_what_are_no_sampling_parameters_is_named(llm: LLM, sampling: SamplingParams) -> None:
-    for call in (lambda: llm.generate("A", sampling), lambda: llm.chat([{"role": "user", "content": "A"}], sampling)):
-        with pytest.raises(RequestError, match=r"sampling_params is [{0\[S].*; give a SamplingParams, such as SamplingParams"):
+    for call in (
+        lambda: llm.generate("A", sampling),
+        lambda: llm.chat([{"role": "user", "content": "A"}], sampling),
+    ):
+        with pytest.raises(
+            RequestError,
+            match=r"sampling_params is [{0\[S].*; give a SamplingParams, such as SamplingParams",
+        ):
             call()
 
 
@@ -337,7 +416,9 @@ def test_logprobs_are_those_of_the_tokens(llm: LLM) -> None:
     assert (plain.prompt_logprobs, plain.outputs[0].logprobs) == ((), ())
 
 
-def test_a_failure_of_the_pipeline_is_raised_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_pipeline_is_raised_as_it_is(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_requests: object) -> None:
         raise PipelineError("planted")
 
@@ -357,7 +438,9 @@ def test_a_completion_that_overflows_says_so(llm: LLM, monkeypatch: pytest.Monke
     last, calls = llm._engine.engine.router.chain.stages[-1].last_stage, itertools.count()  # type: ignore[attr-defined]
     head = last._head
     with monkeypatch.context() as patch:
-        patch.setattr(last, "_head", lambda hidden_TD: head(hidden_TD) * (math.inf if next(calls) == 4 else 1))
+        patch.setattr(
+            last, "_head", lambda hidden_TD: head(hidden_TD) * (math.inf if next(calls) == 4 else 1)
+        )
         [output] = llm.generate("ROMEO:", GREEDY)
     [whole], [completion] = expected.outputs, output.outputs
     assert completion.finish_reason is FinishReason.ERROR
@@ -368,7 +451,9 @@ def test_a_completion_that_overflows_says_so(llm: LLM, monkeypatch: pytest.Monke
     assert whole.error == ""
 
 
-def test_an_interrupted_call_cancels_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_cancels_its_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Ctrl-C interrupts a thread that waits for a result."""
     result = Future.result
 
@@ -392,7 +477,10 @@ def test_of_a_servers_configuration_one_pipeline_is_used() -> None:
 def test_threads_share_a_pipeline(llm: LLM) -> None:
     expected = {prompt: llm.generate(prompt, GREEDY) for prompt in PROMPTS}
     got: dict[str, object] = {}
-    threads = [threading.Thread(target=lambda p=prompt: got.update({p: llm.generate(p, GREEDY)})) for prompt in PROMPTS]
+    threads = [
+        threading.Thread(target=lambda p=prompt: got.update({p: llm.generate(p, GREEDY)}))
+        for prompt in PROMPTS
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -438,7 +526,9 @@ def test_a_program_that_forgets_to_close_ends() -> None:
         "llm = LLM(local=True, progress=False)\n"
         "print(len(llm.generate('ROMEO:', SamplingParams(max_tokens=3))[0].outputs[0].token_ids))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
@@ -455,19 +545,37 @@ def test_over_ray_the_tokens_are_the_same_and_nothing_stays_behind(llm: LLM) -> 
 def test_answers_end_at_the_tokenizers_eos_token(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of ChatML fine-tunes: ``tokenizer_config.json`` names another token than ``config.json``. In the command, too."""
+    """As of ChatML fine-tunes: ``tokenizer_config.json`` names another token than ``config.json``.
+    In the command, too.
+    """
     [whole] = llm.generate("ROMEO:", GREEDY)
     token_ids = whole.outputs[0].token_ids
     end = next(i for i in range(3, 12) if token_ids[i] not in token_ids[:i])
     folder = tmp_path / "fine-tune"
     shutil.copytree(DEMO_MODEL, folder)
-    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": {str(token_ids[end]): {"content": "<|im_end|>"}}}
+    settings = {
+        "eos_token": "<|im_end|>",
+        "added_tokens_decoder": {str(token_ids[end]): {"content": "<|im_end|>"}},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with LLM(model=folder, local=True, stages=2, dtype="float32", progress=False) as tuned:
         [output] = tuned.generate("ROMEO:", GREEDY)
     assert output.outputs[0].token_ids[:end] == token_ids[:end]
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (end + 1, FinishReason.STOP)
-    flags = ["--model", str(folder), "--local", "--dtype", "float32", "--temperature", "0", "--max-tokens", "12"]
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (
+        end + 1,
+        FinishReason.STOP,
+    )
+    flags = [
+        "--model",
+        str(folder),
+        "--local",
+        "--dtype",
+        "float32",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    ]
     monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *flags, "ROMEO:"])
     with pytest.raises(SystemExit):
         cli.main()

@@ -9,13 +9,20 @@ import yaml
 from dashboard_queries import ALERTS, alerts
 
 PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here; apt-get install prometheus")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="there is no promtool here; apt-get install prometheus"
+)
 
 NO_PIPELINE, FAILS, REFUSES = "TramontaneNoPipeline", "TramontaneFails", "TramontaneRefuses"
 RUNS = {"ray_tramontane_pipeline_running{pipeline='p'}": "1x30"}
-# Two a minute. A counter that has counted nothing is not exported, so what never happened has no series.
-FAILED = {"ray_tramontane_request_success_total{kind='interactive',finished_reason='error'}": "0+2x30"}
-ANSWERED = {"ray_tramontane_request_success_total{kind='interactive',finished_reason='stop'}": "0+2x30"}
+# Two a minute. A counter that has counted nothing is not exported, so what never happened has no
+# series.
+FAILED = {
+    "ray_tramontane_request_success_total{kind='interactive',finished_reason='error'}": "0+2x30"
+}
+ANSWERED = {
+    "ray_tramontane_request_success_total{kind='interactive',finished_reason='stop'}": "0+2x30"
+}
 REFUSED = {"ray_tramontane_requests_refused_total{kind='interactive',reason='full'}": "0+2x30"}
 
 
@@ -36,8 +43,12 @@ def test_the_rules_are_rules() -> None:
         (RUNS | ANSWERED | REFUSED, {REFUSES}),
     ],
 )
-def test_an_outage_without_series_is_an_outage(series: dict[str, str], expected: set[str], tmp_path: Path) -> None:
-    """Worked example: 2 of 4 requests a minute fail, so 1 - 2/4 = 50 % are errors; where all fail, 1 - 0/2 = 100 %."""
+def test_an_outage_without_series_is_an_outage(
+    series: dict[str, str], expected: set[str], tmp_path: Path
+) -> None:
+    """Worked example: 2 of 4 requests a minute fail, so 1 - 2/4 = 50 % are errors; where all fail,
+    1 - 0/2 = 100 %.
+    """
     tests = [
         {
             "interval": "1m",
@@ -60,6 +71,8 @@ def test_an_outage_without_series_is_an_outage(series: dict[str, str], expected:
 
 def _promtool(verb: str, file: str) -> str:
     assert PROMTOOL
-    done = subprocess.run([PROMTOOL, verb, "rules", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [PROMTOOL, verb, "rules", file], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

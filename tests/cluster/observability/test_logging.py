@@ -27,7 +27,13 @@ from tramontane.cluster.serving.token_channel import IngressStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest, format_request_ids, request_fields, requests_fields
+from tramontane.proto.request import (
+    SamplingParams,
+    SequenceRequest,
+    format_request_ids,
+    request_fields,
+    requests_fields,
+)
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -41,7 +47,11 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
 def test_ids_are_named_once_and_not_without_end() -> None:
     ids = ["a", "", "b", "a", "c"]
     assert requests_fields(ids) == {"request_ids": ["a", "b", "c"]}
-    assert (format_request_ids(ids), format_request_ids(ids, max_shown=2), format_request_ids([""])) == (
+    assert (
+        format_request_ids(ids),
+        format_request_ids(ids, max_shown=2),
+        format_request_ids([""]),
+    ) == (
         "a, b, c",
         "a, b and 1 more",
         "",
@@ -84,7 +94,10 @@ def test_warnings_of_ray_serve_in_a_command_have_its_format(
     ray_serve.warning("failed to get the length of a queue")
     (line,) = capsys.readouterr().err.splitlines()
     entry = json.loads(line)
-    assert (entry["component"], entry["message"]) == ("command", "failed to get the length of a queue")
+    assert (entry["component"], entry["message"]) == (
+        "command",
+        "failed to get the length of a queue",
+    )
 
 
 class _Kept(logging.Handler):
@@ -106,7 +119,9 @@ def serves_handler() -> Iterator[_Kept]:
     serves.removeHandler(kept)
 
 
-def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_handler: _Kept) -> None:
+def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(
+    serves_handler: _Kept,
+) -> None:
     use_serve_log(LogSettings(), "ingress")
     use_serve_log(LogSettings(), "router", pipeline="app-0")  # which replaces the first
     logging.getLogger(SERVE_LOGGER_NAME).addHandler(serves_handler)
@@ -114,7 +129,11 @@ def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_ha
     logger.info("not said")
     (line,) = serves_handler.lines
     said = json.loads(line)
-    assert (said["message"], said["component"], said["pipeline"]) == ("request mine failed", "router", "app-0")
+    assert (said["message"], said["component"], said["pipeline"]) == (
+        "request mine failed",
+        "router",
+        "app-0",
+    )
     assert said["request_id"] == "mine"
 
 
@@ -126,16 +145,27 @@ async def _requested(*ids: str) -> list[int]:
 
     routes = [Route("/health", answer), Route("/here", answer)]
     app = AuthMiddleware(Starlette(routes=routes), ApiKeys(), sends_id=True)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://ingress"
+    ) as client:
         paths = ["/here", "/nowhere", "/health"]
-        return [(await client.get(path, headers={"x-request-id": own})).status_code for own, path in zip(ids, paths, strict=True)]
+        return [
+            (await client.get(path, headers={"x-request-id": own})).status_code
+            for own, path in zip(ids, paths, strict=True)
+        ]
 
 
 def test_an_ingress_logs_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
         assert asyncio.run(_requested("first", "second", "third")) == [200, 404, 200]
-    reported = [(vars(r)["request_id"], vars(r)["path"], vars(r)["status"]) for r in caplog.records if "status" in vars(r)]
-    assert reported == [("first", "/here", 200), ("second", "/nowhere", 404)], "health checks are frequent"
+    reported = [
+        (vars(r)["request_id"], vars(r)["path"], vars(r)["status"])
+        for r in caplog.records
+        if "status" in vars(r)
+    ]
+    assert reported == [("first", "/here", 200), ("second", "/nowhere", 404)], (
+        "health checks are frequent"
+    )
     assert "secret" not in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tramontane"):
@@ -151,14 +181,17 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
         if failures:
             raise failures.pop()
 
-    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000)
+    limits = SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000
+    )
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     channels = IngressStreams("replica")
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(_read(channels))]
     while not (router.is_attached and channels.num_open):
         await asyncio.sleep(0)
     said = [
-        await channels.generate(router, "/ingress", i, wire.encode_specs([spec]), model_key("")) for i, spec in enumerate(specs)
+        await channels.generate(router, "/ingress", i, wire.encode_specs([spec]), model_key(""))
+        for i, spec in enumerate(specs)
     ]
     for task in tasks:
         task.cancel()
@@ -178,26 +211,46 @@ def test_a_router_says_what_becomes_of_a_request(caplog: pytest.LogCaptureFixtur
         asyncio.run(_through_a_router(0, good, too_long))
     lines = [(vars(record).get("request_id"), record.getMessage()) for record in caplog.records]
     about_good = [message for own_id, message in lines if own_id == "good"]
-    assert [message.partition(":")[0] for message in about_good] == ["request good is accepted", "request good has ended"]
-    assert [message.partition(":")[0] for own_id, message in lines if own_id == "long"] == ["request long is refused"]
+    assert [message.partition(":")[0] for message in about_good] == [
+        "request good is accepted",
+        "request good has ended",
+    ]
+    assert [message.partition(":")[0] for own_id, message in lines if own_id == "long"] == [
+        "request long is refused"
+    ]
     assert "991" not in caplog.text, "no tokens"
 
 
-def test_a_request_that_ends_with_an_error_is_not_complete(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_ends_with_an_error_is_not_complete(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
-        asyncio.run(_through_a_router(3, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")))
+        asyncio.run(
+            _through_a_router(
+                3, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")
+            )
+        )
     (end,) = [vars(record) for record in caplog.records if "is_complete" in vars(record)]
     assert (end["request_id"], end["is_complete"]) == ("poison", False)
 
 
-def test_a_failure_of_the_pipeline_names_whom_it_keeps_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(_through_a_router(1, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="waiting")))
+def test_a_failure_of_the_pipeline_names_whom_it_keeps_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asyncio.run(
+        _through_a_router(
+            1, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="waiting")
+        )
+    )
     (failure,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "stage 1 died" in failure.getMessage()
     assert vars(failure)["request_ids"] == ["waiting"]
 
 
-@pytest.mark.parametrize(("error", "has_traceback"), [(PipelineError("a neighbor is lost"), False), (ValueError("odd"), True)])
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [(PipelineError("a neighbor is lost"), False), (ValueError("odd"), True)],
+)
 def test_a_stage_names_the_requests_of_a_step_that_fails(
     caplog: pytest.LogCaptureFixture, error: Exception, has_traceback: bool
 ) -> None:
@@ -205,7 +258,12 @@ def test_a_stage_names_the_requests_of_a_step_that_fails(
     worker = split_model(random_model(args), tiny_plan(args, 1, max_num_seqs=2))[0]
     worker.fence(0)
     worker.step(MicroBatch(0, 0, (Chunk(7, 0, (1, 2), ((0,),), GREEDY, True, 2, "known"),)), None)
-    failing = MicroBatch(0, 1, (Chunk(8, 0, (1, 2), ((1,),), SAMPLING, True, 2, "new"),), decodes=DecodeColumns((7,), (2,), (3,)))
+    failing = MicroBatch(
+        0,
+        1,
+        (Chunk(8, 0, (1, 2), ((1,),), SAMPLING, True, 2, "new"),),
+        decodes=DecodeColumns((7,), (2,), (3,)),
+    )
     with pytest.raises(type(error)), log_failures(worker, failing):
         raise error
     (record,) = caplog.records

@@ -71,7 +71,8 @@ def test_every_expert_of_a_stage_has_a_series() -> None:
     tags = {"pipeline": "app-0", "stage": "1"}
     expected = {("4", "0"): 1, ("4", "1"): 7, ("5", "0"): 2, ("5", "1"): 4}
     assert counter.totals == {
-        tuple(sorted((tags | {"layer": layer, "expert": expert}).items())): n for (layer, expert), n in expected.items()
+        tuple(sorted((tags | {"layer": layer, "expert": expert}).items())): n
+        for (layer, expert), n in expected.items()
     }
     assert counter.num_calls == 5
 
@@ -81,7 +82,10 @@ def test_hidden_states_have_a_series_for_each_way() -> None:
     stage = StageActorMetrics(metrics, "app-0", 1)
     stage.export({}, {"inline": (3, 3000)})
     stage.export({}, {"inline": (4, 4000), "plasma": (1, 2**21)})
-    series = [tuple(sorted({"pipeline": "app-0", "stage": "1", "way": way}.items())) for way in ("inline", "plasma")]
+    series = [
+        tuple(sorted({"pipeline": "app-0", "stage": "1", "way": way}.items()))
+        for way in ("inline", "plasma")
+    ]
     assert metrics.counters["sent_hops"].totals == dict(zip(series, (4, 1), strict=True))
     assert metrics.counters["sent_bytes"].totals == dict(zip(series, (4000, 2**21), strict=True))
 
@@ -117,7 +121,10 @@ class StandIns:
     def counted(self, name: str) -> dict[str, float]:
         """By the values of its labels but the pipeline and the kind."""
         of = self.counters[name]
-        return {" ".join(v for k, v in tags if k not in ("pipeline", "kind")): number for tags, number in of.totals.items()}
+        return {
+            " ".join(v for k, v in tags if k not in ("pipeline", "kind")): number
+            for tags, number in of.totals.items()
+        }
 
 
 class Gauges:
@@ -152,7 +159,9 @@ def chain() -> Iterator[LocalStageChain]:
 
 
 @asynccontextmanager
-async def _running(chain: LocalStageChain, *, reuses_prefixes: bool = False) -> AsyncIterator[Router]:
+async def _running(
+    chain: LocalStageChain, *, reuses_prefixes: bool = False
+) -> AsyncIterator[Router]:
     limits = SchedulerLimits(8, 32, 64, ARGS.vocab_size, reuses_prefixes=reuses_prefixes)
     router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), chain)
     running = asyncio.create_task(router.run())
@@ -165,13 +174,17 @@ async def _running(chain: LocalStageChain, *, reuses_prefixes: bool = False) -> 
 
 
 async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:
-    spec = SequenceRequest(tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    spec = SequenceRequest(
+        tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    )
     async with aclosing(router.generate([spec])) as batches:
         async for _ in batches:
             pass
 
 
-def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(chain: LocalStageChain) -> None:
+def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(
+    chain: LocalStageChain,
+) -> None:
     stand_ins = StandIns()
     metrics = PipelineMetrics(stand_ins, "app-0")
 
@@ -195,7 +208,9 @@ def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(cha
     assert reported("stage_tokens") == {"0": 73.0, "1": 73.0}
     assert reported("micro_batches") == {"": len(stand_ins.histograms["micro_batch_tokens"].values)}
     assert sum(stand_ins.histograms["micro_batch_tokens"].values) == 73
-    assert reported("micro_batches") == {"": len(stand_ins.histograms["hop_seconds"].values)}, "one hop between two stages"
+    assert reported("micro_batches") == {"": len(stand_ins.histograms["hop_seconds"].values)}, (
+        "one hop between two stages"
+    )
     assert reported("recoveries") == {"": 1.0}
     assert reported("recovery_pause_seconds")[""] > 0
     for stage in ("0", "1"):
@@ -204,7 +219,9 @@ def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(cha
     (window,) = stand_ins.gauges["kv_cache_pages"].values
     assert stand_ins.gauges["kv_cache_pages"].values == {window: PLAN.cache.classes[0].num_pages}
     assert stand_ins.gauges["kv_cache_pages_in_use"].values == {window: 0.0}
-    assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in PIPELINE_METRICS}
+    assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {
+        m.name for m in PIPELINE_METRICS
+    }
 
 
 def test_drafts_are_counted_by_vllms_names(chain: LocalStageChain) -> None:
@@ -222,15 +239,23 @@ def test_drafts_are_counted_by_vllms_names(chain: LocalStageChain) -> None:
             metrics.export(router)
 
     asyncio.run(drive())
-    counted = {name: stand_ins.counted(f"spec_decode_num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    counted = {
+        name: stand_ins.counted(f"spec_decode_num_{name}")
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
     assert counted == {"drafts": {"": 3}, "draft_tokens": {"": 12}, "accepted_tokens": {"": 7}}
 
 
 def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
-    """Also of the router that follows; a prompt of 20 tokens has a page of 16 and four tokens, of which one is sampled from."""
+    """Also of the router that follows; a prompt of 20 tokens has a page of 16 and four tokens, of
+    which one is sampled from.
+    """
     stand_ins, page_size = StandIns(), PLAN.cache.page_size
     metrics = PipelineMetrics(stand_ins, "app-0")
-    counted, cached = stand_ins.counted, lambda: sum(stand_ins.gauges["kv_cache_pages_cached"].values.values())
+    counted, cached = (
+        stand_ins.counted,
+        lambda: sum(stand_ins.gauges["kv_cache_pages_cached"].values.values()),
+    )
 
     async def drive() -> None:
         async with _running(chain, reuses_prefixes=True) as first:
@@ -245,9 +270,10 @@ def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
                 {"": 19 // page_size * page_size},
             )
             [(window, in_use)] = stand_ins.gauges["kv_cache_pages_in_use"].values.items()
-            assert (in_use, list(stand_ins.gauges["kv_cache_pages_cached"].values)) == (0.0, [window]), (
-                "idle pages are not in use"
-            )
+            assert (in_use, list(stand_ins.gauges["kv_cache_pages_cached"].values)) == (
+                0.0,
+                [window],
+            ), "idle pages are not in use"
         async with _running(chain, reuses_prefixes=True) as second:
             await _generate(second, 20, 4)
             metrics.export(second)
@@ -284,14 +310,27 @@ def test_the_counts_of_an_ingress_are_reported_once() -> None:
     assert stand_ins.counted("request_success") == {"stop": 3, "abort": 1}
     assert stand_ins.counted("prompt_tokens") == {"": 40}
     assert stand_ins.counted("generation_tokens") == {"": 7}
-    assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in REQUEST_METRICS}
+    assert set(stand_ins.counters) | set(stand_ins.histograms) == {
+        metric.name for metric in REQUEST_METRICS
+    }
 
 
 def test_the_table_of_the_documentation_is_the_codes() -> None:
     page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
     table = page.split("<!-- metrics:")[1].split("<!-- end of metrics -->")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `ray_")]
-    reported = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| `ray_")
+    ]
+    reported = [
+        [f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning]
+        for m in METRICS
+    ]
     assert [row[:4] for row in rows] == reported
-    values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(REQUEST_KINDS)
+    values = (
+        {word for reason in FinishReason for word in [reason.value]}
+        | set(REFUSALS.values())
+        | set(REQUEST_KINDS)
+    )
     assert all(f"`{value}`" in page for value in values), "what labels may say"

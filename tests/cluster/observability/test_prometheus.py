@@ -1,4 +1,6 @@
-"""A real Prometheus reads a real server: every panel of the dashboard shows something, and every alert can be judged."""
+"""A real Prometheus reads a real server: every panel of the dashboard shows something, and every
+alert can be judged.
+"""
 
 import asyncio
 import os
@@ -23,7 +25,9 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.serve,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"),
+    pytest.mark.skipif(
+        PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"
+    ),
 ]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -40,8 +44,15 @@ BURST = 8  # requests at once: too many for the queue
 def url() -> Iterator[str]:
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
-        with ray_cluster.local_ray_cluster(num_cpus=8), running_application(port, free_port(), **SETTINGS):
+        patch.setattr(
+            ray_cluster,
+            "RAY_SETTINGS",
+            {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000},
+        )
+        with (
+            ray_cluster.local_ray_cluster(num_cpus=8),
+            running_application(port, free_port(), **SETTINGS),
+        ):
             yield f"http://127.0.0.1:{port}"
 
 
@@ -50,7 +61,9 @@ def _prometheus(folder: Path) -> Iterator[httpx.Client]:
     """It scrapes this cluster's only node, and judges our alerts."""
     target = f"127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}"
     scrape = {"job_name": "ray", "static_configs": [{"targets": [target]}]}
-    with running_prometheus(folder, {"rule_files": [str(ALERTS)], "scrape_configs": [scrape]}, free_port()) as client:
+    with running_prometheus(
+        folder, {"rule_files": [str(ALERTS)], "scrape_configs": [scrape]}, free_port()
+    ) as client:
         yield client
 
 
@@ -62,9 +75,15 @@ async def _burst(url: str) -> int:
     """Returns the new tokens of all requests that were taken."""
     body = {"prompt": "What news from Rome?", "max_tokens": 30, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=120) as client:
-        answers = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(BURST)))
+        answers = await asyncio.gather(
+            *(client.post(f"{url}/v1/completions", json=body) for _ in range(BURST))
+        )
     assert {answer.status_code for answer in answers} <= {200, 429}
-    return sum(answer.json()["usage"]["completion_tokens"] for answer in answers if answer.status_code == 200)
+    return sum(
+        answer.json()["usage"]["completion_tokens"]
+        for answer in answers
+        if answer.status_code == 200
+    )
 
 
 def test_every_panel_and_every_alert_finds_something(url: str, tmp_path: Path) -> None:
@@ -75,14 +94,23 @@ def test_every_panel_and_every_alert_finds_something(url: str, tmp_path: Path) -
         os.kill(router_stats()[0]["stages"][1]["pid"], signal.SIGKILL)  # a recovery
         while missing:  # until pytest's own timeout, which shows what is
             tokens += asyncio.run(_burst(url))
-            missing = {place: query for place, query in missing.items() if not _values(client, query)}
-        # A scrape that takes longer than the second that it may makes every series stale until the next one.
-        while (reported := _values(client, "sum(ray_tramontane_generation_tokens_total)")) != [tokens]:
+            missing = {
+                place: query for place, query in missing.items() if not _values(client, query)
+            }
+        # A scrape that takes longer than the second that it may makes every series stale until the
+        # next one.
+        while (reported := _values(client, "sum(ray_tramontane_generation_tokens_total)")) != [
+            tokens
+        ]:
             assert not reported or reported[0] < tokens, "none is counted twice"
             time.sleep(0.2)
         while not (recoveries := _values(client, "sum(ray_tramontane_recoveries_total)")):
             time.sleep(0.2)
         assert recoveries == [1.0]
-        rules = [rule for group in client.get("/api/v1/rules").json()["data"]["groups"] for rule in group["rules"]]
+        rules = [
+            rule
+            for group in client.get("/api/v1/rules").json()["data"]["groups"]
+            for rule in group["rules"]
+        ]
         assert [rule["name"] for rule in rules] == [alert["alert"] for alert in alerts()]
         assert {rule["health"] for rule in rules} == {"ok"}

@@ -1,4 +1,6 @@
-"""Ray's dashboard in a real browser shows the stages at work, from a real Prometheus; a stand-in takes the place of Grafana."""
+"""Ray's dashboard in a real browser shows the stages at work, from a real Prometheus; a stand-in
+takes the place of Grafana.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.serve,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"),
+    pytest.mark.skipif(
+        PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"
+    ),
 ]
 NUM_STAGES, STREAMS = 2, 3
 # That both see the same time: Prometheus' rate is of as many seconds as /activity has.
@@ -51,7 +55,11 @@ class Monitored:
 def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     folder, ports = tmp_path_factory.mktemp("monitoring") / "files", [free_port() for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
+        patch.setattr(
+            ray_cluster,
+            "RAY_SETTINGS",
+            {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000},
+        )
         monitoring(folder, f"http://127.0.0.1:{ports[0]}")
         settings = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
         prometheus = stack.enter_context(running_prometheus(folder, settings, ports[0]))
@@ -70,7 +78,11 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
             sleep(0.1)  # until Prometheus has started
         patch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", CORE_DASHBOARD_UID)
         dashboard = stack.enter_context(ray_cluster.local_ray_cluster(num_cpus=4, dashboard=True))
-        stack.enter_context(running_application(ports[1], ports[2], dtype="float32", stages=NUM_STAGES, threads_per_stage=1))
+        stack.enter_context(
+            running_application(
+                ports[1], ports[2], dtype="float32", stages=NUM_STAGES, threads_per_stage=1
+            )
+        )
         url = f"http://127.0.0.1:{ports[1]}"
         stack.enter_context(_work(url))
         yield Monitored(url, f"http://{dashboard}", prometheus, stub)
@@ -113,20 +125,26 @@ def test_every_query_of_the_row_finds_a_series_for_each_live_stage(monitored: Mo
         sleep(0.2)
     for title in STAGE_PANELS:
         series = find_series(monitored.prometheus, queries[f"{title} A"])
-        assert sorted(labels["stage"] for labels, _ in series) == [str(stage) for stage in range(NUM_STAGES)], title
+        assert sorted(labels["stage"] for labels, _ in series) == [
+            str(stage) for stage in range(NUM_STAGES)
+        ], title
     hops = find_series(monitored.prometheus, queries["Hops between stages A"])
     assert [labels["stage"] for labels, _ in hops] == [str(stage) for stage in range(1, NUM_STAGES)]
     while True:  # until pytest's own timeout
         (pipeline,) = httpx.get(f"{monitored.url}/activity", timeout=30).json()["pipelines"]
         series = find_series(monitored.prometheus, queries["Stages at work A"])
         shown = {int(labels["stage"]): value for labels, value in series}
-        if len(shown) == NUM_STAGES and all(abs(shown[stage] - busy) < 0.05 for stage, busy in enumerate(pipeline["busy"])):
+        if len(shown) == NUM_STAGES and all(
+            abs(shown[stage] - busy) < 0.05 for stage, busy in enumerate(pipeline["busy"])
+        ):
             assert min(pipeline["busy"]) > 0.02, "they are at work"
             break
         sleep(0.3)
 
 
-def test_ray_s_metrics_page_embeds_the_dashboard_that_begins_with_our_row(monitored: Monitored) -> None:
+def test_ray_s_metrics_page_embeds_the_dashboard_that_begins_with_our_row(
+    monitored: Monitored,
+) -> None:
     with browser() as chromium:
         page = chromium.new_page(viewport={"width": 1400, "height": 900})
         page.goto(f"{monitored.dashboard}/#/metrics")

@@ -40,7 +40,11 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 def _request(started_at: float = 2.0, first_token_at: float = 5.0) -> ActiveRequest:
     sequence = Sequence(0, (1, 2), SamplingParams(), 9, request_id="mine")
     request = ActiveRequest([sequence], lambda _: None, 1.0)
-    request.started_at, request.first_token_at, request.last_token_at = started_at, first_token_at, first_token_at + 4
+    request.started_at, request.first_token_at, request.last_token_at = (
+        started_at,
+        first_token_at,
+        first_token_at + 4,
+    )
     return request
 
 
@@ -48,23 +52,31 @@ def test_without_an_exporter_there_is_no_tracing() -> None:
     assert tracing_config(None, 1.0) is None
 
 
-@pytest.mark.parametrize("exporter", ["file", "otlp", "tramontane.cluster.observability.tracing:otlp"])
+@pytest.mark.parametrize(
+    "exporter", ["file", "otlp", "tramontane.cluster.observability.tracing:otlp"]
+)
 def test_ray_serve_accepts_the_configuration(exporter: str) -> None:
     reported = TracingConfig(**(tracing_config(exporter, 0.25) or {}))
     assert (reported.enabled, reported.sampling_ratio) == (True, 0.25)
     assert ":" in reported.exporter_import_path
 
 
-@pytest.mark.parametrize("exporter", ["console", "no.such:thing", "math:nothing", "math:pi", f"{__name__}:two_processors"])
+@pytest.mark.parametrize(
+    "exporter",
+    ["console", "no.such:thing", "math:nothing", "math:pi", f"{__name__}:two_processors"],
+)
 def test_what_every_process_would_fail_with_is_refused_at_once(exporter: str) -> None:
     with pytest.raises(ConfigError, match="--tracing-exporter"):
         tracing_config(exporter, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("path", "is_taken"), [("tramontane.cluster.observability.tracing:otlp", True), ("no.such:thing", False)]
+    ("path", "is_taken"),
+    [("tramontane.cluster.observability.tracing:otlp", True), ("no.such:thing", False)],
 )
-def test_a_proxy_goes_without_spans_where_it_cannot_make_them(monkeypatch: pytest.MonkeyPatch, path: str, is_taken: bool) -> None:
+def test_a_proxy_goes_without_spans_where_it_cannot_make_them(
+    monkeypatch: pytest.MonkeyPatch, path: str, is_taken: bool
+) -> None:
     config = TracingConfig(enabled=True, exporter_import_path=path, sampling_ratio=0.5)
     controller = SimpleNamespace(get_tracing_config=SimpleNamespace(remote=lambda: config))
     fake = SimpleNamespace(is_initialized=lambda: True, get=lambda ref, timeout: ref)
@@ -80,7 +92,10 @@ def test_a_proxy_goes_without_spans_where_it_cannot_make_them(monkeypatch: pytes
 def test_a_name_without_a_colon_is_not_looked_for(exporter: str) -> None:
     with pytest.raises(ConfigError) as error:
         tracing_config(exporter, 1.0)
-    assert str(error.value) == f"--tracing-exporter is {exporter!r}; it must be otlp, file or MODULE:FUNCTION"
+    assert (
+        str(error.value)
+        == f"--tracing-exporter is {exporter!r}; it must be otlp, file or MODULE:FUNCTION"
+    )
 
 
 class Collector(SpanExporter):
@@ -95,10 +110,17 @@ class Collector(SpanExporter):
 
 
 def test_a_collector_gets_spans_in_bunches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for twenty spans, in the order of their ends, and none while a request waits for it."""
+    """One call for twenty spans, in the order of their ends, and none while a request waits for
+    it.
+    """
     collector = Collector()
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # ms until it is called for fewer spans than make a bunch
-    monkeypatch.setattr(tracing, "import_module", {tracing.OTLP: SimpleNamespace(OTLPSpanExporter=lambda: collector)}.get)
+    # ms until it is called for fewer spans than make a bunch
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    monkeypatch.setattr(
+        tracing,
+        "import_module",
+        {tracing.OTLP: SimpleNamespace(OTLPSpanExporter=lambda: collector)}.get,
+    )
     (processor,) = otlp()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
@@ -122,10 +144,14 @@ def test_a_router_reports_where_a_requests_time_went(spans: InMemorySpanExporter
     assert took == pytest.approx({"queue": 1.0, "prefill": 3.0, "decode": 4.0})
     assert {span.parent and span.parent.span_id for span in phases} == {call.context.span_id}
     assert call.attributes == {"tramontane.request_id": "mine", "tramontane.is_complete": True}
-    assert [(event.name, dict(event.attributes or {})) for event in call.events] == [("recovery", {"reason": "stage 1 died"})]
+    assert [(event.name, dict(event.attributes or {})) for event in call.events] == [
+        ("recovery", {"reason": "stage 1 died"})
+    ]
 
 
-def test_a_request_that_never_began_was_in_the_queue_all_the_time(spans: InMemorySpanExporter) -> None:
+def test_a_request_that_never_began_was_in_the_queue_all_the_time(
+    spans: InMemorySpanExporter,
+) -> None:
     with trace.get_tracer("").start_as_current_span("call"):
         record_spans(_request(math.inf, math.inf), HealthTracker(lambda: 10.0), is_complete=False)
     queue, call = spans.get_finished_spans()
@@ -133,7 +159,9 @@ def test_a_request_that_never_began_was_in_the_queue_all_the_time(spans: InMemor
     assert ((queue.end_time or 0) - (queue.start_time or 0)) / 1e9 == pytest.approx(9.0)
 
 
-def test_what_is_off_or_not_sampled_leaves_nothing(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_off_or_not_sampled_leaves_nothing(
+    spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record_spans(_request(), HealthTracker(lambda: 10.0), is_complete=True)  # of no trace
     monkeypatch.setattr(tracing_utils, "_tracing_enabled", False)
     with trace.get_tracer("").start_as_current_span("call"):
@@ -144,7 +172,9 @@ def test_what_is_off_or_not_sampled_leaves_nothing(spans: InMemorySpanExporter, 
 
 @pytest.mark.usefixtures("spans")
 @pytest.mark.parametrize(("is_on", "request_id"), [(True, "mine"), (False, "mine"), (True, "")])
-def test_a_call_for_a_request_belongs_to_its_trace(is_on: bool, request_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_for_a_request_belongs_to_its_trace(
+    is_on: bool, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stream of a router's tokens is begun in a request, and belongs to none."""
     monkeypatch.setattr(tracing_utils, "_tracing_enabled", is_on)
     with trace.get_tracer("").start_as_current_span("ingress") as ingress_span:

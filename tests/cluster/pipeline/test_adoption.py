@@ -1,4 +1,6 @@
-"""Routers that adopt pipelines or create them: what they log of those they cannot claim, and how many calls 64 of them make."""
+"""Routers that adopt pipelines or create them: what they log of those they cannot claim, and how
+many calls 64 of them make.
+"""
 
 import asyncio
 import itertools
@@ -26,12 +28,18 @@ from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
 
-SPEC = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
-DRIVEN = RayTaskError("claim", "a traceback", LeaseError("the pipeline is driven by another")).as_instanceof_cause()
+SPEC = PipelineSpec(
+    "app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False
+)
+DRIVEN = RayTaskError(
+    "claim", "a traceback", LeaseError("the pipeline is driven by another")
+).as_instanceof_cause()
 UNREACHABLE = ActorUnavailableError("the supervisor is away", None)
 
 
-@pytest.mark.parametrize(("error", "level"), [(DRIVEN, logging.INFO), (UNREACHABLE, logging.WARNING)])
+@pytest.mark.parametrize(
+    ("error", "level"), [(DRIVEN, logging.INFO), (UNREACHABLE, logging.WARNING)]
+)
 def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
     error: RayError, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,7 +74,9 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
 def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every two seconds, for the last time when none is left; ``nodes_timeout_s`` counts from the first probe."""
+    """Every two seconds, for the last time when none is left; ``nodes_timeout_s`` counts from the
+    first probe.
+    """
     now, probes = 1000.0, list[float]()
 
     def new_spec() -> NoReturn:
@@ -84,7 +94,9 @@ def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
     monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
     monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
     monkeypatch.setattr(adoption, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(
+        adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+    )
     caplog.set_level(logging.INFO, adoption.__name__)
     with pytest.raises(TooFewNodesError, match="and there are 2"):
         asyncio.run(create())
@@ -94,7 +106,9 @@ def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
     ]
 
 
-def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As all supervisors are away: neither is an existing pipeline claimed nor a new one."""
     rounds, sleeps = list[list[str]](), list[float]()
 
@@ -119,8 +133,12 @@ def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(monke
 
     monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
     monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
-    monkeypatch.setattr(adoption, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s))
-    monkeypatch.setattr(adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(
+        adoption, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s)
+    )
+    monkeypatch.setattr(
+        adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+    )
     monkeypatch.setattr(lifecycle, "create_supervisor", create_supervisor)
     monkeypatch.setattr(lifecycle, "call_or_restart", claim)
     with pytest.raises(PlanError, match="it is given up"):
@@ -133,7 +151,9 @@ NUM_ROUTERS = 64
 
 
 class _Method:
-    """As a method of an actor's handle; every call is counted, and takes a few turns of the event loop."""
+    """As a method of an actor's handle; every call is counted, and takes a few turns of the event
+    loop.
+    """
 
     def __init__(self, cluster: "_Cluster", call: Callable[..., Any]) -> None:
         self._cluster, self._call = cluster, call
@@ -141,7 +161,7 @@ class _Method:
     def options(self, **_: object) -> "_Method":
         return self
 
-    async def remote(self, *args: object) -> Any:  # noqa: ANN401
+    async def remote(self, *args: object) -> Any:
         self._cluster.calls["supervisors"] += 1
         for _ in range(self._cluster.rng.randrange(1, 10)):
             await asyncio.sleep(0)
@@ -153,8 +173,14 @@ class _Supervisor:
 
     def __init__(self, cluster: "_Cluster", spec: PipelineSpec) -> None:
         self._leases = LeaseManager(ttl_s=10.0, now=0.0)
-        self.specification, self.claim = _Method(cluster, lambda: spec), _Method(cluster, self._claim)
-        self.start, self.renew = _Method(cluster, lambda _timeout_s: []), _Method(cluster, lambda _holder: True)
+        self.specification, self.claim = (
+            _Method(cluster, lambda: spec),
+            _Method(cluster, self._claim),
+        )
+        self.start, self.renew = (
+            _Method(cluster, lambda _timeout_s: []),
+            _Method(cluster, lambda _holder: True),
+        )
 
     def _claim(self, holder: str) -> None:
         try:
@@ -164,20 +190,29 @@ class _Supervisor:
 
 
 class _Cluster:
-    """The named actors of a cluster, and how many calls the head node and the supervisors have received."""
+    """The named actors of a cluster, and how many calls the head node and the supervisors have
+    received.
+    """
 
     def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng, self.calls, self._holders = rng, Counter[str](), itertools.count()
         self.supervisors: dict[str, _Supervisor] = {}
-        monkeypatch.setattr(adoption, "actor_names", lambda _: self._count("listings", sorted(self.supervisors)))
-        monkeypatch.setattr(adoption, "actor_holder_name", lambda _: f"actor@0/{next(self._holders)}")
-        monkeypatch.setattr(ray, "get_actor", lambda name, _: self._count("lookups", self.supervisors[name]))
+        monkeypatch.setattr(
+            adoption, "actor_names", lambda _: self._count("listings", sorted(self.supervisors))
+        )
+        monkeypatch.setattr(
+            adoption, "actor_holder_name", lambda _: f"actor@0/{next(self._holders)}"
+        )
+        monkeypatch.setattr(
+            ray, "get_actor", lambda name, _: self._count("lookups", self.supervisors[name])
+        )
         monkeypatch.setattr(lifecycle, "create_supervisor", self.create)
         monkeypatch.setattr(lifecycle, "shut_down_pipeline", lambda _: None)
-        monkeypatch.setattr(supervisor_client, "LEASE_CALL_TIMEOUT_S", 3600.0)  # on a busy machine 64 routers take seconds
+        # on a busy machine 64 routers take seconds
+        monkeypatch.setattr(supervisor_client, "LEASE_CALL_TIMEOUT_S", 3600.0)
         monkeypatch.setattr(supervisor_client, "RENEW_INTERVAL_S", 3600.0)
 
-    def _count(self, kind: str, answer: Any) -> Any:  # noqa: ANN401
+    def _count(self, kind: str, answer: Any) -> Any:
         self.calls[kind] += 1
         return answer
 
@@ -193,7 +228,9 @@ async def _start_together(first_numbers: list[int]) -> list[str]:
 
     async def drive(first_number: int) -> None:
         async with AsyncExitStack() as stack:
-            adopted = adoption.adopt_or_create_pipeline("app", lambda: SPEC, first_number=first_number)
+            adopted = adoption.adopt_or_create_pipeline(
+                "app", lambda: SPEC, first_number=first_number
+            )
             spec, _ = await stack.enter_async_context(adopted)
             names.append(spec.name)
             if len(names) == len(first_numbers):
@@ -209,7 +246,9 @@ async def _start_together(first_numbers: list[int]) -> list[str]:
 def test_64_routers_start_in_a_number_of_calls_linear_in_64(
     num_existing: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New pipelines, and those that existed and have no driver. In rounds, 64 routers made thousands of calls."""
+    """New pipelines, and those that existed and have no driver. In rounds, 64 routers made
+    thousands of calls.
+    """
     rng = random.Random(seed)
     cluster = _Cluster(rng, monkeypatch)
     for number in range(num_existing):
@@ -221,12 +260,18 @@ def test_64_routers_start_in_a_number_of_calls_linear_in_64(
     assert sorted(names) == sorted(f"app-{number}" for number in range(NUM_ROUTERS))
     assert cluster.calls["listings"] == cluster.calls["creations"] == NUM_ROUTERS
     assert cluster.calls["lookups"] <= 2 * NUM_ROUTERS, "for the specification, and at the end"
-    assert cluster.calls["supervisors"] <= 5 * NUM_ROUTERS, "specification, claim, start and two renewals"
+    assert cluster.calls["supervisors"] <= 5 * NUM_ROUTERS, (
+        "specification, claim, start and two renewals"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_routers_with_the_same_number_soon_claim_different_pipelines(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lists the cluster once, and claims a pipeline 10 times at most on average; one by one it would be 32 times."""
+def test_routers_with_the_same_number_soon_claim_different_pipelines(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lists the cluster once, and claims a pipeline 10 times at most on average; one by one it
+    would be 32 times.
+    """
     cluster = _Cluster(random.Random(seed), monkeypatch)
     names = asyncio.run(_start_together([0] * NUM_ROUTERS))
     assert len(set(names)) == NUM_ROUTERS
@@ -246,5 +291,7 @@ def test_existing_pipelines_are_tried_from_the_own_number_on() -> None:
 
 
 def test_pipelines_are_sorted_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)])
+    monkeypatch.setattr(
+        adoption, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)]
+    )
     assert adoption._pipelines("app") == ["app-0", "app-1", "app-2", "app-10"]

@@ -1,4 +1,5 @@
-"""A cluster that is too small, to which Ray's autoscaler adds a node: commands wait for it, and say so.
+"""A cluster that is too small, to which Ray's autoscaler adds a node: commands wait for it, and say
+so.
 
 Ray's provider of fake nodes starts raylets on this machine.
 """
@@ -25,38 +26,87 @@ from tramontane.cluster.ray_internals.accessors import has_autoscaler
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
-HEAD, PROVIDER = "ray.head.default", "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+HEAD, PROVIDER = (
+    "ray.head.default",
+    "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+)
 HEAD_ID = "f" * 51 + "00000"  # what the provider takes for the head's
 STORE_BYTES = 2**27
-COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+COMMANDS = (
+    "initialization",
+    "setup",
+    "head_setup",
+    "worker_setup",
+    "head_start_ray",
+    "worker_start_ray",
+)
 
 
 def _configuration(address: str, version: int) -> dict[str, Any]:
-    """Return what ``ray up`` would leave on the head: a type of nodes with two CPUs, of which there may be one."""
+    """Return what ``ray up`` would leave on the head: a type of nodes with two CPUs, of which there
+    may be one.
+    """
     provider = {"type": "fake_multinode", "gcs_address": address, "head_node_id": HEAD_ID}
-    provider |= {"disable_node_updaters": True, "disable_launch_config_check": True, "launch_multiple": True}
+    provider |= {
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+        "launch_multiple": True,
+    }
     if version == 2:  # for its own types it looks for files that the package lacks
         provider |= {"type": "external", "module": PROVIDER}
-    worker = {"resources": {"CPU": 2, "object_store_memory": STORE_BYTES}, "node_config": {}, "min_workers": 0, "max_workers": 1}
+    worker = {
+        "resources": {"CPU": 2, "object_store_memory": STORE_BYTES},
+        "node_config": {},
+        "min_workers": 0,
+        "max_workers": 1,
+    }
     types = {HEAD: {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0}, "worker": worker}
-    more: dict[str, Any] = {"auth": {"ssh_user": "user"}, "file_mounts": {}, "cluster_synced_files": [], "rsync_exclude": []}
-    more |= {"file_mounts_sync_continuously": False, "rsync_filter": [], "upscaling_speed": 1.0, "idle_timeout_minutes": 60}
-    scale = {"cluster_name": "fake", "max_workers": 1, "head_node_type": HEAD, "available_node_types": types}
+    more: dict[str, Any] = {
+        "auth": {"ssh_user": "user"},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "rsync_exclude": [],
+    }
+    more |= {
+        "file_mounts_sync_continuously": False,
+        "rsync_filter": [],
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 60,
+    }
+    scale = {
+        "cluster_name": "fake",
+        "max_workers": 1,
+        "head_node_type": HEAD,
+        "available_node_types": types,
+    }
     return {**scale, "provider": provider, **more} | {f"{name}_commands": [] for name in COMMANDS}
 
 
 @contextmanager
 def _growing(version: int, tmp_path: Path) -> Iterator[str]:
-    """Start a head node with one CPU and the autoscaler, and wait until it is found. Yields the head's address."""
-    folder = Path(tempfile.mkdtemp(prefix="grow-"))  # pytest's own names are too long for Ray's sockets
+    """Start a head node with one CPU and the autoscaler, and wait until it is found. Yields the
+    head's address.
+    """
+    # pytest's own names are too long for Ray's sockets
+    folder = Path(tempfile.mkdtemp(prefix="grow-"))
     address = f"{get_node_ip_address()}:{(port := free_port())}"
     (file := tmp_path / "cluster.json").write_text(json.dumps(_configuration(address, version)))
     environment = os.environ | {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     if version == 2:
         ids = dict.fromkeys(("RAY_CLOUD_INSTANCE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"), HEAD_ID)
         environment |= ids | {"RAY_enable_autoscaler_v2": "1", "RAY_NODE_TYPE_NAME": HEAD}
-    options: dict[str, object] = {"port": port, "num-cpus": 1, "object-store-memory": STORE_BYTES, "include-dashboard": False}
-    options |= {"temp-dir": folder, "autoscaling-config": file, "min-worker-port": 0, "max-worker-port": 0}
+    options: dict[str, object] = {
+        "port": port,
+        "num-cpus": 1,
+        "object-store-memory": STORE_BYTES,
+        "include-dashboard": False,
+    }
+    options |= {
+        "temp-dir": folder,
+        "autoscaling-config": file,
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+    }
     words = [f"--{name}={value}" for name, value in options.items()]
     with (tmp_path / "ray.log").open("w") as log:
         head = subprocess.Popen(
@@ -84,10 +134,30 @@ def _growing(version: int, tmp_path: Path) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _generate(address: str, folder: Path, stages: int, placement_timeout: int) -> tuple[int, list[str]]:
+def _generate(
+    address: str, folder: Path, stages: int, placement_timeout: int
+) -> tuple[int, list[str]]:
     (config := folder / "config.yaml").write_text(f"placement_timeout: {placement_timeout}\n")
-    words = ["The", "--address", address, "--config", config, "--stages", stages, "--threads-per-stage", 1, "--max-tokens", 2]
-    command = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "generate", *map(str, words)]
+    words = [
+        "The",
+        "--address",
+        address,
+        "--config",
+        config,
+        "--stages",
+        stages,
+        "--threads-per-stage",
+        1,
+        "--max-tokens",
+        2,
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        "from tramontane.cluster.cli.main import main; main()",
+        "generate",
+        *map(str, words),
+    ]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr.splitlines()
 
@@ -108,12 +178,15 @@ def test_a_command_waits_for_nodes_that_the_autoscaler_adds(growing: str, tmp_pa
     assert code == 0, lines
     waiting = [line for line in lines if line.startswith("waiting")]
     assert (
-        waiting[0] == "waiting up to 605 s for 3 stages (3 x {CPU: 1}): free are 1 of 1 CPU; Ray's autoscaler may add nodes ..."
+        waiting[0]
+        == "waiting up to 605 s for 3 stages (3 x {CPU: 1}): free are 1 of 1 CPU; Ray's autoscaler"
+        " may add nodes ..."
     )
     code, lines = _generate(growing, tmp_path, stages=4, placement_timeout=1)
     assert code == 2, lines
     assert lines[-1].startswith("error: the cluster has no room for 4 stages (4 x {CPU: 1}) after ")
     assert lines[-1].endswith(
-        " of 3 CPU; Ray's autoscaler may add nodes; use fewer --stages or --threads-per-stage, or wait longer (placement_timeout "
-        "in a --config file); ray status shows which nodes are added"
+        " of 3 CPU; Ray's autoscaler may add nodes; use fewer --stages or --threads-per-stage, or"
+        " wait longer (placement_timeout in a --config file); ray status shows which nodes are"
+        " added"
     )

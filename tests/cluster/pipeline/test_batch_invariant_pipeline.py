@@ -1,4 +1,6 @@
-"""On Ray's actors answers have the same bits, too: both links, any number of stages, with experts outside, and after deaths."""
+"""On Ray's actors answers have the same bits, too: both links, any number of stages, with experts
+outside, and after deaths.
+"""
 
 import asyncio
 import shutil
@@ -13,7 +15,14 @@ from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
 from small_cluster import small_cluster
-from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import (
+    latent_args,
+    random_model,
+    sparse_args,
+    tiny_args,
+    tiny_plan,
+    write_checkpoint,
+)
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
@@ -25,9 +34,13 @@ from tramontane.workers.stage.stage_worker import StageWorker
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="batch invariance needs kernels in C, and they a C compiler"),
+    pytest.mark.skipif(
+        shutil.which("cc") is None,
+        reason="batch invariance needs kernels in C, and they a C compiler",
+    ),
 ]
-# 1 KiB for each token's hidden state: a chunk of 160 tokens is more than the 100 KiB that Ray sends without its object store.
+# 1 KiB for each token's hidden state: a chunk of 160 tokens is more than the 100 KiB that Ray sends
+# without its object store.
 MODELS = {
     "mixtral": replace(tiny_args(n_layers=4, window=24, max_seq_len=400), dim=512, vocab_size=300),
     "latent": replace(latent_args(n_layers=4, max_seq_len=400), dim=512, vocab_size=300),
@@ -46,7 +59,8 @@ def _ray() -> Iterator[None]:
 class Model:
     args: ModelArgs
     folder: Path
-    expected: list[Values]  # of prompts that have a stage in this process for themselves, one after the other
+    # of prompts that have a stage in this process for themselves, one after the other
+    expected: list[Values]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +72,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         plan = tiny_plan(args, dtype="bfloat16", batch_invariant=True)
         chain = LocalStageChain([StageWorker.load(plan.stages[0], folder)])
         try:
-            answers = asyncio.run(run_answers(chain, scheduler_for(plan), PROMPTS, SAMPLING, together=False))
+            answers = asyncio.run(
+                run_answers(chain, scheduler_for(plan), PROMPTS, SAMPLING, together=False)
+            )
         finally:
             chain.close()
         return Model(args, folder, list(map(exact_values, answers)))
@@ -80,12 +96,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     ],
 )
 def test_the_same_bits(
-    models: Callable[[str], Model], kind: str, link: Link, num_stages: int, num_actors: int, deaths: int
+    models: Callable[[str], Model],
+    kind: str,
+    link: Link,
+    num_stages: int,
+    num_actors: int,
+    deaths: int,
 ) -> None:
     model = models(kind)
     plan = tiny_plan(model.args, num_stages, dtype="bfloat16", batch_invariant=True)
     if num_actors:
-        experts = replace(expert_plan(model.args, num_actors, dtype="bfloat16"), batch_invariant=True)
+        experts = replace(
+            expert_plan(model.args, num_actors, dtype="bfloat16"), batch_invariant=True
+        )
         plan = without_experts(plan, experts)
     name = f"exact-{kind}-{link}-{num_stages}-{num_actors}"
     spec = PipelineSpec(name, plan, model.folder, threads_per_stage=1, use_gpus=False, link=link)
@@ -97,6 +120,8 @@ def test_the_same_bits(
                 killed.append(result.epoch)
                 ray.kill(chain.stages[-1], no_restart=False)
 
-        answers = asyncio.run(run_answers(chain, scheduler_for(plan, 200), PROMPTS, SAMPLING, observe=kill))
+        answers = asyncio.run(
+            run_answers(chain, scheduler_for(plan, 200), PROMPTS, SAMPLING, observe=kill)
+        )
     assert len(killed) == deaths
     assert list(map(exact_values, answers)) == model.expected

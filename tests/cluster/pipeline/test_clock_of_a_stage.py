@@ -1,4 +1,6 @@
-"""A pipeline on Ray in which the wall clock of a stage's process is set by an hour, both ways, while sequences decode."""
+"""A pipeline on Ray in which the wall clock of a stage's process is set by an hour, both ways,
+while sequences decode.
+"""
 
 import asyncio
 import shutil
@@ -56,12 +58,16 @@ def test_the_clock_of_one_process_can_be_set(clocks: WallClocks) -> None:
 
 
 @pytest.mark.parametrize("link", ["object-store", "direct"])
-def test_no_token_differs_and_no_time_of_a_stage_goes_back(clocks: WallClocks, link: Link, tmp_path: Path) -> None:
+def test_no_token_differs_and_no_time_of_a_stage_goes_back(
+    clocks: WallClocks, link: Link, tmp_path: Path
+) -> None:
     plan = tiny_plan(ARGS, 2)
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     prompts = PROMPTS[:6]
     expected = run_in_process(plan, split_model(random_model(ARGS), plan), prompts, SAMPLING)
-    spec = PipelineSpec(f"clock-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link)
+    spec = PipelineSpec(
+        f"clock-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link
+    )
     timings: list[Any] = []
     with running_chain(spec) as chain:
         pids = [health.pid for health in asyncio.run(chain.health())]
@@ -71,7 +77,10 @@ def test_no_token_differs_and_no_time_of_a_stage_goes_back(clocks: WallClocks, l
             if (off_s := JUMP_AT.get(len(timings))) is not None:
                 clocks.set(pids[1], off_s)
 
-        assert asyncio.run(run_prompts(chain, scheduler_for(plan), prompts, SAMPLING, observe=observe)) == expected
+        assert (
+            asyncio.run(run_prompts(chain, scheduler_for(plan), prompts, SAMPLING, observe=observe))
+            == expected
+        )
     assert len(timings) > max(JUMP_AT)
     for stage in range(2):
         starts = [each[stage].started_at for each in timings]

@@ -1,4 +1,6 @@
-"""A draft model on an actor of its own: the answers that requests get without it, also while its process is killed."""
+"""A draft model on an actor of its own: the answers that requests get without it, also while its
+process is killed.
+"""
 
 import asyncio
 import os
@@ -36,7 +38,9 @@ from tramontane.workers.stage.stage_worker import StageWorker
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"),
+    pytest.mark.skipif(
+        shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+    ),
 ]
 
 ARGS = replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=256), vocab_size=300)
@@ -44,7 +48,9 @@ BUDGET = 64
 WISHES = (
     SamplingParams(max_tokens=60, temperature=0.0, logprobs=1),
     SamplingParams(max_tokens=60, temperature=0.8, seed=5, top_p=0.9),
-    SamplingParams(max_tokens=60, temperature=0.9, seed=6, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(
+        max_tokens=60, temperature=0.9, seed=6, presence_penalty=0.4, frequency_penalty=0.2
+    ),
 )
 PROMPTS = [random_ids(6 + 9 * number, number, ARGS.vocab_size) for number in range(len(WISHES))]
 
@@ -66,7 +72,14 @@ def expected(folder: Path) -> list[Values]:
     plan = tiny_plan(ARGS, batch_invariant=True)
     chain = LocalStageChain([StageWorker.load(plan.stages[0], folder)])
     try:
-        return list(map(exact_values, asyncio.run(run_answers(chain, scheduler_for(plan), PROMPTS, WISHES, together=False))))
+        return list(
+            map(
+                exact_values,
+                asyncio.run(
+                    run_answers(chain, scheduler_for(plan), PROMPTS, WISHES, together=False)
+                ),
+            )
+        )
     finally:
         chain.close()
 
@@ -76,19 +89,32 @@ def pipeline(folder: Path) -> Iterator[tuple[ObjectStoreStageChain, PipelineSpec
     """Two stages, and the same model as its own draft model, so that its drafts are right."""
     config = SpeculativeConfig(4, 0, 0, "draft_model", str(folder))
     plan = tiny_plan(ARGS, 2, num_drafts=config.max_drafts(), batch_invariant=True)
-    draft_model = DraftModelSpec(tiny_plan(ARGS, num_drafts=5, batch_invariant=True).stages[0], folder)
-    spec = PipelineSpec("drafting", plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model)
+    draft_model = DraftModelSpec(
+        tiny_plan(ARGS, num_drafts=5, batch_invariant=True).stages[0], folder
+    )
+    spec = PipelineSpec(
+        "drafting", plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model
+    )
     with running_chain(spec) as chain:
         yield chain, spec
 
 
 def _scheduler(spec: PipelineSpec) -> Scheduler:
     config = SpeculativeConfig(4, 0, 0, "draft_model")
-    limits = SchedulerLimits(16, BUDGET, spec.plan.max_model_len, ARGS.vocab_size, reuses_prefixes=True, speculative=config)
+    limits = SchedulerLimits(
+        16,
+        BUDGET,
+        spec.plan.max_model_len,
+        ARGS.vocab_size,
+        reuses_prefixes=True,
+        speculative=config,
+    )
     return Scheduler(spec.plan.cache, limits, FixedInFlightPolicy(2, BUDGET))
 
 
-async def _ask(chain: ObjectStoreStageChain, spec: PipelineSpec, scheduler: Scheduler, kill: bool) -> list[Values]:
+async def _ask(
+    chain: ObjectStoreStageChain, spec: PipelineSpec, scheduler: Scheduler, kill: bool
+) -> list[Values]:
     """Run all requests at once. ``kill``: the draft model's process, once ten drafts were right."""
     router, was_killed = Router(scheduler, chain), not kill
     running = asyncio.create_task(run_with_drafts(router, draft_port(spec)))
@@ -138,7 +164,9 @@ def test_the_same_answers_with_a_draft_model(
     assert asyncio.run(_ask(*pipeline, scheduler, run == "killed")) == expected
     counts = scheduler.draft_counts
     assert counts.num_accepted_tokens >= 10
-    assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, "the last ones may follow the end of an answer"
+    assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, (
+        "the last ones may follow the end of an answer"
+    )
 
 
 def test_one_that_hangs_gets_a_new_process(
@@ -159,7 +187,9 @@ def test_one_that_hangs_gets_a_new_process(
 def _small(name: str, folder: Path, draft_folder: Path) -> PipelineSpec:
     draft_model = DraftModelSpec(tiny_plan(ARGS, num_drafts=5).stages[0], draft_folder)
     plan = tiny_plan(ARGS, 1, num_drafts=4)
-    return PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model)
+    return PipelineSpec(
+        name, plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model
+    )
 
 
 def test_a_new_pipeline_needs_its_draft_model(folder: Path, tmp_path: Path) -> None:

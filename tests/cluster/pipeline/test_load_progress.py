@@ -1,4 +1,6 @@
-"""Where weights come from, and what a person sees while they come, and of workers that are lost; without Ray."""
+"""Where weights come from, and what a person sees while they come, and of workers that are lost;
+without Ray.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,12 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline import load_progress as loading
 from tramontane.cluster.pipeline.adoption import pipeline_prefix
-from tramontane.cluster.pipeline.engine import model_fingerprint, open_engine, pipeline_spec, validate_model
+from tramontane.cluster.pipeline.engine import (
+    model_fingerprint,
+    open_engine,
+    pipeline_spec,
+    validate_model,
+)
 from tramontane.cluster.pipeline.load_progress import LoadProgress, LossReporter, load_progress
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.planning.hardware import Hardware
@@ -49,7 +56,9 @@ def without_weights(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_profile_that_no_stage_could_record_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_no_stage_could_record_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAMONTANE_PROFILE", "/tmp/profile:20")
     with pytest.raises(ConfigError, match="it must be FOLDER:FIRST:STEPS"):
         validate_model(_config(tmp_path / "nothing"))
@@ -61,7 +70,10 @@ def test_a_profile_that_no_stage_could_record_is_refused_first(tmp_path: Path, m
 def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: Path) -> None:
     config = _config(without_weights)
     assert validate_model(config) == ARGS
-    assert [name for name, _digest in model_fingerprint(config)] == ["config.json", "tokenizer.model"]
+    assert [name for name, _digest in model_fingerprint(config)] == [
+        "config.json",
+        "tokenizer.model",
+    ]
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         validate_model(_config(without_weights, "auto"))
     shutil.rmtree(without_weights)
@@ -69,8 +81,12 @@ def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: P
         model_fingerprint(config)
 
 
-@pytest.mark.parametrize(("dtype", "found"), [("float32", "float32"), ("auto", "bfloat16"), ("bfloat16", "bfloat16")])
-def test_in_float32_the_tensors_say_what_their_dtype_is(dtype: str, found: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "found"), [("float32", "float32"), ("auto", "bfloat16"), ("bfloat16", "bfloat16")]
+)
+def test_in_float32_the_tensors_say_what_their_dtype_is(
+    dtype: str, found: str, tmp_path: Path
+) -> None:
     """The configuration says bfloat16, and they are in float32."""
     folder = write_tokenizer(write_checkpoint(tmp_path / "model", ARGS))
     (folder / "config.json").write_text(json.dumps(to_hf_config(replace(ARGS, dtype="bfloat16"))))
@@ -84,7 +100,9 @@ def test_of_a_published_geometry_nothing_is_read() -> None:
     assert model_fingerprint(config) == ()
     spec = pipeline_spec(config, validate_model(config), Hardware((8,), (200 * GIB,)), "name", ())
     assert spec.weights == RandomWeights()
-    assert sum(stage.weight_bytes for stage in spec.plan.stages) > 16e9, "two bytes for each of eight billion"
+    assert sum(stage.weight_bytes for stage in spec.plan.stages) > 16e9, (
+        "two bytes for each of eight billion"
+    )
 
 
 def test_a_published_geometry_is_served_without_a_tokenizer() -> None:
@@ -96,7 +114,9 @@ def test_a_published_geometry_is_served_without_a_tokenizer() -> None:
 
 
 def test_a_published_geometry_has_no_weights_to_read() -> None:
-    with pytest.raises(ConfigError, match="--model is ministral-8b, a published geometry without weights"):
+    with pytest.raises(
+        ConfigError, match="--model is ministral-8b, a published geometry without weights"
+    ):
         _config("ministral-8b", "auto")
 
 
@@ -113,7 +133,10 @@ def test_a_folder_comes_before_a_geometry_of_its_name(
 
 
 def test_a_pipeline_with_random_weights_is_another_one(without_weights: Path) -> None:
-    prefixes = {pipeline_prefix("app", _config(without_weights, load_format), ()) for load_format in ("auto", "dummy")}
+    prefixes = {
+        pipeline_prefix("app", _config(without_weights, load_format), ())
+        for load_format in ("auto", "dummy")
+    }
     assert len(prefixes) == 2
 
 
@@ -122,7 +145,9 @@ def test_a_pipeline_with_random_weights_is_another_one(without_weights: Path) ->
 
 def test_stages_that_have_not_answered_have_loaded_nothing() -> None:
     first, second = PLAN.stages
-    assert load_progress(PLAN, {}) == [LoadProgress(stage.label, 0, stage.weight_bytes) for stage in PLAN.stages]
+    assert load_progress(PLAN, {}) == [
+        LoadProgress(stage.label, 0, stage.weight_bytes) for stage in PLAN.stages
+    ]
     assert load_progress(PLAN, {"a-0-stage-1": 7}) == [
         LoadProgress("Stage 1/2 layers 0-1", 0, first.weight_bytes),
         LoadProgress("Stage 2/2 layers 2-3", 7, second.weight_bytes),
@@ -131,7 +156,9 @@ def test_stages_that_have_not_answered_have_loaded_nothing() -> None:
 
 def test_stages_of_several_pipelines_are_distinguished() -> None:
     loaded = {"a-1-stage-0": 5, "a-0-stage-1": 7, "a-1-stage-1": 6}
-    assert [(stage.label, stage.num_bytes) for stage in load_progress(PLAN, loaded, num_pipelines=3)] == [
+    assert [
+        (stage.label, stage.num_bytes) for stage in load_progress(PLAN, loaded, num_pipelines=3)
+    ] == [
         ("pipeline 1: Stage 1/2 layers 0-1", 0),
         ("pipeline 1: Stage 2/2 layers 2-3", 7),
         ("pipeline 2: Stage 1/2 layers 0-1", 5),
@@ -139,25 +166,38 @@ def test_stages_of_several_pipelines_are_distinguished() -> None:
         ("pipeline 3: Stage 1/2 layers 0-1", 0),
         ("pipeline 3: Stage 2/2 layers 2-3", 0),
     ]
-    assert len(load_progress(PLAN, loaded, num_pipelines=1)) == 2, "one of an earlier command that is being removed is not shown"
+    assert len(load_progress(PLAN, loaded, num_pipelines=1)) == 2, (
+        "one of an earlier command that is being removed is not shown"
+    )
 
 
 def test_stages_in_this_process_report_every_tensor() -> None:
     shown: list[list[LoadProgress]] = []
-    LocalStageChain.load(PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])).close()
+    LocalStageChain.load(
+        PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])
+    ).close()
     sums = [sum(stage.num_bytes for stage in stages) for stages in shown]
     assert sums == sorted(sums)
     assert len(set(sums)) > 20
     assert [stage.num_bytes for stage in shown[-1]] == [stage.weight_bytes for stage in PLAN.stages]
-    assert list(dict.fromkeys(stages[0].activity for stages in shown)) == ["", "choosing kernels", "ready"]
+    assert list(dict.fromkeys(stages[0].activity for stages in shown)) == [
+        "",
+        "choosing kernels",
+        "ready",
+    ]
     assert [stage.activity for stage in shown[-1]] == ["ready", "ready"]
 
 
 def _stages(*num_gib: float) -> list[LoadProgress]:
-    return [LoadProgress(f"Stage {number}", int(n * GIB), 2 * GIB) for number, n in enumerate(num_gib, start=1)]
+    return [
+        LoadProgress(f"Stage {number}", int(n * GIB), 2 * GIB)
+        for number, n in enumerate(num_gib, start=1)
+    ]
 
 
-def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_a_line_for_each_quarter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     display = Display(live=False)
     long = f"loading 2 stages, {'x' * 100}"
     display.report(long)
@@ -169,13 +209,22 @@ def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.Capt
 
 
 def _then(*activities: str) -> list[LoadProgress]:
-    return [replace(stage, activity=each) for stage, each in zip(_stages(2, 2), activities, strict=True)]
+    return [
+        replace(stage, activity=each) for stage, each in zip(_stages(2, 2), activities, strict=True)
+    ]
 
 
-def test_without_a_terminal_there_is_a_line_for_what_follows_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_a_line_for_what_follows_the_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Once, and not before all stages are so far."""
     display, kernels, caches = Display(live=False), "choosing kernels", "allocating caches"
-    for stages in (_stages(2, 1.5), _then(kernels, ""), _then(kernels, kernels), _then(kernels, kernels)):
+    for stages in (
+        _stages(2, 1.5),
+        _then(kernels, ""),
+        _then(kernels, kernels),
+        _then(kernels, kernels),
+    ):
         display.loading(stages)
     for stages in (_then(caches, kernels), _then("ready", kernels), _then("ready", "ready")):
         display.loading(stages)
@@ -190,16 +239,22 @@ def test_without_a_terminal_there_is_a_line_for_what_follows_the_weights(capsys:
 @pytest.fixture
 def display() -> Display:
     display = Display(live=False)
-    display.stderr = Console(stderr=True, force_terminal=True, width=100, height=20, highlight=False)
+    display.stderr = Console(
+        stderr=True, force_terminal=True, width=100, height=20, highlight=False
+    )
     return display
 
 
 FOREIGN = "waiting: actor [/x] has [bold]1 CPU\x1b[2J\nerror: none"  # names that others gave
 
 
-def test_names_of_others_are_shown_as_they_are_but_for_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_others_are_shown_as_they_are_but_for_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Display(live=False).report(FOREIGN)
-    assert capsys.readouterr().err == "waiting: actor [/x] has [bold]1 CPU\ufffd[2J error: none ...\n"
+    assert (
+        capsys.readouterr().err == "waiting: actor [/x] has [bold]1 CPU\ufffd[2J error: none ...\n"
+    )
 
 
 def test_so_they_are_in_a_terminal(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +264,9 @@ def test_so_they_are_in_a_terminal(display: Display, capsys: pytest.CaptureFixtu
     assert "waiting: actor [/x] has [bold]1 CPU\ufffd[2J error: none" in capsys.readouterr().err
 
 
-def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_terminal_there_is_a_bar_for_each_stage(
+    display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
     display.report("loading 2 stages")
     display.loading(_stages(0, 0))
     display.loading(_stages(1.5, 0.5))
@@ -223,7 +280,9 @@ def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: p
     assert err.index("removing the stages") > err.index("1.5/2.0 GiB")
 
 
-def test_in_a_terminal_a_bar_says_what_follows_its_weights(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_terminal_a_bar_says_what_follows_its_weights(
+    display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
     display.loading(_then("choosing kernels", ""))
     assert display._bars is not None
     display._bars.refresh()
@@ -233,10 +292,14 @@ def test_in_a_terminal_a_bar_says_what_follows_its_weights(display: Display, cap
     assert not any("Stage 2" in line and "choosing" in line for line in lines)
 
 
-def test_workers_that_are_not_placed_are_not_shown(fake_ray: "_FakeRay", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_not_placed_are_not_shown(
+    fake_ray: "_FakeRay", monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a pipeline waits for resources, what it waits for stays on the screen."""
     polls, shown = list[Callable[[], None]](), list[list[LoadProgress]]()
-    monkeypatch.setattr(loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work)))
+    monkeypatch.setattr(
+        loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work))
+    )
     with loading.show_progress("a-0", PLAN, lambda stages: shown.append([*stages])):
         (poll,) = polls
         poll()
@@ -245,7 +308,10 @@ def test_workers_that_are_not_placed_are_not_shown(fake_ray: "_FakeRay", monkeyp
         poll()
         fake_ray.answers[0] = replace(_stage(1, 12), bytes_loaded=7, activity="choosing kernels")
         poll()
-    assert [(stages[1].num_bytes, stages[1].activity) for stages in shown] == [(0, ""), (7, "choosing kernels")]
+    assert [(stages[1].num_bytes, stages[1].activity) for stages in shown] == [
+        (0, ""),
+        (7, "choosing kernels"),
+    ]
 
 
 def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
@@ -287,7 +353,9 @@ class _Observed:
         self._reporter = LossReporter(self.reports.append, lambda: self.now)
 
     def after(self, seconds: float, *names: str, **answers: WorkerHealth | RayError) -> list[str]:
-        """Return what is reported ``seconds`` later, given these workers of the pipeline a-0, and answers of some."""
+        """Return what is reported ``seconds`` later, given these workers of the pipeline a-0, and
+        answers of some.
+        """
         self.now += seconds
         self.reports.clear()
         by_name = {f"a-0-{key.replace('_', '-')}": answer for key, answer in answers.items()}
@@ -298,7 +366,9 @@ class _Observed:
 BOTH = ("stage-0", "stage-1")
 
 
-def _stage(number: int, pid: int, epoch: int = 7, sampled_epoch: int = 7, is_loaded: bool = True) -> StageHealth:
+def _stage(
+    number: int, pid: int, epoch: int = 7, sampled_epoch: int = 7, is_loaded: bool = True
+) -> StageHealth:
     return StageHealth(
         *(f"stage {number + 1}/2", pid, "0123abcd456789", 0, 10, 10, 0.0, epoch, "router", {}, {}),
         sampled_epoch=sampled_epoch,
@@ -311,13 +381,23 @@ def _new(number: int, pid: int, is_loaded: bool = True) -> StageHealth:
     return _stage(number, pid, epoch=-1, sampled_epoch=-1, is_loaded=is_loaded)
 
 
-RESTARTING = ActorUnavailableError("The actor is temporarily unavailable: IOError: The actor is restarting.", b"a" * 16)
+RESTARTING = ActorUnavailableError(
+    "The actor is temporarily unavailable: IOError: The actor is restarting.", b"a" * 16
+)
 DEAD = ActorDiedError()
-DEAD.error_msg = "The actor died.\n\tip: 10.0.0.1\nThe actor is dead because its worker process has died: (1) ..."
-UNREACHABLE = ActorUnavailableError("The actor is temporarily unavailable: RpcError: RPC error: Socket closed", b"a" * 16)
+DEAD.error_msg = (
+    "The actor died.\n\tip: 10.0.0.1\nThe actor is dead because its worker process has died:"
+    " (1) ..."
+)
+UNREACHABLE = ActorUnavailableError(
+    "The actor is temporarily unavailable: RpcError: RPC error: Socket closed", b"a" * 16
+)
 
 
-@pytest.mark.parametrize(("error", "cause"), [(RESTARTING, "has ended"), (DEAD, "has ended"), (UNREACHABLE, "cannot be reached")])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(RESTARTING, "has ended"), (DEAD, "has ended"), (UNREACHABLE, "cannot be reached")],
+)
 def test_the_cause_of_a_loss_is_a_short_sentence_and_rays_text_is_for_debugging(
     error: RayError, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,26 +405,34 @@ def test_the_cause_of_a_loss_is_a_short_sentence_and_rays_text_is_for_debugging(
     observed.after(0, *BOTH, stage_1=_stage(1, 12))
     with caplog.at_level(logging.DEBUG):
         assert observed.after(1, *BOTH, stage_1=error) == [
-            f"pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd {cause}"
+            "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node"
+            f" 0123abcd {cause}"
         ]
     [(_, level, text)] = caplog.record_tuples
     assert (level, text) == (logging.DEBUG, f"a-0-stage-1 was lost: {error}")
 
 
 def test_a_lost_stage_is_reported_once_and_again_with_the_first_token() -> None:
-    """Not when it has a process with all of its weights, which chooses kernels and records graphs then."""
+    """Not when it has a process with all of its weights, which chooses kernels and records graphs
+    then.
+    """
     observed, death = _Observed(), RESTARTING
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=death) == [
-        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended"
+        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has"
+        " ended"
     ]
     assert observed.after(1, *BOTH, stage_1=death) == []
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_new(1, 13, is_loaded=False)) == [], "it loads"
+    assert (
+        observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_new(1, 13, is_loaded=False)) == []
+    ), "it loads"
     assert observed.after(1.25, *BOTH, stage_1=_new(1, 13)) == [
         "pipeline a-0 has new processes for all that it lost, 3.2 s after the loss"
     ]
     assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_new(1, 13)) == []
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 11, 8), stage_1=_stage(1, 13, 8, -1)) == [], "it is fenced"
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11, 8), stage_1=_stage(1, 13, 8, -1)) == [], (
+        "it is fenced"
+    )
     assert observed.after(9.5, *BOTH, stage_1=_stage(1, 13, 8, 8)) == [
         "pipeline a-0 runs again: replaced after 3.2 s, first token after 14.8 s"
     ]
@@ -369,14 +457,18 @@ def test_tokens_that_a_stage_had_sampled_before_the_loss_do_not_count() -> None:
     assert observed.after(1, *BOTH, stage_0=_new(0, 14), stage_1=last) == [
         "pipeline a-0 has new processes for all that it lost, 1.0 s after the loss"
     ]
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 14, 8, -1), stage_1=_stage(1, 12, 8)) == [], "fenced, no token yet"
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 14, 8, -1), stage_1=_stage(1, 12, 8)) == [], (
+        "fenced, no token yet"
+    )
     assert observed.after(1, *BOTH, stage_1=_stage(1, 12, 8, 8)) == [
         "pipeline a-0 runs again: replaced after 1.0 s, first token after 3.0 s"
     ]
 
 
 def test_a_second_loss_before_all_are_replaced_belongs_to_the_first() -> None:
-    """One that comes later is another one, however long ago the last token was: the pipeline may have been idle."""
+    """One that comes later is another one, however long ago the last token was: the pipeline may
+    have been idle.
+    """
     observed = _Observed()
     observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12))
     observed.after(1, *BOTH, stage_0=DEAD)
@@ -408,9 +500,17 @@ def test_processes_that_could_not_be_reached_for_a_while_are_not_new() -> None:
 def test_a_new_process_is_a_loss_too_and_a_pipeline_runs_again_with_its_last_stage() -> None:
     observed = _Observed()
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
-    assert observed.after(1, *BOTH, stage_0=RayError("gone"), stage_1=_new(1, 13, is_loaded=False)) == [
-        "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd cannot be reached",
-        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended",
+    assert observed.after(
+        1, *BOTH, stage_0=RayError("gone"), stage_1=_new(1, 13, is_loaded=False)
+    ) == [
+        (
+            "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd"
+            " cannot be reached"
+        ),
+        (
+            "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd"
+            " has ended"
+        ),
     ]
     assert observed.after(1, *BOTH, stage_1=_new(1, 13)) == []
     assert observed.after(1, *BOTH, stage_0=_new(0, 14)) == [
@@ -437,16 +537,22 @@ def test_an_expert_actor_is_replaced_once_it_is_loaded() -> None:
 
 
 def test_workers_that_are_removed_with_their_pipeline_are_not_reported() -> None:
-    """As autoscaling does it. An error of one that never answered is that of a pipeline which is starting."""
+    """As autoscaling does it. An error of one that never answered is that of a pipeline which is
+    starting.
+    """
     observed = _Observed()
     assert observed.after(0, *BOTH, stage_0=RayError("it is starting")) == []
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
     assert observed.after(1, *BOTH, stage_1=RayError("gone")) != []
     assert observed.after(1) == []
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 21), stage_1=_stage(1, 22)) == [], "the next one of this name is new"
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 21), stage_1=_stage(1, 22)) == [], (
+        "the next one of this name is new"
+    )
 
 
-def test_losses_of_a_removed_pipeline_are_forgotten_though_another_name_begins_like_its_own() -> None:
+def test_losses_of_a_removed_pipeline_are_forgotten_though_another_name_begins_like_its_own() -> (
+    None
+):
     """The pipeline a-1 is removed while a-10 stays, and a later a-1 is a new one."""
     reports = list[str]()
     reporter, other = LossReporter(reports.append, lambda: 0.0), {"a-10-stage-0": _stage(0, 99)}
@@ -459,7 +565,9 @@ def test_losses_of_a_removed_pipeline_are_forgotten_though_another_name_begins_l
 
 
 class _FakeRay:
-    """Named actors, and calls of theirs that are answered when a test says so. A call's reference is its number."""
+    """Named actors, and calls of theirs that are answered when a test says so. A call's reference
+    is its number.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[int, WorkerHealth | RayError] = {}
@@ -484,12 +592,18 @@ class _FakeRay:
             self.calls.append((name, life))
             return len(self.calls) - 1
 
-        return SimpleNamespace(health=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call)))
+        return SimpleNamespace(
+            health=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call))
+        )
 
-    def wait(self, refs: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+    def wait(
+        self, refs: list[int], num_returns: int, timeout: float
+    ) -> tuple[list[int], list[int]]:
         assert num_returns == max(len(refs), 1)
         self.waits.append((refs, timeout))
-        return [ref for ref in refs if ref in self.answers], [ref for ref in refs if ref not in self.answers]
+        return [ref for ref in refs if ref in self.answers], [
+            ref for ref in refs if ref not in self.answers
+        ]
 
     def get(self, ref: int) -> WorkerHealth:
         answer = self.answers[ref]
@@ -503,7 +617,9 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> _FakeRay:
     return _FakeRay(monkeypatch)
 
 
-def test_all_workers_are_waited_for_together_and_none_is_called_again_before_it_has_answered(fake_ray: _FakeRay) -> None:
+def test_all_workers_are_waited_for_together_and_none_is_called_again_before_it_has_answered(
+    fake_ray: _FakeRay,
+) -> None:
     poller = loading._WorkerPoller(".*")
     assert poller.poll() == ([], {})
     fake_ray.start("a-0-stage-0", "a-0-stage-1")
@@ -525,13 +641,17 @@ def test_a_worker_that_gets_the_name_of_a_dead_one_is_polled(fake_ray: _FakeRay)
     assert [life for _, life in fake_ray.calls] == ["first", "second", "second"]
 
 
-@pytest.mark.parametrize("error", [ValueError("Failed to look up actor"), RayError("the head node is away")])
+@pytest.mark.parametrize(
+    "error", [ValueError("Failed to look up actor"), RayError("the head node is away")]
+)
 def test_failed_polls_are_survived_and_losses_after_them_are_reported(
     fake_ray: _FakeRay, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """The first one fails in the command itself, the others would end the thread."""
     polls, reports = list[Callable[[], None]](), list[str]()
-    monkeypatch.setattr(loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work)))
+    monkeypatch.setattr(
+        loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work))
+    )
     fake_ray.start("a-0-stage-0")
     fake_ray.look_up_error = error
     with loading.report_losses("a-0", reports.append):
@@ -543,5 +663,6 @@ def test_failed_polls_are_survived_and_losses_after_them_are_reported(
         assert reports == []
         poll()
         assert reports == [
-            "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd cannot be reached"
+            "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd"
+            " cannot be reached"
         ]

@@ -1,4 +1,6 @@
-"""A pipeline's fingerprint changes with all that a request's tokens may depend on, and with nothing else."""
+"""A pipeline's fingerprint changes with all that a request's tokens may depend on, and with nothing
+else.
+"""
 
 import asyncio
 import shutil
@@ -30,8 +32,13 @@ from tramontane.workers.stage.stage_worker import StageWorker
 ARGS = tiny_args(n_layers=4, windows=(24, None, 24, None))
 PARTS = {"attention": "C 1", "device": "a processor", "norms": "C 2", "products of float32": "C 3"}
 ALIKE = Numerics(tuple(PARTS.items()), is_batch_invariant=True)
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="only kernels in C are batch-invariant")
-EXPERT = Numerics(tuple((part, PARTS[part]) for part in ("device", "norms", "products of float32")), is_batch_invariant=True)
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="only kernels in C are batch-invariant"
+)
+EXPERT = Numerics(
+    tuple((part, PARTS[part]) for part in ("device", "norms", "products of float32")),
+    is_batch_invariant=True,
+)
 OTHER = Numerics(tuple((PARTS | {"device": "another"}).items()), is_batch_invariant=True)
 LOOSE = replace(ALIKE, is_batch_invariant=False)
 
@@ -58,7 +65,10 @@ CHANGES: dict[str, Callable[[], str]] = {
     "w8a8": lambda: _quantized(Quantization.W8A8),
     "weights": lambda: _of(weights="others"),
     "geometry": lambda: _of(plan=tiny_plan(replace(ARGS, rope_theta=1e6), 2)),
-    **{part: lambda part=part: _of(Numerics(tuple((PARTS | {part: "another"}).items()), True)) for part in PARTS},  # type: ignore[misc]
+    **{
+        part: lambda part=part: _of(Numerics(tuple((PARTS | {part: "another"}).items()), True))
+        for part in PARTS
+    },  # type: ignore[misc]
 }
 
 
@@ -78,7 +88,9 @@ def test_it_changes_with_everything_that_decides_tokens(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("num_experts", [0, 1, 3])
-def test_invariant_workers_that_are_alike_may_be_any_number(num_stages: int, num_experts: int) -> None:
+def test_invariant_workers_that_are_alike_may_be_any_number(
+    num_stages: int, num_experts: int
+) -> None:
     assert _of(num_stages=num_stages, experts=[EXPERT] * num_experts) == _of()
 
 
@@ -87,18 +99,29 @@ def test_pages_and_sequences_do_not_count() -> None:
 
 
 def test_a_part_that_one_worker_alone_has_counts_wherever_it_is() -> None:
-    """As products of a head that is not quantized: the last stage has them, whatever else it has."""
+    """As products of a head that is not quantized: the last stage has them, whatever else it
+    has.
+    """
     last = Numerics((*ALIKE.parts, ("products of int8", "C 3")), is_batch_invariant=True)
     assert _of([ALIKE, last]) == _of([last], 1) == _of([ALIKE] * 3 + [last], 4) != _of()
 
 
 def _uneven() -> PipelinePlan:
     first, second = tiny_plan(ARGS, 2).stages
-    return replace(tiny_plan(ARGS, 2), stages=(replace(first, last_layer=1), replace(second, first_layer=1)))
+    return replace(
+        tiny_plan(ARGS, 2), stages=(replace(first, last_layer=1), replace(second, first_layer=1))
+    )
 
 
 def test_the_split_counts_where_stages_are_not_invariant() -> None:
-    splits = [_of(LOOSE, 1), _of(LOOSE, 2), _of(LOOSE, 4), _of(LOOSE, plan=_uneven()), _of(LOOSE, experts=[EXPERT]), _of()]
+    splits = [
+        _of(LOOSE, 1),
+        _of(LOOSE, 2),
+        _of(LOOSE, 4),
+        _of(LOOSE, plan=_uneven()),
+        _of(LOOSE, experts=[EXPERT]),
+        _of(),
+    ]
     assert len(set(splits)) == len(splits)
     assert _of(LOOSE, 2) == _of(LOOSE, 2)
     assert _of(plan=_uneven()) == _of(), "of invariant ones it does not count"
@@ -107,7 +130,13 @@ def test_the_split_counts_where_stages_are_not_invariant() -> None:
 
 
 def test_the_split_counts_where_workers_are_unlike() -> None:
-    splits = [_of([ALIKE, OTHER]), _of([OTHER, ALIKE]), _of([ALIKE, OTHER], plan=_uneven()), _of(), _of(OTHER)]
+    splits = [
+        _of([ALIKE, OTHER]),
+        _of([OTHER, ALIKE]),
+        _of([ALIKE, OTHER], plan=_uneven()),
+        _of(),
+        _of(OTHER),
+    ]
     splits += [_of(experts=[EXPERT, OTHER]), _of(experts=[OTHER, EXPERT])]
     assert len(set(splits)) == len(splits)
 
@@ -116,7 +145,10 @@ def test_weights_are_named_by_their_files() -> None:
     files = (("config.json", "1"), ("model.safetensors", "2"))
     changed = (files[0], ("model.safetensors", "3"))
     random, model = RandomWeights(), Path("mixtral-8x7b")
-    names = [weights_name(Path("/a"), files, Path("/a")), weights_name(Path("/a"), changed, Path("/a"))]
+    names = [
+        weights_name(Path("/a"), files, Path("/a")),
+        weights_name(Path("/a"), changed, Path("/a")),
+    ]
     names += [
         weights_name(random, files[:1], model),
         weights_name(random, (), model),
@@ -130,9 +162,11 @@ def test_weights_are_named_by_their_files() -> None:
 # ---- of real workers
 
 
-def _load(num_stages: int, page_size: int = 16, **changes: Any) -> str:  # noqa: ANN401 - of the plan
+def _load(num_stages: int, page_size: int = 16, **changes: Any) -> str:  # of the plan
     plan = tiny_plan(ARGS, num_stages, page_size, **changes)
-    chain = LocalStageChain([StageWorker.load(stage, RandomWeights()) for stage in plan.stages], "weights")
+    chain = LocalStageChain(
+        [StageWorker.load(stage, RandomWeights()) for stage in plan.stages], "weights"
+    )
     try:
         return asyncio.run(chain.fingerprint())
     finally:
@@ -140,7 +174,9 @@ def _load(num_stages: int, page_size: int = 16, **changes: Any) -> str:  # noqa:
 
 
 @needs_compiler
-def test_of_real_stages_it_depends_neither_on_their_number_nor_on_threads_pages_or_expert_actors() -> None:
+def test_of_real_stages_it_depends_neither_on_their_number_nor_on_threads_pages_or_expert_actors() -> (
+    None
+):
     expected, threads = _load(1), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -175,18 +211,24 @@ class _Actor:
         return SimpleNamespace(numerics=self.answer)
 
 
-def _chain(monkeypatch: pytest.MonkeyPatch, stages: list[_Actor], experts: list[_Actor]) -> ObjectStoreStageChain:
+def _chain(
+    monkeypatch: pytest.MonkeyPatch, stages: list[_Actor], experts: list[_Actor]
+) -> ObjectStoreStageChain:
     plan = tiny_plan(ARGS, len(stages))
     if experts:
         plan = replace(plan, experts=expert_plan(ARGS, len(experts)))
         found = dict(enumerate(experts))
-        monkeypatch.setattr("tramontane.cluster.pipeline.stage_chain.find_expert_actors", lambda _: found)
+        monkeypatch.setattr(
+            "tramontane.cluster.pipeline.stage_chain.find_expert_actors", lambda _: found
+        )
     spec = PipelineSpec("test", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)
     actors: Any = stages
     return ObjectStoreStageChain(actors, actors[0], "router", spec=spec)
 
 
-def test_a_stage_that_comes_back_on_an_unlike_node_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_comes_back_on_an_unlike_node_changes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         stages = [_Actor(ALIKE), _Actor(ALIKE)]
         chain = _chain(monkeypatch, stages, [])
@@ -203,14 +245,18 @@ def test_a_stage_that_comes_back_on_an_unlike_node_changes_it(monkeypatch: pytes
     asyncio.run(scenario())
 
 
-def test_an_expert_actor_that_restarts_counts_as_before_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_actor_that_restarts_counts_as_before_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         experts = [_Actor(EXPERT), _Actor(None)]
         chain = _chain(monkeypatch, [_Actor(ALIKE)], experts)
         assert await chain.fingerprint() == "", "the second has not loaded yet"
         experts[1].answer = EXPERT
         before = await chain.fingerprint()
-        assert before == await _chain(monkeypatch, [_Actor(ALIKE)], []).fingerprint(), "alike and invariant"
+        assert before == await _chain(monkeypatch, [_Actor(ALIKE)], []).fingerprint(), (
+            "alike and invariant"
+        )
         for away in (ActorUnavailableError("it restarts", b"a" * 16), None):
             experts[0].answer = away
             assert await chain.fingerprint() == before

@@ -1,4 +1,6 @@
-"""Addresses where there is no cluster to join: one line at once, where Ray would log for minutes."""
+"""Addresses where there is no cluster to join: one line at once, where Ray would log for
+minutes.
+"""
 
 import os
 import socket
@@ -35,8 +37,11 @@ class _Head(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, _details: object) -> object:
         return grpc.unary_unary_rpc_method_handler(self._answer)
 
-    def _answer(self, _request: bytes, context: Any) -> bytes:  # noqa: ANN401
-        if self.token is not None and ("authorization", f"Bearer {self.token}") not in context.invocation_metadata():
+    def _answer(self, _request: bytes, context: Any) -> bytes:
+        if (
+            self.token is not None
+            and ("authorization", f"Bearer {self.token}") not in context.invocation_metadata()
+        ):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
         return b""
 
@@ -58,7 +63,8 @@ def _something_else(answers: bool) -> Iterator[str]:
     with socket.create_server((HERE, 0)) as listener:
 
         def answer() -> None:
-            for reply in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):  # the first only looks whether anything listens
+            # the first only looks whether anything listens
+            for reply in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
                 connection, _ = listener.accept()
                 with connection:
                     connection.sendall(reply)
@@ -89,14 +95,20 @@ def _refusal(address: str) -> str:
 
 def test_a_cluster_that_answers_is_joined() -> None:
     """The next thing is ray.init, which no test calls by accident."""
-    with _head() as address, pytest.raises(AssertionError, match="must not start a cluster"), join_ray_cluster(address):
+    with (
+        _head() as address,
+        pytest.raises(AssertionError, match="must not start a cluster"),
+        join_ray_cluster(address),
+    ):
         pass
 
 
 def test_no_cluster_on_this_machine(runs_here: RunsHere) -> None:
     """Ray's own advice is to give --address."""
     runs_here(None)
-    assert _refusal("auto") == f"--address is auto, but no Ray cluster runs on this machine; {ADVICE}"
+    assert (
+        _refusal("auto") == f"--address is auto, but no Ray cluster runs on this machine; {ADVICE}"
+    )
 
 
 def test_a_cluster_that_has_ended(runs_here: RunsHere) -> None:
@@ -108,7 +120,10 @@ def test_a_cluster_that_has_ended(runs_here: RunsHere) -> None:
 @pytest.mark.parametrize("value", ["local", "ray://somewhere:1", "somewhere"])
 def test_a_variable_that_names_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("RAY_ADDRESS", value)
-    assert _refusal("auto") == f"--address auto is what RAY_ADDRESS says, {value!r}; it must be host:port"
+    assert (
+        _refusal("auto")
+        == f"--address auto is what RAY_ADDRESS says, {value!r}; it must be host:port"
+    )
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -116,15 +131,22 @@ def test_something_else_that_listens(monkeypatch: pytest.MonkeyPatch, answers: b
     if not answers:
         monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.2)
     with _something_else(answers) as address:
-        assert _refusal(address) == f"what listens at --address {address} does not answer as a Ray cluster; {ADVICE}"
+        assert (
+            _refusal(address)
+            == f"what listens at --address {address} does not answer as a Ray cluster; {ADVICE}"
+        )
 
 
 @pytest.mark.skipif(HERE == "127.0.0.1", reason="this machine has no outer address")
 def test_a_loopback_address_is_the_outer_one() -> None:
-    """What listens on loopback only is no cluster that Ray could join: it would look at the outer address."""
+    """What listens on loopback only is no cluster that Ray could join: it would look at the outer
+    address.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert _refusal(f"127.0.0.1:{port}").startswith(f"no Ray cluster answers at --address 127.0.0.1:{port} ({HERE}:{port}): ")
+        assert _refusal(f"127.0.0.1:{port}").startswith(
+            f"no Ray cluster answers at --address 127.0.0.1:{port} ({HERE}:{port}): "
+        )
 
 
 @pytest.fixture
@@ -141,9 +163,11 @@ def _with_a_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_cluster_that_requires_a_token(runs_here: RunsHere) -> None:
     """Without a mode Ray shows one to ``auto``, and to no other address."""
     with _head(TOKEN) as address:
-        assert _refusal(address) == (
-            f"the Ray cluster at --address {address} asks for a token, and got none or another; "
-            "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
+        assert (
+            _refusal(address)
+            == f"the Ray cluster at --address {address} asks for a token, and got none or another;"
+            " set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here,"
+            " RAY_AUTH_TOKEN to that"
         )
         runs_here(address)
         ray_cluster.check_ray_address("auto")
@@ -151,11 +175,24 @@ def test_a_cluster_that_requires_a_token(runs_here: RunsHere) -> None:
 
 def test_a_mode_without_a_token(tmp_path: Path) -> None:
     """In a process of its own: Ray reads the mode once."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    command = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "generate", "The", "--address"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+        "HOME": str(tmp_path)
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "from tramontane.cluster.cli.main import main; main()",
+        "generate",
+        "The",
+        "--address",
+    ]
     with _head(TOKEN) as address:
         done = subprocess.run(
-            [*command, address], env=environment | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True, check=False
+            [*command, address],
+            env=environment | {"RAY_AUTH_MODE": "token"},
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.returncode == 2
     assert done.stderr.splitlines()[2:] == [

@@ -20,7 +20,16 @@ import pytest
 import ray
 import torch
 from chat_turns import caching_scheduler, check_turns, new_chats, run_turns
-from harness import GREEDY, PROMPTS, random_ids, run_answers, run_in_process, run_prompts, running_chain, scheduler_for
+from harness import (
+    GREEDY,
+    PROMPTS,
+    random_ids,
+    run_answers,
+    run_in_process,
+    run_prompts,
+    running_chain,
+    scheduler_for,
+)
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group_table
@@ -76,16 +85,29 @@ def _weights() -> dict[str, torch.Tensor]:
 
 def _check_outputs(outputs: list[list[int]], prompts: list[list[int]] = PROMPTS) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert_same_tokens(f"prompt of {len(prompt)}", output, _expected(PROMPTS.index(prompt), tuple(output)))
+        assert_same_tokens(
+            f"prompt of {len(prompt)}", output, _expected(PROMPTS.index(prompt), tuple(output))
+        )
 
 
-def _spec(folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store") -> PipelineSpec:
+def _spec(
+    folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
+) -> PipelineSpec:
     plan = tiny_plan(ARGS, num_stages, page_size)
-    return PipelineSpec(f"test-{num_stages}-{page_size}", plan, folder, threads_per_stage=1, use_gpus=False, link=link)
+    return PipelineSpec(
+        f"test-{num_stages}-{page_size}",
+        plan,
+        folder,
+        threads_per_stage=1,
+        use_gpus=False,
+        link=link,
+    )
 
 
 @contextmanager
-def _pipeline(folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store") -> Iterator[Running]:
+def _pipeline(
+    folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
+) -> Iterator[Running]:
     spec = _spec(folder, num_stages, page_size, link)
     with running_chain(spec) as chain:
         yield spec, chain
@@ -93,7 +115,9 @@ def _pipeline(folder: Path, num_stages: int, page_size: int = 16, link: Link = "
 
 @pytest.fixture(scope="module")
 def pipeline(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
-    """For tests that leave it as they find it, if with other processes: (link, number of stages), with pages of 8."""
+    """For tests that leave it as they find it, if with other processes: (link, number of stages),
+    with pages of 8.
+    """
     link, num_stages, *_ = request.param
     with _pipeline(folder, num_stages, page_size=8, link=link) as running:
         yield running
@@ -103,14 +127,18 @@ def _name(case: object) -> str | None:
     return f"{case[0]}-{case[1]}" if isinstance(case, tuple) else None
 
 
-both_links = pytest.mark.parametrize("pipeline", [("object-store", 2), ("direct", 2)], indirect=True, ids=_name)
+both_links = pytest.mark.parametrize(
+    "pipeline", [("object-store", 2), ("direct", 2)], indirect=True, ids=_name
+)
 undisturbed = pytest.mark.parametrize(  # by the deaths of other tests
     "pipeline", [("object-store", 2, "chats"), ("direct", 2, "chats")], indirect=True, ids=_name
 )
 direct_link = pytest.mark.parametrize("pipeline", [("direct", 3)], indirect=True, ids=_name)
 
 
-def _check_tokens(spec: PipelineSpec, chain: ObjectStoreStageChain, budget: int, together: bool) -> None:
+def _check_tokens(
+    spec: PipelineSpec, chain: ObjectStoreStageChain, budget: int, together: bool
+) -> None:
     scheduler = scheduler_for(spec.plan, budget)
     prompts = [prompt for prompt in PROMPTS if budget > 7 or len(prompt) <= 130]
     _check_outputs(asyncio.run(run_prompts(chain, scheduler, prompts, together=together)), prompts)
@@ -121,13 +149,17 @@ def _check_experts(spec: PipelineSpec, chain: ObjectStoreStageChain) -> None:
     with_experts = replace(GREEDY, return_experts=(0, 4, 7))
     weights = random_model(ARGS).state_dict()
     prompts = [prompt for prompt in PROMPTS if len(prompt) <= 49]
-    answers: list[RequestOutput] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, with_experts))
+    answers: list[RequestOutput] = asyncio.run(
+        run_answers(chain, scheduler_for(spec.plan, 20), prompts, with_experts)
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         reported: dict[int, list[list[int]]] = {layer: [] for layer in with_experts.return_experts}
         for _, layer, start, expert_ids in answer.experts:
             assert start == len(reported[layer])
             reported[layer] += map(list, expert_ids)
-        assert_best_experts(weights, ARGS, prompt + [event.token_id for event in answer.events[:-1]], reported)
+        assert_best_experts(
+            weights, ARGS, prompt + [event.token_id for event in answer.events[:-1]], reported
+        )
 
 
 def _leftovers(name: str) -> list[str]:
@@ -144,7 +176,12 @@ def _wait_until_removed(name: str) -> None:
 
 def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> None:
     with _pipeline(folder, 2, page_size=1) as (spec, chain):
-        assert set(_leftovers(spec.name)) == {spec.name, f"{spec.name}-supervisor", spec.stage_name(0), spec.stage_name(1)}
+        assert set(_leftovers(spec.name)) == {
+            spec.name,
+            f"{spec.name}-supervisor",
+            spec.stage_name(0),
+            spec.stage_name(1),
+        }
         _check_tokens(spec, chain, 64, True)
         _check_tokens(spec, chain, 7, True)
     _wait_until_removed(spec.name)
@@ -156,7 +193,9 @@ def test_same_tokens_and_experts_on_three_stages(folder: Path) -> None:
         _check_experts(spec, chain)
 
 
-def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_stages_same_tokens_and_overlap(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Must hold: overlapped time over busy time, from the actors' own clocks, is above zero."""
     with _pipeline(folder, 4) as (spec, chain):
         _check_tokens(spec, chain, 4096, False)
@@ -168,14 +207,19 @@ def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.Captur
 
         sampling = SamplingParams(max_tokens=40, temperature=0.0)
         prompts = [random_ids(20 * i + 1, seed=i) for i in range(8)]
-        asyncio.run(run_prompts(chain, scheduler_for(spec.plan), prompts, sampling, observe=observe))
+        asyncio.run(
+            run_prompts(chain, scheduler_for(spec.plan), prompts, sampling, observe=observe)
+        )
         assert {t.stage_id for t in timings} == {0, 1, 2, 3}
         for stage_id in range(4):
             own = [t for t in timings if t.stage_id == stage_id]
             assert len(own) == len(timings) / 4
         share = overlap_share(timings)
         with capsys.disabled():
-            print(f"\n4 stages, 8 sequences: at least two stages worked during {share:.0%} of the busy time")
+            print(
+                f"\n4 stages, 8 sequences: at least two stages worked during {share:.0%} of the"
+                " busy time"
+            )
         assert share > 0
 
 
@@ -228,7 +272,9 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
     scope="module",  # so that they run with others of the same pipeline
 )
 def test_requests_of_a_dead_stage_only_wait(pipeline: Running, dying: int) -> None:
-    """It dies twice, the second time while prompts and answers so far are being computed again, or soon after."""
+    """It dies twice, the second time while prompts and answers so far are being computed again, or
+    soon after.
+    """
     spec, chain = pipeline
     killed_in: set[int] = set()
 
@@ -237,11 +283,15 @@ def test_requests_of_a_dead_stage_only_wait(pipeline: Running, dying: int) -> No
             killed_in.add(result.epoch)
             ray.kill(chain.stages[dying], no_restart=False)
 
-    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=kill_twice))
+    outputs = asyncio.run(
+        run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=kill_twice)
+    )
     assert len(killed_in) == 2
     _check_outputs(outputs)
     own = ray.get([stage.health.remote() for stage in chain.stages])
-    assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], "each has read its own once"
+    assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], (
+        "each has read its own once"
+    )
 
 
 @both_links
@@ -255,16 +305,22 @@ def test_a_stage_that_stands_still_is_replaced(pipeline: Running) -> None:
             stopped.append(ray.get(chain.stages[1].health.remote()).pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
-    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=stop_once, step_timeout_s=0.5))
+    outputs = asyncio.run(
+        run_prompts(
+            chain, scheduler_for(spec.plan, 64), PROMPTS, observe=stop_once, step_timeout_s=0.5
+        )
+    )
     _check_outputs(outputs)
     assert not psutil.pid_exists(stopped[0])
 
 
 @both_links
 def test_a_stage_whose_device_computes_no_more_gets_a_new_process(pipeline: Running) -> None:
-    """As after a kernel that has failed: the process lives, answers and obeys, and each of its steps fails."""
+    """As after a kernel that has failed: the process lives, answers and obeys, and each of its
+    steps fails.
+    """
 
-    def break_down(actor: Any) -> None:  # noqa: ANN401
+    def break_down(actor: Any) -> None:
         from tramontane.cluster.actors import step_guard as own_failures
 
         def fails(*_: object) -> None:
@@ -282,7 +338,9 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(pipeline: Runn
             with suppress(RayActorError):  # a step under way may end the process before its reply
                 ray.get(chain.stages[1].__ray_call__.remote(break_down))
 
-    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=break_once))
+    outputs = asyncio.run(
+        run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=break_once)
+    )
     _check_outputs(outputs)
     assert ray.get(chain.stages[1].health.remote()).pid not in broken
     assert not psutil.pid_exists(broken[0])
@@ -291,7 +349,9 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(pipeline: Runn
 # ---- prefix caching
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings"
+)
 @undisturbed
 def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(pipeline: Running) -> None:
     """Their first turn is three windows long."""
@@ -299,12 +359,18 @@ def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(pipeline: R
     check_turns(chain, spec.plan)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings"
+)
 @undisturbed
 def test_cached_prefixes_are_lost_with_a_stage(pipeline: Running) -> None:
-    """It dies before turn 2 and in the middle of turn 3; the turns after each find what was computed since."""
+    """It dies before turn 2 and in the middle of turn 3; the turns after each find what was
+    computed since.
+    """
     spec, chain = pipeline
-    without = asyncio.run(run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5))
+    without = asyncio.run(
+        run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5)
+    )
     scheduler, num_hit = caching_scheduler(spec.plan), list[int]()  # before each turn
     num_left = 0  # micro-batches until it dies in turn 3
 
@@ -330,14 +396,19 @@ def test_cached_prefixes_are_lost_with_a_stage(pipeline: Running) -> None:
     assert [turn.answer for (turn,) in turns] == [turn.answer for (turn,) in without]
     hits = [after - before for before, after in pairwise([*num_hit, scheduler.allocator.num_hit])]
     assert [hits[0], hits[2]] == [0, 0]
-    assert all(hits[turn] == turns[turn][0].num_cached >= turns[turn][0].num_known - 8 for turn in (1, 3, 4))
+    assert all(
+        hits[turn] == turns[turn][0].num_cached >= turns[turn][0].num_known - 8
+        for turn in (1, 3, 4)
+    )
 
 
 # ---- the direct link
 
 
 @direct_link
-def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(pipeline: Running) -> None:
+def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
+    pipeline: Running,
+) -> None:
     spec, chain = pipeline
     assert isinstance(chain, DirectStageChain)
     _check_experts(spec, chain)
@@ -352,11 +423,15 @@ def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(pi
                 with pytest.raises(RayError, match="not linked for epoch"):
                     ray.get(stage.listen.remote(result.epoch - 1))
 
-    _check_outputs(asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=intrude)))
+    _check_outputs(
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=intrude))
+    )
 
 
 @direct_link
-def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fence(pipeline: Running) -> None:
+def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fence(
+    pipeline: Running,
+) -> None:
     spec, chain = pipeline
     failed: list[int] = []
 
@@ -366,7 +441,9 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
             wrong = replace(wire.decode_batch(_one_token(result.epoch)), step_id=1000)
             chain.stages[1].linked_step.remote(wire.encode_batch(wrong))
 
-    _check_outputs(asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=disturb)))
+    _check_outputs(
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=disturb))
+    )
     assert len(failed) == 1
     epoch = asyncio.run(chain.fence())
     waiting = [stage.linked_step.remote(_one_token(epoch)) for stage in chain.stages[1:]]
@@ -383,7 +460,9 @@ def test_channels_are_between_nodes_own_addresses_and_leave_nothing_open(pipelin
     stages = [psutil.Process(ray.get(stage.health.remote()).pid) for stage in chain.stages]
 
     def opened(status: str) -> set[tuple[tuple[str, int], tuple[str, int]]]:
-        sockets = [s for stage in stages for s in stage.net_connections("tcp") if s.status == status]
+        sockets = [
+            s for stage in stages for s in stage.net_connections("tcp") if s.status == status
+        ]
         return {(tuple(s.laddr), tuple(s.raddr)) for s in sockets}
 
     def channels() -> set[tuple[tuple[str, int], tuple[str, int]]]:
@@ -405,7 +484,8 @@ def test_same_tokens_on_one_stage_which_outlives_its_supervisor(folder: Path) ->
         supervisor = ray.get_actor(f"{spec.name}-supervisor", NAMESPACE)
         ray.kill(supervisor, no_restart=False)
         _check_tokens(spec, chain, 512, True)
-        ray.kill(supervisor, no_restart=False)  # it may be restarting when everything is to be removed
+        # it may be restarting when everything is to be removed
+        ray.kill(supervisor, no_restart=False)
     _wait_until_removed(spec.name)
 
 
@@ -424,7 +504,9 @@ def _refused(stage: "ActorHandle[Any]", epoch: int) -> None:
 
 
 def _accepted(stage: "ActorHandle[Any]", epoch: int) -> None:
-    assert len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).token_ids) == 1
+    assert (
+        len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).token_ids) == 1
+    )
 
 
 def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:
@@ -446,7 +528,9 @@ class _DyingStage(StageActor):
 
 
 class _HeldUpStage(StageActor):
-    """After its first tensor it waits for a file named 1 in its folder, after the second for 2, and so on, or for ``all``."""
+    """After its first tensor it waits for a file named 1 in its folder, after the second for 2, and
+    so on, or for ``all``.
+    """
 
     def _load(self) -> StageWorker:
         assert isinstance(self._settings.weights, Path)
@@ -478,14 +562,19 @@ def _health_once(stage: "ActorHandle[Any]", holds: Callable[[StageHealth], bool]
     """The first answer for which a condition holds."""
     while True:
         with suppress(RayError):  # it is being started again
-            health: StageHealth = ray.get(stage.health.options(concurrency_group="control").remote())
+            health: StageHealth = ray.get(
+                stage.health.options(concurrency_group="control").remote()
+            )
             if holds(health):
                 return health
         time.sleep(0.02)
 
 
 def test_a_stage_whose_process_dies_while_loading_is_not_retried_forever(tmp_path: Path) -> None:
-    with _stage(_DyingStage, tmp_path) as stage, pytest.raises(PipelineError, match="died while it was loading"):
+    with (
+        _stage(_DyingStage, tmp_path) as stage,
+        pytest.raises(PipelineError, match="died while it was loading"),
+    ):
         wait_until_ready([stage])
 
 
@@ -506,7 +595,9 @@ def test_a_stage_that_loads_reports_its_progress_and_has_no_epoch(tmp_path: Path
         ray.get(fenced)
         _accepted(stage, epoch=5)
         whole = ray.get(stage.health.remote())
-        assert whole.bytes_read == whole.bytes_loaded == whole.weight_bytes, "all are stored as they are used"
+        assert whole.bytes_read == whole.bytes_loaded == whole.weight_bytes, (
+            "all are stored as they are used"
+        )
         assert whole.device == device_name("cpu")
 
 
@@ -517,7 +608,9 @@ def test_a_stage_that_is_started_again_loads_without_a_call(tmp_path: Path) -> N
         ray.get(stage.ready.remote())
         pid = ray.get(stage.health.remote()).pid
         ray.kill(stage, no_restart=False)
-        reborn = _health_once(stage, lambda health: health.pid != pid and health.bytes_loaded == health.weight_bytes)
+        reborn = _health_once(
+            stage, lambda health: health.pid != pid and health.bytes_loaded == health.weight_bytes
+        )
         assert reborn.bytes_read == reborn.weight_bytes
 
 
@@ -542,24 +635,38 @@ def test_loading_progress_is_reported_to_all_that_wait(tmp_path: Path) -> None:
             time.sleep(0.01)
         return shown[-1]
 
-    with _stage(_HeldUpStage, folder, "watched-stage-0"), show_progress("watched", plan, lambda stages: shown.append([*stages])):
+    with (
+        _stage(_HeldUpStage, folder, "watched-stage-0"),
+        show_progress("watched", plan, lambda stages: shown.append([*stages])),
+    ):
         first, absent = wait_for(0)
-        assert (first.label, first.total_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
+        assert (first.label, first.total_bytes) == (
+            plan.stages[0].label,
+            plan.stages[0].weight_bytes,
+        )
         assert absent == LoadProgress(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
         (folder / "1").touch()
         wait_for(first.num_bytes)
         (folder / "all").touch()
         while shown[-1][0].activity != READY:
             time.sleep(0.01)
-    assert [stages[0].num_bytes for stages in shown] == sorted(stages[0].num_bytes for stages in shown)
+    assert [stages[0].num_bytes for stages in shown] == sorted(
+        stages[0].num_bytes for stages in shown
+    )
     assert not any(thread.name == "loading" for thread in threading.enumerate()), "no poll is left"
 
 
-def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp_path: Path) -> None:
+def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(
+    tmp_path: Path,
+) -> None:
     write_random_checkpoint(tmp_path / "model", ARGS, Layout.HUGGING_FACE)
     plan = tiny_plan(ARGS, 2)
-    expected = run_in_process(plan, [StageWorker.load(stage, tmp_path / "model") for stage in plan.stages], PROMPTS[:4])
-    with running_chain(PipelineSpec("test-random", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)) as chain:
+    expected = run_in_process(
+        plan, [StageWorker.load(stage, tmp_path / "model") for stage in plan.stages], PROMPTS[:4]
+    )
+    with running_chain(
+        PipelineSpec("test-random", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)
+    ) as chain:
         assert asyncio.run(run_prompts(chain, scheduler_for(plan), PROMPTS[:4])) == expected
         for health in ray.get([stage.health.remote() for stage in chain.stages]):
             assert health.bytes_read == 0
@@ -568,6 +675,10 @@ def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp
 
 def test_threads_of_stages_that_take_turns_soon_sleep() -> None:
     plan = replace(tiny_plan(ARGS, 2), max_concurrent_stages=1)
-    with running_chain(PipelineSpec("test-turns", plan, RandomWeights(), threads_per_stage=2, use_gpus=False)) as chain:
+    with running_chain(
+        PipelineSpec("test-turns", plan, RandomWeights(), threads_per_stage=2, use_gpus=False)
+    ) as chain:
         for health in ray.get([stage.health.remote() for stage in chain.stages]):
-            assert b"GOMP_SPINCOUNT=50000" in Path(f"/proc/{health.pid}/environ").read_bytes().split(b"\0")
+            assert b"GOMP_SPINCOUNT=50000" in Path(
+                f"/proc/{health.pid}/environ"
+            ).read_bytes().split(b"\0")

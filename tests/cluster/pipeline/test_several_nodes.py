@@ -1,4 +1,6 @@
-"""Three raylets, one stage on each: the same tokens, and large hidden states in the object store."""
+"""Three raylets, one stage on each: the same tokens, and large hidden states in the object
+store.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -41,7 +43,9 @@ def cluster() -> Iterator[Cluster]:
 def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> None:
     model = random_model(ARGS)
     plan = tiny_plan(ARGS, 3)
-    spec = PipelineSpec("three-nodes", plan, write_checkpoint(tmp_path / "model", ARGS, model), 1, use_gpus=False)
+    spec = PipelineSpec(
+        "three-nodes", plan, write_checkpoint(tmp_path / "model", ARGS, model), 1, use_gpus=False
+    )
     outputs = {}
     for link in get_args(Link):
         with running_chain(replace(spec, name=f"three-{link}", link=link)) as chain:
@@ -83,7 +87,10 @@ def _check_object_store(stages: list[Any], nodes: list[str]) -> None:
     assert where[large]["object_size"] > 2 * 2**20
     assert where[small]["node_ids"] == [], "small hidden states ride inline"
     after = ray.get(stages[0].health.remote()).sent
-    counted = {way: tuple(new - old for new, old in zip(after[way], before[way], strict=True)) for way in after}
+    counted = {
+        way: tuple(new - old for new, old in zip(after[way], before[way], strict=True))
+        for way in after
+    }
     assert counted == {"plasma": (1, 2 * 2**20), "inline": (1, 2**10)}
 
 
@@ -97,7 +104,7 @@ class _Sender:
     def read_limit(self) -> int:
         return self.limit
 
-    def send(self, num_bytes: int) -> Any:  # noqa: ANN401 - Packed
+    def send(self, num_bytes: int) -> Any:  # Packed
         return bytes(300), np.zeros(num_bytes, dtype=np.uint8)
 
 
@@ -116,7 +123,7 @@ def test_the_count_follows_ray_s_own_choice(cluster: Cluster, over: int) -> None
     assert sent.totals() == {"plasma" if is_stored else "inline": (1, size)}
 
 
-def _first_hop(stage: Any, batch: MicroBatch) -> "ray.ObjectRef[object]":  # noqa: ANN401 - an actor
+def _first_hop(stage: Any, batch: MicroBatch) -> "ray.ObjectRef[object]":  # an actor
     ref: ray.ObjectRef[object] = stage.step.remote(wire.encode_batch(batch), None)
     ray.wait([ref], fetch_local=False)
     return ref

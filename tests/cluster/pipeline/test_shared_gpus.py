@@ -1,4 +1,6 @@
-"""Several stages on one GPU, on a raylet that offers GPUs which are not there: who gets which, also after a death."""
+"""Several stages on one GPU, on a raylet that offers GPUs which are not there: who gets which, also
+after a death.
+"""
 
 import os
 import re
@@ -45,7 +47,9 @@ class Holder:
 
     def gpus(self) -> tuple[list[str], str | None]:
         """As Ray says, and as CUDA would apply it."""
-        return ray.get_runtime_context().get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"], os.environ.get(
+            "CUDA_VISIBLE_DEVICES"
+        )
 
     def born(self) -> int:
         return self._born
@@ -56,8 +60,18 @@ class Holder:
 
 @pytest.fixture(scope="module")
 def hardware() -> Iterator[Hardware]:
-    ray.init(address="local", num_cpus=16, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
-    yield Hardware((16,), (GIB,), tuple(Gpu("H200", 8 * GIB, ray.nodes()[0]["NodeID"], index) for index in range(NUM_GPUS)))
+    ray.init(
+        address="local",
+        num_cpus=16,
+        num_gpus=NUM_GPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield Hardware(
+        (16,),
+        (GIB,),
+        tuple(Gpu("H200", 8 * GIB, ray.nodes()[0]["NodeID"], index) for index in range(NUM_GPUS)),
+    )
     ray.shutdown()
 
 
@@ -66,8 +80,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("shared") / "model", ARGS)
 
 
-def _spec(hardware: Hardware, folder: Path, name: str = "shared", **settings: object) -> PipelineSpec:
-    config = EngineConfig.build(None, {"model": folder, "max_num_seqs": 2, "threads_per_stage": 1, **settings})
+def _spec(
+    hardware: Hardware, folder: Path, name: str = "shared", **settings: object
+) -> PipelineSpec:
+    config = EngineConfig.build(
+        None, {"model": folder, "max_num_seqs": 2, "threads_per_stage": 1, **settings}
+    )
     return pipeline_spec(config, ARGS, hardware, name)
 
 
@@ -102,8 +120,12 @@ def _until(answers: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("stages", "together"), [(5, 2), (4, 3), (6, 6)])
-def test_neighbors_share_a_gpu_and_come_back_to_it(hardware: Hardware, folder: Path, stages: int, together: int) -> None:
-    """Whichever is created first or dies: its share is kept for it. Thirds and sixths are no multiples of Ray's units."""
+def test_neighbors_share_a_gpu_and_come_back_to_it(
+    hardware: Hardware, folder: Path, stages: int, together: int
+) -> None:
+    """Whichever is created first or dies: its share is kept for it. Thirds and sixths are no
+    multiples of Ray's units.
+    """
     spec = _spec(hardware, folder, stages=stages, stages_per_gpu=together)
     with _group_of(spec) as group:
         holders = {stage_id: _holder(spec, group, stage_id) for stage_id in reversed(range(stages))}
@@ -116,7 +138,9 @@ def test_neighbors_share_a_gpu_and_come_back_to_it(hardware: Hardware, folder: P
             holder = holders[stage_id]
             born = ray.get(holder.born.remote())
             holder.die.remote()
-            _until(lambda holder=holder, born=born: ray.get(holder.born.remote(), timeout=10) != born)
+            _until(
+                lambda holder=holder, born=born: ray.get(holder.born.remote(), timeout=10) != born
+            )
             assert ray.get(holder.gpus.remote()) == ids[stage_id]
         for holder in holders.values():
             ray.kill(holder)
@@ -124,7 +148,9 @@ def test_neighbors_share_a_gpu_and_come_back_to_it(hardware: Hardware, folder: P
 
 def test_another_pipeline_gets_other_gpus(hardware: Hardware, folder: Path) -> None:
     """Also where the first leaves room on its last one: that is planned as its own."""
-    first, second = (_spec(hardware, folder, name, stages=3, stages_per_gpu=2) for name in ("first", "second"))
+    first, second = (
+        _spec(hardware, folder, name, stages=3, stages_per_gpu=2) for name in ("first", "second")
+    )
     with _group_of(first):
         assert not _group(second).wait(1)
         remove_placement_group(_group(second))
@@ -141,12 +167,23 @@ def test_what_is_requested_of_the_cluster_is_what_bundles_take(
     assert spec.describe_workers() == "5 stages, 2 to a GPU"
     reports: list[str] = []
     check_resources(spec, 1, reports.append)
-    with pytest.raises(PlanError, match=r"too small for 10 stages, 2 to a GPU \(4 x \{CPU: 2, GPU: 1\} and 2 x .* 3 GPU in all"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"too small for 10 stages, 2 to a GPU \(4 x \{CPU: 2, GPU: 1\} and 2 x .* 3 GPU in all"
+        ),
+    ):
         check_resources(spec, 2, reports.append)
     monkeypatch.setattr(serve_checks, "RESOURCES_TIMEOUT_S", 0.0)
     with (
         _group_of(_spec(hardware, folder, "other", stages=1)),
-        pytest.raises(PlanError, match=r"no room for 5 stages.*free are 15 of 16 CPU and 2 of 3 GPU; placement group other has"),
+        pytest.raises(
+            PlanError,
+            match=(
+                r"no room for 5 stages.*free are 15 of 16 CPU and 2 of 3 GPU; placement group"
+                r" other has"
+            ),
+        ),
     ):
         check_resources(spec, 1, reports.append)
     assert reports == []
@@ -154,7 +191,8 @@ def test_what_is_requested_of_the_cluster_is_what_bundles_take(
     check_resources(spec, 2, reports.append)
     (line,) = reports
     assert re.fullmatch(
-        r"waiting up to 65 s for 10 stages, 2 to a GPU \(.*\): free are .*; Ray's autoscaler may add nodes; "
+        r"waiting up to 65 s for 10 stages, 2 to a GPU \(.*\): free are .*; Ray's autoscaler may"
+        r" add nodes; "
         "Ray Serve repeats the attempt some times",
         line,
     )
@@ -164,16 +202,26 @@ def test_too_few_gpus_are_an_error_that_names_what_makes_the_autoscaler_add_some
     hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig.build(None, {"model": folder, "stages": 4})
-    with pytest.raises(PlanError, match=r"^4 stages need a GPU each, and there are 3; use fewer --stages or --replicas$"):
+    with pytest.raises(
+        PlanError,
+        match=r"^4 stages need a GPU each, and there are 3; use fewer --stages or --replicas$",
+    ):
         joined_pipeline_spec(config, ARGS, hardware)
     monkeypatch.setattr(engine, "has_autoscaler", lambda: True)
-    with pytest.raises(PlanError, match=r"or --replicas, or let Ray's autoscaler add nodes first \(see docs/planning.md\)$"):
+    with pytest.raises(
+        PlanError,
+        match=r"or --replicas, or let Ray's autoscaler add nodes first \(see docs/planning.md\)$",
+    ):
         joined_pipeline_spec(config, ARGS, hardware)
 
 
 def test_expert_actors_have_gpus_of_their_own(hardware: Hardware, folder: Path) -> None:
     spec = _spec(hardware, folder, stages=3, stages_per_gpu=2, expert_actors=1)
-    assert [spec.bundle_of_stage(0), spec.bundle_of_stage(2), spec.bundle_of_experts(0)] == [0, 1, 2]
+    assert [spec.bundle_of_stage(0), spec.bundle_of_stage(2), spec.bundle_of_experts(0)] == [
+        0,
+        1,
+        2,
+    ]
     assert spec.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     assert len(spec.nodes) == len(spec.bundles)
 

@@ -1,4 +1,6 @@
-"""Speculation and asynchronous scheduling on Ray's actors: the answers that requests get without, also while a stage dies."""
+"""Speculation and asynchronous scheduling on Ray's actors: the answers that requests get without,
+also while a stage dies.
+"""
 
 import asyncio
 import os
@@ -35,7 +37,9 @@ from tramontane.workers.stage.stage_worker import StageWorker
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"),
+    pytest.mark.skipif(
+        shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+    ),
 ]
 
 ARGS = replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=256), vocab_size=300)
@@ -46,17 +50,39 @@ RHYMES = {
     "properties": {"rhymes": {"type": "array", "items": {"enum": ["moon", "june"]}, "maxItems": 2}},
     "required": ["rhymes"],
 }
-GRAMMAR = build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}))
+GRAMMAR = build_grammar(
+    ResponseFormat.model_validate(
+        {"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}
+    )
+)
 FEW = ((40, 100.0), (50, 97.0))  # so that only these two tokens come, and n-grams are found
 WISHES = (
     SamplingParams(max_tokens=45, temperature=0.0, logit_bias=FEW, logprobs=1),
     SamplingParams(max_tokens=45, temperature=0.8, seed=5, top_p=0.9, logit_bias=FEW),
-    SamplingParams(max_tokens=45, temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.02, logit_bias=FEW),
-    SamplingParams(max_tokens=60, temperature=0.7, seed=6, logprobs=2, prompt_logprobs=1, logit_bias=FEW),
+    SamplingParams(
+        max_tokens=45,
+        temperature=0.9,
+        seed=5,
+        repetition_penalty=1.3,
+        frequency_penalty=0.02,
+        logit_bias=FEW,
+    ),
+    SamplingParams(
+        max_tokens=60, temperature=0.7, seed=6, logprobs=2, prompt_logprobs=1, logit_bias=FEW
+    ),
     SamplingParams(max_tokens=40, temperature=0.0),
-    SamplingParams(max_tokens=40, temperature=0.9, seed=7, presence_penalty=0.4, frequency_penalty=0.2, logprobs=0),
+    SamplingParams(
+        max_tokens=40,
+        temperature=0.9,
+        seed=7,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logprobs=0,
+    ),
     SamplingParams(max_tokens=40, temperature=0.7, seed=8, grammar=GRAMMAR, logprobs=0),
-    SamplingParams(max_tokens=40, temperature=1.0, seed=9, min_tokens=20, stop_token_ids=tuple(range(100))),
+    SamplingParams(
+        max_tokens=40, temperature=1.0, seed=9, min_tokens=20, stop_token_ids=tuple(range(100))
+    ),
 )
 PROMPTS = [random_ids(6 + 2 * number, number, ARGS.vocab_size) * 3 for number in range(len(WISHES))]
 TOGETHER = tuple(range(len(WISHES)))
@@ -77,7 +103,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.link}-{self.num_stages}" + (f"-experts-{self.num_actors}" if self.num_actors else "")
+        return f"{self.link}-{self.num_stages}" + (
+            f"-experts-{self.num_actors}" if self.num_actors else ""
+        )
 
 
 CASES = Case("object-store", 2), Case("direct", 3), Case("direct", 2, num_actors=1)
@@ -97,19 +125,38 @@ def _ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS)))
+    return write_tokenizer(
+        write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
+    )
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Answer]:
     """The answers without speculation, by a stage in this process, one after the other."""
     plan = tiny_plan(ARGS, batch_invariant=True)
-    chain = LocalStageChain([StageWorker.load(plan.stages[0], folder, read_pieces=TokenPieceLoader(folder, ARGS.vocab_size))])
+    chain = LocalStageChain(
+        [
+            StageWorker.load(
+                plan.stages[0], folder, read_pieces=TokenPieceLoader(folder, ARGS.vocab_size)
+            )
+        ]
+    )
     try:
-        answers = list(map(_answer, asyncio.run(run_answers(chain, scheduler_for(plan), PROMPTS, WISHES, together=False))))
+        answers = list(
+            map(
+                _answer,
+                asyncio.run(
+                    run_answers(chain, scheduler_for(plan), PROMPTS, WISHES, together=False)
+                ),
+            )
+        )
     finally:
         chain.close()
-    ended = [wish for wish, answer in zip(WISHES, answers, strict=True) if answer.finish is FinishReason.STOP]
+    ended = [
+        wish
+        for wish, answer in zip(WISHES, answers, strict=True)
+        if answer.finish is FinishReason.STOP
+    ]
     assert ended == [wish for wish in WISHES if wish.grammar or wish.stop_token_ids]
     return answers
 
@@ -119,15 +166,32 @@ def pipeline(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pipeline]
     case: Case = request.param
     plan = tiny_plan(ARGS, case.num_stages, num_drafts=CONFIG.max_drafts(), batch_invariant=True)
     if case.num_actors:
-        plan = without_experts(plan, replace(expert_plan(ARGS, case.num_actors), batch_invariant=True))
+        plan = without_experts(
+            plan, replace(expert_plan(ARGS, case.num_actors), batch_invariant=True)
+        )
     pieces = TokenPieceLoader(folder, ARGS.vocab_size)
-    spec = PipelineSpec(f"drafts-{case.name}", plan, folder, threads_per_stage=1, use_gpus=False, link=case.link, pieces=pieces)
+    spec = PipelineSpec(
+        f"drafts-{case.name}",
+        plan,
+        folder,
+        threads_per_stage=1,
+        use_gpus=False,
+        link=case.link,
+        pieces=pieces,
+    )
     with running_chain(spec) as chain:
         yield Pipeline(chain, plan)
 
 
 def _scheduler(plan: PipelinePlan) -> Scheduler:
-    limits = SchedulerLimits(24, BUDGET, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True, speculative=CONFIG)
+    limits = SchedulerLimits(
+        24,
+        BUDGET,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        reuses_prefixes=True,
+        speculative=CONFIG,
+    )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(len(plan.stages), BUDGET))
 
 
@@ -137,21 +201,31 @@ def _answer(output: RequestOutput) -> Answer:
 
 
 def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: float | None) -> None:
-    """Draft from these answers, each token rightly with this probability; by n-grams without one."""
+    """Draft from these answers, each token rightly with this probability; by n-grams without
+    one.
+    """
     if share is None:
         return
     texts = [(*prompt, *answer.values[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
     def next_token(text: Sequence[int]) -> int:
         known = tuple(text)
-        return next((each[len(known)] for each in texts if each[: len(known)] == known and len(each) > len(known)), WRONG)
+        return next(
+            (
+                each[len(known)]
+                for each in texts
+                if each[: len(known)] == known and len(each) > len(known)
+            ),
+            WRONG,
+        )
 
     guess(patch, next_token, share)
 
 
 @dataclass
 class Watch:
-    """What happens to one run. With a ``pid``, this process is killed once so many tokens have come, and a draft was right.
+    """What happens to one run. With a ``pid``, this process is killed once so many tokens have
+    come, and a draft was right.
 
     Without speculation, once so many tokens have come.
     """
@@ -161,7 +235,8 @@ class Watch:
     kill_after: int = 0
     num_tokens: int = 0
     was_killed: bool = False
-    accepted_before: dict[int, int] = field(default_factory=dict)  # drafts, by epoch, when its first result came
+    # drafts, by epoch, when its first result came
+    accepted_before: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_accepted(self) -> int:
@@ -178,14 +253,20 @@ class Watch:
             os.kill(self.pid, signal.SIGKILL)
 
 
-async def _ask(chain: ObjectStoreStageChain, watch: Watch, chosen: Sequence[int]) -> tuple[list[Answer], int]:
-    """Run these requests at once; return their answers, and how often the router has recovered the pipeline."""
+async def _ask(
+    chain: ObjectStoreStageChain, watch: Watch, chosen: Sequence[int]
+) -> tuple[list[Answer], int]:
+    """Run these requests at once; return their answers, and how often the router has recovered the
+    pipeline.
+    """
     router = Router(watch.scheduler, chain, watch.on_result)
     running = asyncio.create_task(router.run())
 
     async def one(number: int) -> Answer:
         outputs = []
-        async for output in router.generate([SequenceRequest(tuple(PROMPTS[number]), WISHES[number])]):
+        async for output in router.generate(
+            [SequenceRequest(tuple(PROMPTS[number]), WISHES[number])]
+        ):
             outputs.append(output)
             watch.on_output(output)
         return _answer(merge_outputs(outputs))
@@ -203,7 +284,9 @@ async def _ask(chain: ObjectStoreStageChain, watch: Watch, chosen: Sequence[int]
 def test_the_same_answers_with_and_without(
     pipeline: Pipeline, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, drafts: str
 ) -> None:
-    """Greedy, seeded, penalized, with log-probabilities and a grammar, packed together; no answer waits for a recovery."""
+    """Greedy, seeded, penalized, with log-probabilities and a grammar, packed together; no answer
+    waits for a recovery.
+    """
     _guess_from(monkeypatch, expected, SHARES[drafts])
     ahead = count_ahead(monkeypatch)
     watch = Watch(_scheduler(pipeline.plan))
@@ -213,13 +296,17 @@ def test_the_same_answers_with_and_without(
     counts = watch.scheduler.draft_counts
     assert counts.num_draft_tokens > 0
     if drafts == "wrong":
-        assert counts.num_accepted_tokens < counts.num_draft_tokens / 10, "a wrong one may be sampled all the same"
+        assert counts.num_accepted_tokens < counts.num_draft_tokens / 10, (
+            "a wrong one may be sampled all the same"
+        )
     else:
         assert counts.num_accepted_tokens > 0
     if drafts != "n-grams":  # which are found or not
         assert ahead, "the last streams leave stages idle"
     if drafts == "right":
-        assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, "the last ones may follow the end of an answer"
+        assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, (
+            "the last ones may follow the end of an answer"
+        )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +332,8 @@ def test_the_same_answers_while_the_process_of_a_stage_is_killed(
     assert watch.was_killed
     assert num_recoveries > 0
     assert ray.get(stage.health.remote()).pid != watch.pid
-    num_before = list(watch.accepted_before.values())[1]  # when the first result after the recovery came
+    # when the first result after the recovery came
+    num_before = list(watch.accepted_before.values())[1]
     assert 0 < num_before < watch.num_accepted
 
 
@@ -256,12 +344,18 @@ def test_the_same_answers_of_steps_that_are_submitted_before_tokens_are_known(
     """All at once, one alone, and while the process of the only stage is killed."""
     plan = tiny_plan(ARGS, 1, batch_invariant=True)
     pieces = TokenPieceLoader(folder, ARGS.vocab_size)
-    spec = PipelineSpec(f"async-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link, pieces=pieces)
-    limits = SchedulerLimits(24, BUDGET, plan.max_model_len, ARGS.vocab_size, reuses_prefixes=True, async_scheduling=True)
+    spec = PipelineSpec(
+        f"async-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link, pieces=pieces
+    )
+    limits = SchedulerLimits(
+        24, BUDGET, plan.max_model_len, ARGS.vocab_size, reuses_prefixes=True, async_scheduling=True
+    )
     with running_chain(spec) as chain:
         for chosen, is_killed in ((TOGETHER, False), (ALONE, False), (TOGETHER, True)):
             pid = ray.get(chain.stages[0].health.remote()).pid if is_killed else 0
-            watch = Watch(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, BUDGET)), pid, kill_after=100)
+            watch = Watch(
+                Scheduler(plan.cache, limits, FixedInFlightPolicy(2, BUDGET)), pid, kill_after=100
+            )
             answers, num_recoveries = asyncio.run(_ask(chain, watch, chosen))
             assert answers == [expected[number] for number in chosen]
             assert watch.was_killed == is_killed == bool(num_recoveries)

@@ -1,4 +1,6 @@
-"""What a chain makes of a supervisor's errors, which Ray gives the class of their cause as well as its own; calls of stages."""
+"""What a chain makes of a supervisor's errors, which Ray gives the class of their cause as well as
+its own; calls of stages.
+"""
 
 import asyncio
 import threading
@@ -12,7 +14,11 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.pipeline import stage_chain
-from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_TIMEOUT_S, DirectStageChain, ObjectStoreStageChain
+from tramontane.cluster.pipeline.stage_chain import (
+    UNREACHABLE_TIMEOUT_S,
+    DirectStageChain,
+    ObjectStoreStageChain,
+)
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
@@ -36,7 +42,10 @@ class _Supervisor:
     def __init__(self, error: Exception) -> None:
         self.calls: list[str] = []
         self._error = RayTaskError("fence", f"its traceback\n{error}", error).as_instanceof_cause()
-        self.fence, self.replace_hung_workers = _Method(self._fence), _Method(self._replace_hung_workers)
+        self.fence, self.replace_hung_workers = (
+            _Method(self._fence),
+            _Method(self._replace_hung_workers),
+        )
 
     async def _fence(self, holder: str) -> int:
         self.calls.append(f"fence for {holder}")
@@ -59,7 +68,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_chain, "RETRY_S", 0.0)
 
 
-def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def kill(*_: object, **__: object) -> None:
         raise AssertionError("the supervisor has answered")
 
@@ -69,8 +80,12 @@ def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_super
     assert supervisor.calls == ["fence for router", "replace", "fence for router"]
 
 
-def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray says of one that is stopped what it says of one that restarts, to a supervisor that has not called it."""
+def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray says of one that is stopped what it says of one that restarts, to a supervisor that has
+    not called it.
+    """
     supervisor = _Supervisor(ActorUnavailableError("connection attempt timed out", None))
     times = iter([0.0, 1.0, UNREACHABLE_TIMEOUT_S, UNREACHABLE_TIMEOUT_S + 0.1])
     monkeypatch.setattr(stage_chain, "time", SimpleNamespace(monotonic=lambda: next(times)))
@@ -78,7 +93,9 @@ def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(monkeypatch: py
     assert supervisor.calls == ["fence for router"] * 3 + ["replace", "fence for router"]
 
 
-def test_a_supervisor_that_does_not_answer_gets_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_does_not_answer_gets_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     supervisor = _Supervisor(GetTimeoutError())
     killed = []
 
@@ -111,14 +128,18 @@ KINDS = pytest.mark.parametrize("kind", [ObjectStoreStageChain, DirectStageChain
 
 
 class _Stage:
-    """As a stage's handle; every call blocks its caller until ``may_return``, and raises ``error`` if there is one."""
+    """As a stage's handle; every call blocks its caller until ``may_return``, and raises ``error``
+    if there is one.
+    """
 
-    def __init__(self, stage_id: int, may_return: threading.Event, error: Exception | None = None) -> None:
+    def __init__(
+        self, stage_id: int, may_return: threading.Event, error: Exception | None = None
+    ) -> None:
         self._stage_id, self._may_return, self._error = stage_id, may_return, error
         self.called: list[int] = []  # steps
         self.step = self.linked_step = _Method(self._call)  # type: ignore[arg-type]
 
-    def _call(self, message: bytes, _carried: object = None) -> Any:  # noqa: ANN401
+    def _call(self, message: bytes, _carried: object = None) -> Any:
         self._may_return.wait(10)  # seconds, if the loop makes the call
         if self._error is not None:
             raise self._error
@@ -130,20 +151,27 @@ class _Stage:
         return SimpleNamespace(future=lambda: reply)
 
 
-def _stages(num_stages: int, may_return: threading.Event, error: Exception | None = None) -> Any:  # noqa: ANN401
+def _stages(num_stages: int, may_return: threading.Event, error: Exception | None = None) -> Any:
     return [_Stage(number, may_return, error) for number in range(num_stages)]
 
 
 @KINDS
 @pytest.mark.parametrize("num_stages", [1, 4, 64])
-def test_no_call_of_a_stage_is_made_on_the_event_loop(kind: type[ObjectStoreStageChain], num_stages: int) -> None:
-    """Calls that block for as long as the loop has not done other work, and then return in the order of submission."""
+def test_no_call_of_a_stage_is_made_on_the_event_loop(
+    kind: type[ObjectStoreStageChain], num_stages: int
+) -> None:
+    """Calls that block for as long as the loop has not done other work, and then return in the
+    order of submission.
+    """
 
     async def scenario() -> None:
         may_return = threading.Event()
         stages = _stages(num_stages, may_return)
         chain = kind(stages, stages[0], "router")
-        results = [asyncio.ensure_future(chain.submit(MicroBatch(EPOCH, step_id, ()))) for step_id in range(5)]
+        results = [
+            asyncio.ensure_future(chain.submit(MicroBatch(EPOCH, step_id, ())))
+            for step_id in range(5)
+        ]
         await asyncio.sleep(0)
         assert not any(stage.called for stage in stages)
         may_return.set()  # by the loop, which is free
@@ -169,14 +197,18 @@ def test_a_call_that_cannot_be_made_fails_its_step(kind: type[ObjectStoreStageCh
 
 
 @pytest.mark.parametrize(("died", "has_lost"), [({"b"}, True), ({"z"}, False), (set(), False)])
-def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(died: set[str], has_lost: bool) -> None:
+def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(
+    died: set[str], has_lost: bool
+) -> None:
     used, dead = {"a", "b"}, {"y"}
     supervisor = _Supervisor(GetTimeoutError())
     supervisor.calls.append("replace")
     handle: Any = supervisor
 
     async def scenario() -> None:
-        chain = ObjectStoreStageChain([], handle, "router", NodeLossDetector(lambda: set(used), lambda: set(dead)))
+        chain = ObjectStoreStageChain(
+            [], handle, "router", NodeLossDetector(lambda: set(used), lambda: set(dead))
+        )
         await chain.fence()
         assert not chain.has_lost_node
         dead.update(died)

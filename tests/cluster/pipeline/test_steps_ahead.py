@@ -1,4 +1,6 @@
-"""Stages that take turns, over Ray: the next step is submitted while the last one is computed, and has its tokens."""
+"""Stages that take turns, over Ray: the next step is submitted while the last one is computed, and
+has its tokens.
+"""
 
 import asyncio
 import os
@@ -29,8 +31,12 @@ LENGTH = 40
 KINDS = [
     SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=5, top_p=0.9),
-    SamplingParams(max_tokens=LENGTH, temperature=0.9, seed=6, repetition_penalty=1.3, presence_penalty=0.4),
-    SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=7, stop_token_ids=tuple(range(30)), logprobs=1),
+    SamplingParams(
+        max_tokens=LENGTH, temperature=0.9, seed=6, repetition_penalty=1.3, presence_penalty=0.4
+    ),
+    SamplingParams(
+        max_tokens=LENGTH, temperature=1.0, seed=7, stop_token_ids=tuple(range(30)), logprobs=1
+    ),
 ]
 WISHES = [KINDS[number % len(KINDS)] for number in range(len(PROMPTS))]
 
@@ -48,12 +54,17 @@ def _ray() -> Iterator[None]:
 
 def _spec(folder: Path, link: Link) -> PipelineSpec:
     plan = replace(tiny_plan(ARGS, 2, 8), max_concurrent_stages=1)
-    return PipelineSpec(f"ahead-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link)
+    return PipelineSpec(
+        f"ahead-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link
+    )
 
 
 def _expected(spec: PipelineSpec) -> list[list[int]]:
     workers = split_model(random_model(ARGS), spec.plan)
-    return [run_in_process(spec.plan, workers, [prompt], wish)[0] for prompt, wish in zip(PROMPTS, WISHES, strict=True)]
+    return [
+        run_in_process(spec.plan, workers, [prompt], wish)[0]
+        for prompt, wish in zip(PROMPTS, WISHES, strict=True)
+    ]
 
 
 class _Counted:
@@ -71,12 +82,15 @@ class _Counted:
 
 @pytest.mark.parametrize("link", ["object-store", "direct"])
 @pytest.mark.parametrize("is_balanced", [False, True])
-def test_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, is_balanced: bool) -> None:
+def test_the_same_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, is_balanced: bool
+) -> None:
     spec = _spec(folder, link)
     policy: Policy = FixedInFlightPolicy(2, 64)
     if is_balanced:
         policy = BalancedPolicy(2, 64, None, 1, async_scheduling=True)
-        monkeypatch.setattr(StepGap, "is_long", lambda _self, _step_s: True)  # whatever the machine's times are
+        # whatever the machine's times are
+        monkeypatch.setattr(StepGap, "is_long", lambda _self, _step_s: True)
     with running_chain(spec) as chain:
         counted = _Counted(chain, monkeypatch)
         scheduler = scheduler_for(spec.plan, 64, policy)
@@ -88,8 +102,12 @@ def test_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch, link: Li
 
 @pytest.mark.parametrize("link", ["object-store", "direct"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stage_that_dies_loses_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, stage: int) -> None:
-    """The step that goes ahead fails with the one before it, and no step after the fence waits for either."""
+def test_a_stage_that_dies_loses_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, stage: int
+) -> None:
+    """The step that goes ahead fails with the one before it, and no step after the fence waits for
+    either.
+    """
     spec, steps = _spec(folder, link), list[StepResult]()
     with running_chain(spec) as chain:
         pid = ray.get(chain.stages[stage].health.options(concurrency_group="control").remote()).pid

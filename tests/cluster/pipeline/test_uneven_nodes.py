@@ -1,4 +1,6 @@
-"""Three raylets that offer GPUs which are not there: which node each stage is on, and what is requested of the nodes."""
+"""Three raylets that offer GPUs which are not there: which node each stage is on, and what is
+requested of the nodes.
+"""
 
 import itertools
 import json
@@ -27,7 +29,8 @@ from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import VisibleGpu
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # what runs on the nodes is not installed there
+# what runs on the nodes is not installed there
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ARGS = tiny_args(n_layers=8, window=24)
 BIG, SMALL = ("H200", 140 * GIB), ("L4", 24 * GIB)
@@ -37,11 +40,18 @@ SPEED = {"H200": 4_800_000_000_000, "L4": 300_400_000_000}
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[dict[str, str]]:
-    """Names of nodes by Ray's ids. Each has cores for all stages, so that nothing but its GPUs says which of them it gets."""
+    """Names of nodes by Ray's ids. Each has cores for all stages, so that nothing but its GPUs says
+    which of them it gets.
+    """
     cluster = Cluster()
     names = {}
     for name, gpus in GPUS.items():
-        node = cluster.add_node(num_cpus=8, num_gpus=len(gpus), env_vars={"GPUS": json.dumps(gpus)}, include_dashboard=False)
+        node = cluster.add_node(
+            num_cpus=8,
+            num_gpus=len(gpus),
+            env_vars={"GPUS": json.dumps(gpus)},
+            include_dashboard=False,
+        )
         names[node.node_id] = name
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False)
@@ -73,7 +83,9 @@ def _fail(*_arguments: str) -> int:
     raise ValueError("no such thing")
 
 
-def _spec(hardware: Hardware, folder: Path, name: str = "uneven", **settings: object) -> PipelineSpec:
+def _spec(
+    hardware: Hardware, folder: Path, name: str = "uneven", **settings: object
+) -> PipelineSpec:
     config = EngineConfig.build(None, {"model": folder, "max_num_seqs": 2, **settings})
     return pipeline_spec(config, ARGS, hardware, name)
 
@@ -91,8 +103,12 @@ def _where(*specs: PipelineSpec) -> Iterator[list[list[str]]]:
             remove_placement_group(group)
 
 
-def test_every_gpu_is_known_with_its_node_and_speed(nodes: dict[str, str], hardware: Hardware) -> None:
-    found = sorted((nodes[gpu.node], gpu.index, gpu.name, gpu.memory, gpu.speed) for gpu in hardware.gpus)
+def test_every_gpu_is_known_with_its_node_and_speed(
+    nodes: dict[str, str], hardware: Hardware
+) -> None:
+    found = sorted(
+        (nodes[gpu.node], gpu.index, gpu.name, gpu.memory, gpu.speed) for gpu in hardware.gpus
+    )
     assert found == [
         ("another big", 0, *BIG, 4800),
         ("big", 0, *BIG, 4800),
@@ -115,32 +131,50 @@ def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str,
 
 def test_nodes_that_cannot_say_what_they_have_are_named_in_one_line(nodes: dict[str, str]) -> None:
     address = ray.nodes()[0]["NodeManagerAddress"]
-    with pytest.raises(PlanError, match=rf"node {address} offers [12] GPUs to Ray, but CUDA shows 0 there"):
+    with pytest.raises(
+        PlanError, match=rf"node {address} offers [12] GPUs to Ray, but CUDA shows 0 there"
+    ):
         probe_cluster()
-    with pytest.raises(PlanError, match=r"the GPUs of the cluster cannot be listed: ValueError: no such thing$"):
+    with pytest.raises(
+        PlanError, match=r"the GPUs of the cluster cannot be listed: ValueError: no such thing$"
+    ):
         probe_cluster(list_gpus=_fail)
 
 
-def test_stages_land_where_the_plan_wants_them(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
-    """The roomiest first; in another order where sizes are given in it; and tied to no node where one would do as well."""
+def test_stages_land_where_the_plan_wants_them(
+    nodes: dict[str, str], hardware: Hardware, folder: Path
+) -> None:
+    """The roomiest first; in another order where sizes are given in it; and tied to no node where
+    one would do as well.
+    """
     with _where(_spec(hardware, folder)) as [ids]:
         assert {nodes[id_] for id_ in ids[:2]} == {"big", "another big"}
         assert [nodes[id_] for id_ in ids[2:]] == ["both small"] * 2
     with _where(_spec(hardware, folder, gpu_memory="24GiB,140GiB,24GiB,140GiB")) as [ids]:
         assert [nodes[id_] for id_ in ids[0::2]] == ["both small"] * 2
         assert {nodes[id_] for id_ in ids[1::2]} == {"big", "another big"}
-    alike = replace(hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus))
+    alike = replace(
+        hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus)
+    )
     assert _spec(alike, folder).nodes == ((),) * 4
 
 
-def test_neighbors_share_a_node_where_they_can(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
-    """Ray packs stages in their order: between the first and the last of a node there is no other."""
-    alike = replace(hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus))
+def test_neighbors_share_a_node_where_they_can(
+    nodes: dict[str, str], hardware: Hardware, folder: Path
+) -> None:
+    """Ray packs stages in their order: between the first and the last of a node there is no
+    other.
+    """
+    alike = replace(
+        hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus)
+    )
     with _where(_spec(alike, folder)) as [ids]:
         assert sum(one != other for one, other in itertools.pairwise(ids)) == 2
 
 
-def test_two_pipelines_get_one_of_each_kind(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
+def test_two_pipelines_get_one_of_each_kind(
+    nodes: dict[str, str], hardware: Hardware, folder: Path
+) -> None:
     with _where(*(_spec(hardware, folder, f"uneven-{n}", replicas=2) for n in range(2))) as both:
         assert {nodes[ids[0]] for ids in both} == {"big", "another big"}
         assert [nodes[ids[1]] for ids in both] == ["both small"] * 2
@@ -160,10 +194,18 @@ def test_real_stages_stand_there_with_the_layers_that_were_meant_for_them(
     assert min(sizes[:2]) > max(sizes[2:]), "a sixteenth of the speed"
 
 
-def test_a_kind_that_is_taken_is_not_replaced_by_another(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
+def test_a_kind_that_is_taken_is_not_replaced_by_another(
+    nodes: dict[str, str], hardware: Hardware, folder: Path
+) -> None:
     with (
         _where(_spec(hardware, folder, "taker", stages=2)),
-        pytest.raises(PlanError, match=r"no room for 1 stage \(.*\) on the nodes that they are planned for after .*: free are"),
+        pytest.raises(
+            PlanError,
+            match=(
+                r"no room for 1 stage \(.*\) on the nodes that they are planned for after .*:"
+                r" free are"
+            ),
+        ),
         running_chain(replace(_spec(hardware, folder, stages=1), placement_timeout_s=1.0)),
     ):
         pass

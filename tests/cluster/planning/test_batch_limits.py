@@ -20,7 +20,9 @@ from tramontane.proto.presets import PRESETS
 MISTRAL, H100 = PRESETS["mistral-7b-v0.3"], "NVIDIA H100 80GB HBM3"
 
 
-def _planned(args: ModelArgs, gpu: str, gib: float, num_gpus: int = 1, **settings: Any) -> PipelinePlan:  # noqa: ANN401
+def _planned(
+    args: ModelArgs, gpu: str, gib: float, num_gpus: int = 1, **settings: Any
+) -> PipelinePlan:
     gpus = tuple(Gpu(gpu, int(gib * GIB), index=index) for index in range(num_gpus))
     return plan_pipeline(EngineConfig(**settings), args, Hardware((16,), (64 * GIB,), gpus))
 
@@ -57,23 +59,32 @@ def test_the_limits_follow_from_the_speed_and_the_memory(
 
 def test_a_larger_model_has_smaller_micro_batches() -> None:
     """Of 4096 tokens of Mistral Nemo one would take 0.18 s."""
-    assert _limits(_planned(PRESETS["mistral-nemo-12b"], H100, 79, max_model_len=4096)) == (2048, 256)
+    assert _limits(_planned(PRESETS["mistral-nemo-12b"], H100, 79, max_model_len=4096)) == (
+        2048,
+        256,
+    )
 
 
 def test_two_gpus_compute_twice_as_much_in_the_time() -> None:
     assert _limits(_planned(MISTRAL, H100, 79, num_gpus=2)) == (8192, 256)
 
 
-@pytest.mark.parametrize("name", ["mistral-7b-v0.3", "mixtral-8x7b", "mistral-nemo-12b", "ministral-8b"])
+@pytest.mark.parametrize(
+    "name", ["mistral-7b-v0.3", "mixtral-8x7b", "mistral-nemo-12b", "ministral-8b"]
+)
 @pytest.mark.parametrize("gib", [32, 48, 80, 141])
 @pytest.mark.parametrize("stages_per_gpu", [1, 2])
 def test_what_is_chosen_has_room(name: str, gib: int, stages_per_gpu: int) -> None:
-    """Where more is chosen than without a GPU, sequences have room, and the process takes no more than its share."""
+    """Where more is chosen than without a GPU, sequences have room, and the process takes no more
+    than its share.
+    """
     gpus = tuple(Gpu("unknown", gib * GIB, index=index) for index in range(4))
     config = EngineConfig(stages_per_gpu=stages_per_gpu, max_model_len=4096)
     plan = plan_pipeline(config, PRESETS[name], Hardware((16,), (64 * GIB,), gpus))
     assert plan.max_num_seqs >= 64
-    runtime = config_runtime(config, PRESETS[name], "bfloat16", plan.max_num_seqs, plan.max_num_batched_tokens).total
+    runtime = config_runtime(
+        config, PRESETS[name], "bfloat16", plan.max_num_seqs, plan.max_num_batched_tokens
+    ).total
     memory = gib * GIB // stages_per_gpu
     if plan.max_num_seqs > 64:
         assert max_length_in_slots(plan) >= ROOM
@@ -85,9 +96,15 @@ def test_what_the_user_gave_is_never_changed() -> None:
     both = _planned(MISTRAL, H100, 79, max_num_batched_tokens=700, max_num_seqs=9)
     assert (_limits(both), both.chosen) == ((700, 9), ())
     tokens = _planned(MISTRAL, H100, 79, max_num_batched_tokens=700)
-    assert (_limits(tokens), [choice.key for choice in tokens.chosen]) == ((700, 256), ["max_num_seqs"])
+    assert (_limits(tokens), [choice.key for choice in tokens.chosen]) == (
+        (700, 256),
+        ["max_num_seqs"],
+    )
     sequences = _planned(MISTRAL, H100, 79, max_num_seqs=9)
-    assert (_limits(sequences), [choice.key for choice in sequences.chosen]) == ((4096, 9), ["max_num_batched_tokens"])
+    assert (_limits(sequences), [choice.key for choice in sequences.chosen]) == (
+        (4096, 9),
+        ["max_num_batched_tokens"],
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"stages": 1}, {"max_num_seqs": 7}])
@@ -115,13 +132,21 @@ def _fits(gib: float, settings: dict[str, Any]) -> bool:
 def test_it_is_said_why() -> None:
     found = [choice.describe() for choice in _planned(MISTRAL, H100, 79).chosen]
     assert found == [
-        "the planner has chosen --max-num-batched-tokens 4096: 8192 tokens would take 0.2 s, and sequences that decode next to "
-        "them wait as long",
-        "the planner has chosen --max-num-seqs 256: each of 256 sequences has room for 1840 tokens, and more are never chosen",
+        (
+            "the planner has chosen --max-num-batched-tokens 4096: 8192 tokens would take 0.2 s,"
+            " and sequences that decode next to them wait as long"
+        ),
+        (
+            "the planner has chosen --max-num-seqs 256: each of 256 sequences has room for 1840"
+            " tokens, and more are never chosen"
+        ),
     ]
     small = [choice.reason for choice in _planned(MISTRAL, "unknown", 24).chosen]
     assert small == [
-        "larger micro-batches would leave too little memory for the cache; the speed of the GPU is not known",
+        (
+            "larger micro-batches would leave too little memory for the cache; the speed of the GPU"
+            " is not known"
+        ),
         "each of 64 sequences has room for 1024 tokens, and for more there is too little memory",
     ]
     (most, _) = _planned(MISTRAL, "unknown", 80).chosen
@@ -134,7 +159,9 @@ def test_choices_are_in_the_plans_json() -> None:
     plan, slots = search_plan(config, MISTRAL, hardware)
     data = plan_as_data(plan, tuple(slot.budget for slot in slots), [1.0])
     assert (data["max_num_batched_tokens"], data["max_num_seqs"]) == (4096, 256)
-    assert data["chosen"] == [{"key": each.key, "value": each.value, "reason": each.reason} for each in plan.chosen]
+    assert data["chosen"] == [
+        {"key": each.key, "value": each.value, "reason": each.reason} for each in plan.chosen
+    ]
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, 4096), (333, 333)])

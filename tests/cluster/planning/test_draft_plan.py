@@ -39,14 +39,25 @@ def _gpus(*sizes: int) -> Hardware:
 
 
 def test_a_pipeline_has_an_actor_and_a_bundle_more(tmp_path: Path) -> None:
-    config = _config(_model(tmp_path / "large", ARGS), _model(tmp_path / "small"), stages=2, max_num_seqs=5, threads_per_stage=1)
+    config = _config(
+        _model(tmp_path / "large", ARGS),
+        _model(tmp_path / "small"),
+        stages=2,
+        max_num_seqs=5,
+        threads_per_stage=1,
+    )
     spec = pipeline_spec(config, ARGS, Hardware(node_cpus=(8,), node_memory=(8 * GIB,)))
     assert spec.draft_model is not None
     assert (spec.num_workers, spec.bundle_of_draft_model, len(spec.bundles)) == (3, 2, 3)
     assert len(spec.node_selectors) == 3
     assert spec.describe_workers() == "2 stages and a draft model"
     plan = spec.draft_model.plan
-    assert (plan.num_stages, plan.layers, plan.max_num_seqs, plan.args.vocab_size) == (1, range(2), 5, 300)
+    assert (plan.num_stages, plan.layers, plan.max_num_seqs, plan.args.vocab_size) == (
+        1,
+        range(2),
+        5,
+        300,
+    )
     assert plan.cache.num_drafts == 9 + 5, "those in flight over two stages, and the next ones"
     assert all(c.num_pages >= 5 * c.ring_pages for c in plan.cache.classes)
     assert spec.draft_model.weights == tmp_path / "small"
@@ -56,14 +67,21 @@ def test_a_pipeline_has_an_actor_and_a_bundle_more(tmp_path: Path) -> None:
 def test_without_one_nothing_is_more() -> None:
     spec = PipelineSpec("p", tiny_plan(ARGS, 2), Path("x"), threads_per_stage=1, use_gpus=False)
     assert (spec.num_workers, len(spec.bundles), spec.describe_workers()) == (2, 2, "2 stages")
-    drafting = replace(spec, draft_model=DraftModelSpec(tiny_plan(SMALL).stages[0], Path("y")), nodes=(("a",), ("b",)))
+    drafting = replace(
+        spec,
+        draft_model=DraftModelSpec(tiny_plan(SMALL).stages[0], Path("y")),
+        nodes=(("a",), ("b",)),
+    )
     assert drafting.node_selectors == [{"ray.io/node-id": "in(a)"}, {"ray.io/node-id": "in(b)"}, {}]
 
 
 def test_it_has_as_many_sequences_as_it_has_memory_for(tmp_path: Path) -> None:
     config = _config(tmp_path, tmp_path)
     target = plan_pipeline(EngineConfig(max_num_seqs=64), PRESETS["mistral-7b-v0.1"], _gpus(80, 80))
-    wide, narrow = (plan_draft_model(config, PRESETS["mistral-7b-v0.1"], target, _gpus(size, size)) for size in (80, 24))
+    wide, narrow = (
+        plan_draft_model(config, PRESETS["mistral-7b-v0.1"], target, _gpus(size, size))
+        for size in (80, 24)
+    )
     assert wide.max_num_seqs == 64
     assert 1 <= narrow.max_num_seqs < 64
     assert all(c.num_pages >= narrow.max_num_seqs * c.ring_pages for c in narrow.cache.classes)
@@ -74,9 +92,14 @@ def test_it_has_as_many_sequences_as_it_has_memory_for(tmp_path: Path) -> None:
 def test_the_smallest_gpu_is_its_own(tmp_path: Path) -> None:
     config = _config(tmp_path, tmp_path)
     args = PRESETS["mistral-7b-v0.1"]
-    with_drafts, without = (plan_pipeline(each, args, _gpus(24, 80, 24)) for each in (config, EngineConfig()))
+    with_drafts, without = (
+        plan_pipeline(each, args, _gpus(24, 80, 24)) for each in (config, EngineConfig())
+    )
     assert (len(with_drafts.stages), len(without.stages)) == (2, 3)
-    with pytest.raises(TooFewNodesError, match="a draft model and at least one stage of each of 2 pipelines need a GPU each"):
+    with pytest.raises(
+        TooFewNodesError,
+        match="a draft model and at least one stage of each of 2 pipelines need a GPU each",
+    ):
         plan_pipeline(config.model_copy(update={"replicas": 2}), args, _gpus(80, 80, 80))
 
 
@@ -86,7 +109,10 @@ def test_threads_and_memory_are_shared_with_it(tmp_path: Path) -> None:
     large, small = _model(tmp_path / "large", ARGS), _model(tmp_path / "small")
     specs = [
         pipeline_spec(each, ARGS, hardware)
-        for each in (_config(large, small, stages=2), EngineConfig.build(None, {"model": large, "stages": 2}))
+        for each in (
+            _config(large, small, stages=2),
+            EngineConfig.build(None, {"model": large, "stages": 2}),
+        )
     ]
     assert [spec.threads_per_stage for spec in specs] == [4, 6]
 
@@ -113,7 +139,13 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         ({"replicas": 2}, Hardware((12, 12), (12 * GIB, 12 * GIB)), 4 * GIB),
         ({}, _gpus(24, 80, 12), 12 * GIB),
     ],
-    ids=["one node", "expert actors", "two pipelines", "two pipelines on two nodes", "the smallest GPU"],
+    ids=[
+        "one node",
+        "expert actors",
+        "two pipelines",
+        "two pipelines on two nodes",
+        "the smallest GPU",
+    ],
 )
 def test_its_memory_is_a_share_of_the_node_or_the_smallest_gpu(
     requests: list[PlanRequest], keys: dict[str, object], hardware: Hardware, memory: int
@@ -123,23 +155,34 @@ def test_its_memory_is_a_share_of_the_node_or_the_smallest_gpu(
 
 
 @pytest.mark.parametrize("of_target", [32, 4096])
-def test_it_reads_no_further_than_the_large_model_or_its_own_context(requests: list[PlanRequest], of_target: int) -> None:
+def test_it_reads_no_further_than_the_large_model_or_its_own_context(
+    requests: list[PlanRequest], of_target: int
+) -> None:
     target = replace(tiny_plan(ARGS, 2), max_model_len=of_target)
     plan_draft_model(_config(Path("x"), "y"), SMALL, target, Hardware((8,), (8 * GIB,)))
     assert requests[0].max_model_len == min(of_target, SMALL.max_seq_len)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "bfloat16"), ("float32", "float32")])
-def test_its_dtype_is_its_own_or_the_configured_one(requests: list[PlanRequest], dtype: str, expected: str) -> None:
+def test_its_dtype_is_its_own_or_the_configured_one(
+    requests: list[PlanRequest], dtype: str, expected: str
+) -> None:
     args = replace(SMALL, dtype="bfloat16")
-    plan_draft_model(_config(Path("x"), "y", dtype=dtype), args, tiny_plan(ARGS, 2), Hardware((8,), (8 * GIB,)))
+    plan_draft_model(
+        _config(Path("x"), "y", dtype=dtype), args, tiny_plan(ARGS, 2), Hardware((8,), (8 * GIB,))
+    )
     assert requests[0].dtype == expected
 
 
-def test_the_class_with_the_fewest_pages_decides_about_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_with_the_fewest_pages_decides_about_its_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned = tiny_plan(SMALL)
     first, second = planned.stages[0].cache.classes
-    classes = (replace(first, num_pages=first.ring_pages * 7), replace(second, num_pages=second.ring_pages * 3 + 1))
+    classes = (
+        replace(first, num_pages=first.ring_pages * 7),
+        replace(second, num_pages=second.ring_pages * 3 + 1),
+    )
     short = replace(planned.stages[0], cache=replace(planned.stages[0].cache, classes=classes))
     monkeypatch.setattr(draft_plan, "make_plan", lambda *_: replace(planned, stages=(short,)))
     for of_target, expected in ((5, 3), (2, 2)):
@@ -151,8 +194,12 @@ def test_the_class_with_the_fewest_pages_decides_about_its_sequences(monkeypatch
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
     large, small = _model(tmp_path / "large", ARGS), _model(tmp_path / "small")
     assert validate_draft_model(_config(large, small), ARGS).n_layers == 2
-    more = write_checkpoint(tmp_path / "more", wide := replace(SMALL, vocab_size=320), random_model(wide))
-    with pytest.raises(ConfigError, match=r"the draft model .*more has other tokens than .*large \(320 and 300\)"):
+    more = write_checkpoint(
+        tmp_path / "more", wide := replace(SMALL, vocab_size=320), random_model(wide)
+    )
+    with pytest.raises(
+        ConfigError, match=r"the draft model .*more has other tokens than .*large \(320 and 300\)"
+    ):
         validate_draft_model(_config(large, more), ARGS)
     tokenizer = next(file for file in small.iterdir() if "token" in file.name)
     other = _model(tmp_path / "other")
@@ -162,9 +209,14 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a published geometry without weights; give a folder"):
         validate_draft_model(_config(large, "ministral-3-3b"), ARGS)
     (tmp_path / "empty").mkdir()
-    for name, reason in (("none", "none does not exist"), ("empty", "neither config.json"), ("n" * 5000, "cannot be read")):
+    for name, reason in (
+        ("none", "none does not exist"),
+        ("empty", "neither config.json"),
+        ("n" * 5000, "cannot be read"),
+    ):
         with pytest.raises(
-            ConfigError, match=rf"--speculative-config: .*{reason}.*; model has to be a downloaded checkpoint's"
+            ConfigError,
+            match=rf"--speculative-config: .*{reason}.*; model has to be a downloaded checkpoint's",
         ) as raised:
             validate_draft_model(_config(large, tmp_path / name), ARGS)
         assert "--model " not in str(raised.value)

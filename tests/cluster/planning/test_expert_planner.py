@@ -1,4 +1,6 @@
-"""Experts on actors of their own: every one has a place, work is even, memory is enough. No cluster needed."""
+"""Experts on actors of their own: every one has a place, work is even, memory is enough. No cluster
+needed.
+"""
 
 import random
 from dataclasses import replace
@@ -9,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import GIB, tiny_args
 
-from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts, plan_moves, replan
+from tramontane.cluster.planning.expert_planner import (
+    ExpertRequest,
+    plan_experts,
+    plan_moves,
+    replan,
+)
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, WeightFormat
@@ -31,7 +38,10 @@ def _ids(args: ModelArgs) -> list[ExpertId]:
 
 
 def _size(args: ModelArgs, dtype: str, quantize: Quantization | None = None) -> int:
-    return sum(spec.num_bytes(WeightFormat(dtype, stored=args.dtype, quantize=quantize)) for spec in expert_tensors(args, 0, 0))
+    return sum(
+        spec.num_bytes(WeightFormat(dtype, stored=args.dtype, quantize=quantize))
+        for spec in expert_tensors(args, 0, 0)
+    )
 
 
 def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
@@ -53,7 +63,9 @@ def test_8x22b_on_16_actors_of_unequal_memory(seed: int) -> None:
     request = ExpertRequest(tuple(StageBudget(memory * GIB) for memory in memories), "bfloat16")
     assumed = plan_experts(MIXTRAL_8X22B, request)
     assert _busiest(assumed, dict.fromkeys(_ids(MIXTRAL_8X22B), 1.0)) <= 1.1
-    assert all(len(holders) == 1 for holders in assumed.placement.values()), "where all are alike none is hot"
+    assert all(len(holders) == 1 for holders in assumed.placement.values()), (
+        "where all are alike none is hot"
+    )
     measured = {each: rng.lognormvariate(0, 0.7) for each in _ids(MIXTRAL_8X22B)}
     again = plan_experts(MIXTRAL_8X22B, replace(request, loads=measured))
     assert _busiest(again, measured) <= 1.1 < _busiest(assumed, measured)
@@ -63,7 +75,9 @@ def test_8x22b_on_16_actors_of_unequal_memory(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_128_experts_on_8_actors(seed: int) -> None:
-    """Assumed to be chosen equally often, and as measured. The layers without experts have none anywhere."""
+    """Assumed to be chosen equally often, and as measured. The layers without experts have none
+    anywhere.
+    """
     args = replace(PRESETS["mistral-large-3-675b"], quantization=None)
     assert args.moe is not None
     ids = [ExpertId(*pair) for pair in product(args.moe_layers, range(args.moe.num_experts))]
@@ -72,7 +86,9 @@ def test_128_experts_on_8_actors(seed: int) -> None:
     assert sorted(plan.placement) == ids
     assert _busiest(plan, dict.fromkeys(ids, 1.0)) <= 1.1
     for actor in plan.actors:
-        assert {sum(each.layer == layer for each in actor.experts) for layer in args.moe_layers} == {16}
+        assert {
+            sum(each.layer == layer for each in actor.experts) for layer in args.moe_layers
+        } == {16}
     rng = random.Random(seed)
     measured = {each: rng.lognormvariate(0, 0.7) for each in ids}
     again = plan_experts(args, replace(request, loads=measured))
@@ -90,7 +106,9 @@ def test_a_layers_experts_work_side_by_side() -> None:
 
 @pytest.mark.parametrize("num_actors", [2, 4, 8])
 def test_hot_experts_get_replicas(num_actors: int) -> None:
-    """A gate that chooses the same two experts in every layer but the last: what the plan assumed is far off without replicas."""
+    """A gate that chooses the same two experts in every layer but the last: what the plan assumed
+    is far off without replicas.
+    """
     args = _args(5)
     loads = {each: 100.0 if each.expert < 2 and each.layer < 4 else 1.0 for each in _ids(args)}
     request = ExpertRequest((StageBudget(GIB),) * num_actors, "float32", replicas=1)
@@ -117,7 +135,9 @@ def test_replicas_are_as_many_as_were_requested_or_fit() -> None:
 
 
 def test_room_that_only_holds_what_is_there_already_gives_no_replica() -> None:
-    """One actor has room for all and one more, the other for none: the hot expert cannot be on two."""
+    """One actor has room for all and one more, the other for none: the hot expert cannot be on
+    two.
+    """
     args = _args(1)
     budgets = tuple(StageBudget(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
     loads = {each: float(each.expert == 7) for each in _ids(args)}
@@ -132,8 +152,17 @@ def test_whatever_fits_is_placed(data: st.DataObject) -> None:
     size, num_experts = _size(args, "float32"), len(_ids(args))
     counts = data.draw(st.lists(st.integers(0, num_experts + 3), min_size=1, max_size=5))
     replicas = data.draw(st.none() | st.integers(1, len(counts)))
-    loads = data.draw(st.none() | st.fixed_dictionaries({each: st.sampled_from([0.0, 1.0, 7.0]) for each in _ids(args)}))
-    request = ExpertRequest(tuple(StageBudget(-(-count * size * 10 // 9)) for count in counts), "float32", None, replicas, loads)
+    loads = data.draw(
+        st.none()
+        | st.fixed_dictionaries({each: st.sampled_from([0.0, 1.0, 7.0]) for each in _ids(args)})
+    )
+    request = ExpertRequest(
+        tuple(StageBudget(-(-count * size * 10 // 9)) for count in counts),
+        "float32",
+        None,
+        replicas,
+        loads,
+    )
     if sum(min(count, num_experts) for count in counts) < (replicas or 1) * num_experts:
         with pytest.raises(PlanError, match="too little memory"):
             plan_experts(args, request)
@@ -150,12 +179,19 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     args, budgets = _args(2), (StageBudget(GIB),) * 2
     with pytest.raises(ConfigError, match="models of several experts"):
         plan_experts(tiny_args(n_layers=2, moe=False), ExpertRequest(budgets, "float32"))
-    with pytest.raises(ConfigError, match="--expert-replicas is 3; it can be at most --expert-actors, 2"):
+    with pytest.raises(
+        ConfigError, match="--expert-replicas is 3; it can be at most --expert-actors, 2"
+    ):
         plan_experts(args, ExpertRequest(budgets, "float32", replicas=3))
-    with pytest.raises(ConfigError, match="is of 1 layers with 1 experts each, and the model has 2 layers with 8 experts each"):
+    with pytest.raises(
+        ConfigError,
+        match="is of 1 layers with 1 experts each, and the model has 2 layers with 8 experts each",
+    ):
         plan_experts(args, ExpertRequest(budgets, "float32", loads={ExpertId(0, 0): 1.0}))
     small = ExpertRequest((StageBudget(3 * _size(MIXTRAL_8X22B, "bfloat16")),) * 2, "bfloat16")
-    with pytest.raises(PlanError, match=r"448 experts of 576 MiB on 2 expert actors, which may hold 2, 2; use more"):
+    with pytest.raises(
+        PlanError, match=r"448 experts of 576 MiB on 2 expert actors, which may hold 2, 2; use more"
+    ):
         plan_experts(MIXTRAL_8X22B, small)
 
 
@@ -165,14 +201,20 @@ def test_a_quantized_expert_takes_less(quantize: Quantization) -> None:
     with pytest.raises(PlanError, match="too little memory"):
         plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16"))
     plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16", quantize))
-    experts = {spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)}
+    experts = {
+        spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)
+    }
     weights = WeightFormat("bfloat16", stored="bfloat16", quantize=quantize)
     of_all = (spec for spec in stage_tensors(MIXTRAL_8X22B, range(56)) if spec.name in experts)
-    assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes(weights) for s in of_all)
+    assert sum(actor.weight_bytes for actor in plan.actors) == sum(
+        s.num_bytes(weights) for s in of_all
+    )
 
 
 @given(st.data())
-def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_throughout(data: st.DataObject) -> None:
+def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_throughout(
+    data: st.DataObject,
+) -> None:
     args = _args(n_layers=2)
     size, num_actors = _size(args, "float32"), data.draw(st.integers(2, 4))
     spare = data.draw(st.integers(1, 4))
@@ -196,8 +238,12 @@ def test_two_full_actors_exchange_experts_by_way_of_a_third() -> None:
     args = _args(n_layers=1)
     budget = StageBudget(-(-3 * _size(args, "float32") * 10 // 9) + 1)
     plan = plan_experts(args, ExpertRequest((budget,) * 3, "float32"))
-    old = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))])
-    new = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))])
+    old = plan.with_assignment(
+        [[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))]
+    )
+    new = plan.with_assignment(
+        [[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))]
+    )
     way = plan_moves(old, new)
     assert way[-1] == new
     assert all(len(actor.experts) <= 3 for step in way for actor in step.actors)
@@ -208,7 +254,9 @@ def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     args = _args(n_layers=1)
     budget = StageBudget(-(-4 * _size(args, "float32") * 10 // 9) + 1)
     plan = plan_experts(args, ExpertRequest((budget, budget), "float32"))
-    other = plan.with_assignment([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
+    other = plan.with_assignment(
+        [[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]]
+    )
     assert other != plan
     assert plan_moves(plan, plan) == []
     with pytest.raises(PlanError, match="no expert actor has memory for one more"):

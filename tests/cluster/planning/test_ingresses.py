@@ -19,7 +19,9 @@ GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB)
 
 def _plan(num_seqs: int) -> PipelinePlan:
     plan = plan_pipeline(EngineConfig(stages=1), tiny_args(), Hardware((8,), (8 * GIB,)))
-    return replace(plan, stages=tuple(replace(stage, max_num_seqs=num_seqs) for stage in plan.stages))
+    return replace(
+        plan, stages=tuple(replace(stage, max_num_seqs=num_seqs) for stage in plan.stages)
+    )
 
 
 def _chosen(cores: tuple[int, ...], num_seqs: int, gpus: int = 1, **keys: int) -> int:
@@ -31,7 +33,8 @@ def _chosen(cores: tuple[int, ...], num_seqs: int, gpus: int = 1, **keys: int) -
     ("cores", "num_seqs", "num_ingresses"),
     [
         *(((16,), 1, 1), ((16,), 32, 1), ((16,), 62, 1)),
-        *(((16,), 63, 2), ((16,), 128, 2), ((16,), 256, 2)),  # more than two, and the proxy would be the limit
+        # more than two, and the proxy would be the limit
+        *(((16,), 63, 2), ((16,), 128, 2), ((16,), 256, 2)),
         *(((2,), 256, 1), ((4,), 256, 1), ((7,), 256, 1), ((8,), 256, 2), ((128,), 256, 2)),
         *(((16, 16), 256, 3), ((4, 4), 256, 2), ((2, 2), 256, 1)),  # each node has a proxy
     ],
@@ -59,13 +62,17 @@ def test_there_are_never_fewer_than_the_pipelines_need() -> None:
 
 def test_the_events_of_all_pipelines_count() -> None:
     assert (_chosen((16,), 40), _chosen((16,), 40, gpus=2, replicas=2)) == (1, 2)
-    assert describe_ingresses(EngineConfig(replicas=2), _plan(40), 2) == (
-        "the planner has chosen 2 ingress replicas (key ingress_replicas): 4000 tokens per second are to be expected, one "
-        "replica writes 3125 of them when they come, and the proxy of a machine passes on 4667"
+    assert (
+        describe_ingresses(EngineConfig(replicas=2), _plan(40), 2)
+        == "the planner has chosen 2 ingress replicas (key ingress_replicas): 4000 tokens per"
+        " second are to be expected, one replica writes 3125 of them when they come, and the"
+        " proxy of a machine passes on 4667"
     )
 
 
-@pytest.mark.parametrize(("cores", "said"), [(2, []), (16, ["the planner has chosen 2 ingress replicas"])])
+@pytest.mark.parametrize(
+    ("cores", "said"), [(2, []), (16, ["the planner has chosen 2 ingress replicas"])]
+)
 def test_a_server_starts_what_is_chosen_and_says_so(cores: int, said: list[str]) -> None:
     reports: list[str] = []
     hardware = Hardware((cores,), (64 * GIB,), (GPU,))

@@ -29,16 +29,25 @@ def _every_split(num_layers: int, num_stages: int) -> Iterator[list[range]]:
 @repeatable
 @given(st.data())
 def test_it_is_known_without_the_best_split_whether_there_is_any(data: st.DataObject) -> None:
-    """Room for weights of layers, with more on the first and on the last, as embedding and head are."""
+    """Room for weights of layers, with more on the first and on the last, as embedding and head
+    are.
+    """
     weights = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
     ends = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
     limits = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(weights)))
 
     def fits(stage: int, span: range) -> bool:
-        own = sum(weights[i] for i in span) + ends[0] * (span.start == 0) + ends[1] * (span.stop == len(weights))
+        own = (
+            sum(weights[i] for i in span)
+            + ends[0] * (span.start == 0)
+            + ends[1] * (span.stop == len(weights))
+        )
         return own <= limits[stage]
 
-    any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(limits)))
+    any_split = any(
+        all(map(fits, itertools.count(), spans))
+        for spans in _every_split(len(weights), len(limits))
+    )
     assert is_splittable(len(weights), len(limits), fits) == any_split
 
 
@@ -58,7 +67,10 @@ def test_no_split_that_fits_has_a_faster_slowest_stage_or_is_more_even(case: Cas
     costs, speeds, limits = case
 
     def times(spans: list[range]) -> list[Fraction]:
-        return [Fraction(sum(costs[i] for i in span), speed) for span, speed in zip(spans, speeds, strict=True)]
+        return [
+            Fraction(sum(costs[i] for i in span), speed)
+            for span, speed in zip(spans, speeds, strict=True)
+        ]
 
     def rank(spans: list[range]) -> tuple[Fraction, Fraction]:
         return max(times(spans)), sum((t**2 for t in times(spans)), Fraction(0))
@@ -87,10 +99,14 @@ ARGS = tiny_args(n_layers=6, windows=[None, 24, 24] * 2, max_seq_len=300)
 @repeatable
 @given(st.lists(st.tuples(st.integers(50_000, 600_000), st.integers(1, 4)), min_size=1, max_size=4))
 @example([(90_000, 1), (600_000, 1)])  # an even split does not fit, another one does
-def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(given_limits: list[tuple[int, int]]) -> None:
+def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(
+    given_limits: list[tuple[int, int]],
+) -> None:
     limits = tuple(StageBudget(memory, speed) for memory, speed in given_limits)
     request = PlanRequest(limits, "float32", max_model_len=300, max_num_seqs=8, page_size=16)
-    roomy = PlanRequest((StageBudget(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16)
+    roomy = PlanRequest(
+        (StageBudget(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16
+    )
 
     def least(span: range) -> int:
         """Weights and one sequence, layer by layer, from plans of the span alone."""
@@ -112,21 +128,32 @@ def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits
     costs = layer_costs(ARGS)
     for stage, limit in zip(plan.stages, limits, strict=True):
         assert stage.weight_bytes + stage.cache_bytes <= limit.usable
-    slowest = max(sum(costs[i] for i in s.layers) / limit.speed for s, limit in zip(plan.stages, limits, strict=True))
+    slowest = max(
+        sum(costs[i] for i in s.layers) / limit.speed
+        for s, limit in zip(plan.stages, limits, strict=True)
+    )
     best = min(
-        max(sum(costs[i] for i in span) / limit.speed for span, limit in zip(spans, limits, strict=True)) for spans in fitting
+        max(
+            sum(costs[i] for i in span) / limit.speed
+            for span, limit in zip(spans, limits, strict=True)
+        )
+        for spans in fitting
     )
     assert slowest == best
 
 
 def test_the_cost_of_the_head_is_what_busy_times_say() -> None:
-    """As in the docstring: stages of 3 and 2 layers are busy for 60 % and 50 %, so the head takes as long as half a layer."""
+    """As in the docstring: stages of 3 and 2 layers are busy for 60 % and 50 %, so the head takes
+    as long as half a layer.
+    """
     args = tiny_args(n_layers=5, moe=False)
     (layer, *_) = layer_costs(args)
     costs = layer_costs(args, measured=(StageTime(0, 2, 0.6), StageTime(3, 4, 0.5)))
     assert costs == [layer] * 4 + [layer + layer // 2]
     many = layer_costs(args, measured=(StageTime(0, 0, 2), StageTime(1, 2, 6), StageTime(3, 4, 9)))
-    assert many[-1] - layer == round(9 * 3 / 8 * layer) - 2 * layer, "a layer takes 8/3 on average of those before the last stage"
+    assert many[-1] - layer == round(9 * 3 / 8 * layer) - 2 * layer, (
+        "a layer takes 8/3 on average of those before the last stage"
+    )
 
 
 def test_a_last_stage_that_is_faster_than_its_layers_gives_the_head_no_cost() -> None:
@@ -149,11 +176,16 @@ def test_a_plan_by_busy_times_moves_layers_to_where_time_is_left() -> None:
     assert [len(stage.layers) for stage in make_plan(args, request).stages] == [4, 4]
     plan = make_plan(args, measured)
     assert [len(stage.layers) for stage in plan.stages] == [6, 2]
-    assert relative_times(layer_costs(args, measured=measured.measured), plan, budgets) == [1.0, 1.0]
+    assert relative_times(layer_costs(args, measured=measured.measured), plan, budgets) == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_times_of_stages_are_relative_to_their_mean() -> None:
-    plan = make_plan(tiny_args(n_layers=3), PlanRequest((StageBudget(2**30),) * 2, "float32", 64, 4, 16))
+    plan = make_plan(
+        tiny_args(n_layers=3), PlanRequest((StageBudget(2**30),) * 2, "float32", 64, 4, 16)
+    )
     ends = [stage.last_layer for stage in plan.stages]
     fast = (StageBudget(1), StageBudget(1, speed=2))
     costs = [2, 2, 5] if ends == [2, 3] else [4, 2, 3]

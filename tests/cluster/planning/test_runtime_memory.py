@@ -1,4 +1,6 @@
-"""What a stage takes of a GPU besides weights and cache: against the tensors of real layers, and what was measured."""
+"""What a stage takes of a GPU besides weights and cache: against the tensors of real layers, and
+what was measured.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,13 +68,21 @@ class _LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
+        self._made = {
+            key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self._made.values()))
         return out
 
@@ -84,10 +94,14 @@ def _live_bytes() -> Iterator[_LiveBytes]:
 
 
 @pytest.mark.parametrize(
-    "args", [tiny_args(n_layers=2, moe=False), tiny_args(n_layers=2), latent_args(n_layers=2)], ids=["dense", "experts", "latent"]
+    "args",
+    [tiny_args(n_layers=2, moe=False), tiny_args(n_layers=2), latent_args(n_layers=2)],
+    ids=["dense", "experts", "latent"],
 )
 def test_activations_are_those_of_a_layer(args: ModelArgs) -> None:
-    """Here without fused operations, which need somewhat more; so less than what is planned, and not by an order of magnitude."""
+    """Here without fused operations, which need somewhat more; so less than what is planned, and
+    not by an order of magnitude.
+    """
     num_tokens, model = 256, split_model(random_model(args), tiny_plan(args))[0].model
 
     def attend(_layer: int, q_THd: Tensor, *_: object) -> Tensor:
@@ -125,12 +139,17 @@ PENALIZED = SamplingParams(
 
 def _first_batch(num_seqs: int) -> MicroBatch:
     """The prompts of sequences that ask for all that changes logits, and for log-probabilities."""
-    chunks = [Chunk(s, 0, (1, 2, 3), ((),), sampling=PENALIZED, needs_sample=True, num_prompt=3) for s in range(num_seqs)]
+    chunks = [
+        Chunk(s, 0, (1, 2, 3), ((),), sampling=PENALIZED, needs_sample=True, num_prompt=3)
+        for s in range(num_seqs)
+    ]
     return MicroBatch(0, 0, tuple(chunks), ())
 
 
 def test_logits_are_counted_as_they_are_processed() -> None:
-    """All sequences have penalties; their counts of tokens are apart from what is free again after the step."""
+    """All sequences have penalties; their counts of tokens are apart from what is free again after
+    the step.
+    """
     (num_seqs, vocab), processor = (64, 1000), LogitsProcessor(1000, (2,), torch.device("cpu"))
     processor.update(_first_batch(num_seqs))
     with _live_bytes() as live:
@@ -190,34 +209,55 @@ def _without_kernels(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *names
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (96, 8, 128), (16, 16, 64)])
-def test_what_batch_invariant_attention_keeps(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_batch_invariant_attention_keeps(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton_attention = pytest.importorskip("tramontane.workers.attention.triton_attention")
     _without_kernels(triton_attention, monkeypatch, "_kernel", "_combine")
     num_heads, kv_heads, head_dim = heads
     args, kept = replace(MISTRAL, n_heads=num_heads, n_kv_heads=kv_heads, head_dim=head_dim), []
     for num_tokens, num_pages in product((1, 2, 3, 4, 6, 8, 16), (1, 64, 1000, 3000, 8000, 16_000)):
         q_BHd = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16, device="meta")
-        keys = LayerCache(*torch.empty(2, 16, kv_heads, head_dim, dtype=torch.bfloat16, device="meta").unbind())
-        tiles, pages = torch.empty(num_tokens, 4, device="meta"), torch.empty(num_tokens, num_pages, device="meta")
+        keys = LayerCache(
+            *torch.empty(2, 16, kv_heads, head_dim, dtype=torch.bfloat16, device="meta").unbind()
+        )
+        tiles, pages = (
+            torch.empty(num_tokens, 4, device="meta"),
+            torch.empty(num_tokens, num_pages, device="meta"),
+        )
         with _live_bytes() as live:
-            triton_attention.TritonDecode().attend(q_BHd, keys, triton_attention.TileMask(2**30, 16, tiles, pages))
+            triton_attention.TritonDecode().attend(
+                q_BHd, keys, triton_attention.TileMask(2**30, 16, tiles, pages)
+            )
         kept.append(live.peak - q_BHd.nbytes)
     assert kept_bytes(args, batch_invariant=False) == 0
-    assert 0.6 * kept_bytes(args, batch_invariant=True) < max(kept) <= kept_bytes(args, batch_invariant=True)
+    assert (
+        0.6 * kept_bytes(args, batch_invariant=True)
+        < max(kept)
+        <= kept_bytes(args, batch_invariant=True)
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_what_latent_attention_keeps(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_latent_attention_keeps(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton_latent = pytest.importorskip("tramontane.workers.attention.triton_latent")
     _without_kernels(triton_latent, monkeypatch, "_attend", "_combine")
     args, kept = PRESETS["mistral-small-4-119b"], []
     assert args.latent is not None
     for num_tokens, parts in product((1, 3, 200, 1000), (2, 16, 128)):
-        q_THd = torch.empty(num_tokens, args.n_heads, args.head_dim, dtype=torch.bfloat16, device="meta")
+        q_THd = torch.empty(
+            num_tokens, args.n_heads, args.head_dim, dtype=torch.bfloat16, device="meta"
+        )
         keys_NGd = torch.empty(16, 1, args.head_dim, dtype=torch.bfloat16, device="meta")
         index_T = torch.empty(num_tokens, device="meta")
-        places = triton_latent.KeyPlaces(2**30, 16, index_T, index_T, torch.empty(num_tokens, 64, device="meta"))
-        kernel = triton_latent.LatentKernel(args.latent.kv_lora_rank, 64, triton_latent.Tile(32, 32, 4, 5, 2), parts)
+        places = triton_latent.KeyPlaces(
+            2**30, 16, index_T, index_T, torch.empty(num_tokens, 64, device="meta")
+        )
+        kernel = triton_latent.LatentKernel(
+            args.latent.kv_lora_rank, 64, triton_latent.Tile(32, 32, 4, 5, 2), parts
+        )
         with _live_bytes() as live:
             out_THc = kernel.attend(q_THd, keys_NGd, places)
         kept.append(live.peak - out_THc.nbytes)
@@ -233,13 +273,17 @@ def test_what_of_quantized_matrices_is_converted(monkeypatch: pytest.MonkeyPatch
         out_TN = linear.blockwise_linear(x_TK, numbers_NK, torch.float32, torch.ones(95))
     assert 10_000 * 4 <= live.peak - out_TN.nbytes < 1.2 * 10_000 * 4
     plain, quantized = (
-        config_runtime(_config(quantize=each), MISTRAL, "bfloat16", 128, 4096) for each in (None, Quantization.INT8)
+        config_runtime(_config(quantize=each), MISTRAL, "bfloat16", 128, 4096)
+        for each in (None, Quantization.INT8)
     )
     assert quantized.workspaces - plain.workspaces == quantized.graphs - plain.graphs == 32 * MIB
 
 
 def test_what_attention_keeps_is_planned_for_steps_and_for_graphs() -> None:
-    plain, invariant = (config_runtime(_config(batch_invariant=each), MISTRAL, "bfloat16", 128, 4096) for each in (None, True))
+    plain, invariant = (
+        config_runtime(_config(batch_invariant=each), MISTRAL, "bfloat16", 128, 4096)
+        for each in (None, True)
+    )
     assert invariant.workspaces - plain.workspaces == invariant.graphs - plain.graphs == 65 * MIB
     assert invariant.total - plain.total == 130 * MIB
 
@@ -271,9 +315,14 @@ def test_the_sums_are_those_of_the_example() -> None:
 
 
 def test_the_widest_part_of_a_layer() -> None:
-    """Of Small 4 the experts, a shared one too, or without them attention; of Large 4 a dense layer, if it were wide."""
+    """Of Small 4 the experts, a shared one too, or without them attention; of Large 4 a dense
+    layer, if it were wide.
+    """
     small, large = PRESETS["mistral-small-4-119b"], PRESETS["mistral-large-4-1t"]
-    assert widest_activations(small, experts_inside=True) == 3 * 4096 + 4 * (3 * 4096 + 3 * 2048) + 3 * 2048
+    assert (
+        widest_activations(small, experts_inside=True)
+        == 3 * 4096 + 4 * (3 * 4096 + 3 * 2048) + 3 * 2048
+    )
     attention = 32 * (128 + 256 + 2 * 320) + 2 * 320
     assert widest_activations(small, experts_inside=False) == 3 * 4096 + attention
     wide = replace(large, hidden_dim=100_000)
@@ -281,24 +330,36 @@ def test_the_widest_part_of_a_layer() -> None:
 
 
 def test_what_was_measured_is_less() -> None:
-    """On an H100: two stages of a tiny model, and one with half of Mistral 7B, besides weights and cache, 2,794 MiB."""
+    """On an H100: two stages of a tiny model, and one with half of Mistral 7B, besides weights and
+    cache, 2,794 MiB.
+    """
     assert gpu_runtime(tiny_args(), "bfloat16", 512, 64, num_sampled=64).total > 840 * MIB
-    assert 2794 * MIB < gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128).total < 1.2 * 2794 * MIB
+    assert (
+        2794 * MIB
+        < gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128).total
+        < 1.2 * 2794 * MIB
+    )
 
 
 def test_a_step_samples_no_more_than_its_tokens() -> None:
-    few, many = (gpu_runtime(MISTRAL, "bfloat16", 512, 512, num_sampled=number).logits for number in (512, 4096))
+    few, many = (
+        gpu_runtime(MISTRAL, "bfloat16", 512, 512, num_sampled=number).logits
+        for number in (512, 4096)
+    )
     assert few == many
 
 
 def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
     config = EngineConfig(max_num_seqs=16)
     drafting = _config(max_num_seqs=16, speculative_config={"num_speculative_tokens": 3})
-    plain, drafted = (config_runtime(each, MISTRAL, "bfloat16", 16, 512).logits for each in (config, drafting))
+    plain, drafted = (
+        config_runtime(each, MISTRAL, "bfloat16", 16, 512).logits for each in (config, drafting)
+    )
     assert drafted - plain == 48 * 32_000 * 32
     mixtral = PRESETS["mixtral-8x7b"]
     inside, outside = (
-        config_runtime(config, mixtral, "bfloat16", 16, 512, experts_inside=each).activations for each in (True, False)
+        config_runtime(config, mixtral, "bfloat16", 16, 512, experts_inside=each).activations
+        for each in (True, False)
     )
     assert inside > 2 * outside
 
@@ -315,7 +376,9 @@ def test_pieces_have_room_for_their_largest_step() -> None:
 
 
 def test_models_without_graphs_of_pieces_need_no_memory_for_them() -> None:
-    """Experts on actors and sparse attention; between pieces latent attention has one vector of each key and value."""
+    """Experts on actors and sparse attention; between pieces latent attention has one vector of
+    each key and value.
+    """
     mixtral, latent = PRESETS["mixtral-8x7b"], PRESETS["mistral-small-4-119b"]
 
     def graphs(args: ModelArgs, **options: bool) -> int:
@@ -324,29 +387,44 @@ def test_models_without_graphs_of_pieces_need_no_memory_for_them() -> None:
     decodes = 16 * (widest_activations(mixtral, experts_inside=False) * 2 + mixtral.vocab_size * 4)
     assert graphs(mixtral, experts_inside=False) == decodes
     large = PRESETS["mistral-large-4-1t"]
-    assert graphs(large) == 16 * (widest_activations(large, experts_inside=True) * 2 + large.vocab_size * 4) + kept_bytes(
-        large, False
-    )
+    assert graphs(large) == 16 * (
+        widest_activations(large, experts_inside=True) * 2 + large.vocab_size * 4
+    ) + kept_bytes(large, False)
     assert latent.latent is not None
     widest = widest_activations(latent, experts_inside=True)
-    between = latent.dim + (latent.n_heads + 1) * latent.head_dim + latent.n_heads * latent.latent.kv_lora_rank
+    between = (
+        latent.dim
+        + (latent.n_heads + 1) * latent.head_dim
+        + latent.n_heads * latent.latent.kv_lora_rank
+    )
     kept = 8 * (latent.n_layers + 1) * 2**16
     pieces = 512 * (widest + between) * 2 + 512 * 16 + kept
     converted = kept_bytes(latent, False) + BLOCK_NUMBERS * 2 * (latent.quantization is not None)
     assert graphs(latent) == 16 * (widest * 2 + latent.vocab_size * 4) + pieces + converted
 
 
-@pytest.mark.parametrize(("memory", "runtime", "usable"), [(80, None, 72), (80, 3, 72), (20, 3, 17), (30, 3, 27), (2, 3, 0)])
-def test_a_tenth_is_left_and_more_where_it_is_needed(memory: int, runtime: int | None, usable: int) -> None:
+@pytest.mark.parametrize(
+    ("memory", "runtime", "usable"),
+    [(80, None, 72), (80, 3, 72), (20, 3, 17), (30, 3, 27), (2, 3, 0)],
+)
+def test_a_tenth_is_left_and_more_where_it_is_needed(
+    memory: int, runtime: int | None, usable: int
+) -> None:
     needed = None if runtime is None else RuntimeMemory(runtime * GIB, 0, 0, 0, 0)
     assert StageBudget(memory * GIB, runtime=needed).usable == usable * GIB
 
 
 @pytest.mark.parametrize("stages_per_gpu", [1, 2, 4])
 def test_stages_that_share_a_gpu_leave_room_for_each_process(stages_per_gpu: int) -> None:
-    """The figures of the H100; of four stages each would have had 1.98 GiB left by the share alone."""
+    """The figures of the H100; of four stages each would have had 1.98 GiB left by the share
+    alone.
+    """
     config = EngineConfig(
-        stages_per_gpu=stages_per_gpu, max_num_batched_tokens=4096, max_num_seqs=10_000, max_model_len=8192, dtype="bfloat16"
+        stages_per_gpu=stages_per_gpu,
+        max_num_batched_tokens=4096,
+        max_num_seqs=10_000,
+        max_model_len=8192,
+        dtype="bfloat16",
     )
     total, runtime = 85_017_493_504, config_runtime(config, MISTRAL, "bfloat16", 10_000, 4096).total
     hardware = Hardware((16,), (GIB,), (Gpu("H100", total),))
@@ -370,22 +448,32 @@ def test_a_model_that_does_not_fit_with_the_rest_is_refused_with_it() -> None:
     with pytest.raises(PlanError) as refused:
         plan_pipeline(config, tiny_args(n_layers=2), Hardware((2,), (GIB,), (Gpu("L4", GIB),)))
     runtime = config_runtime(config, tiny_args(), "float32", 64, 512).total
-    said = f"and may use 0 B, as CUDA, activations and logits take {runtime / GIB:.3g} GiB of 1 GiB; possible: 1 GPU of 2 GiB"
+    said = (
+        f"and may use 0 B, as CUDA, activations and logits take {runtime / GIB:.3g} GiB of 1 GiB;"
+        " possible: 1 GPU of 2 GiB"
+    )
     assert said in str(refused.value)
 
 
-def _config(**settings: Any) -> EngineConfig:  # noqa: ANN401
+def _config(**settings: Any) -> EngineConfig:
     return EngineConfig.build(None, settings)
 
 
 def test_a_draft_model_leaves_room_for_its_process() -> None:
     drafts = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 2}
-    config = _config(max_num_seqs=1000, max_model_len=1024, speculative_config=drafts, dtype="float32")
+    config = _config(
+        max_num_seqs=1000, max_model_len=1024, speculative_config=drafts, dtype="float32"
+    )
     gpu = Gpu("L4", 4 * GIB)
     args = tiny_args(n_layers=2, max_seq_len=1024, window=None)
-    target = plan_pipeline(_config(max_num_seqs=1000, max_model_len=1024), args, Hardware((2,), (GIB,), (gpu,)))
-    small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)  # 16 MiB for a sequence
+    target = plan_pipeline(
+        _config(max_num_seqs=1000, max_model_len=1024), args, Hardware((2,), (GIB,), (gpu,))
+    )
+    # 16 MiB for a sequence
+    small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)
     stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu,)))
-    runtime = config_runtime(config, small, "float32", target.max_num_seqs, target.max_num_batched_tokens).total
+    runtime = config_runtime(
+        config, small, "float32", target.max_num_seqs, target.max_num_batched_tokens
+    ).total
     assert runtime > 4 * GIB * (1 - MEMORY_SHARE)
     assert 0.98 * (4 * GIB - runtime) < stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime

@@ -1,4 +1,6 @@
-"""Ray without the packages of ``ray[default]``, such as one that was copied to a machine without a network."""
+"""Ray without the packages of ``ray[default]``, such as one that was copied to a machine without a
+network.
+"""
 
 import sys
 
@@ -9,7 +11,9 @@ from tramontane.cluster.ray_internals.accessors import OF_RAY_DEFAULT, assume_da
 
 
 def _found_by_ray(monkeypatch: pytest.MonkeyPatch) -> ImportError | None:
-    """Return what Ray says if it looks again; how long it takes depends on what is imported already."""
+    """Return what Ray says if it looks again; how long it takes depends on what is imported
+    already.
+    """
     monkeypatch.delitem(sys.modules, "ray.dashboard.optional_deps", raising=False)
     with assume_dashboard_packages():
         error: ImportError | None = table.DASHBOARD_PACKAGES.value()

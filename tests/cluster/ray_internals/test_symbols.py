@@ -1,4 +1,6 @@
-"""The table of Ray's private names: this version of Ray has them all, and a missing one is one clear line."""
+"""The table of Ray's private names: this version of Ray has them all, and a missing one is one
+clear line.
+"""
 
 import ast
 import inspect
@@ -17,14 +19,21 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.ray_internals import accessors, table
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol, assert_supported
-from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, MONITORING_SYMBOLS, RAY_SYMBOLS, SERVE_SYMBOLS
+from tramontane.cluster.ray_internals.table import (
+    JOIN_SYMBOLS,
+    MONITORING_SYMBOLS,
+    RAY_SYMBOLS,
+    SERVE_SYMBOLS,
+)
 from tramontane.cluster.serve_patches.proxy import proxy_middlewares
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, UserError
 
 TABLES = (RAY_SYMBOLS, JOIN_SYMBOLS, SERVE_SYMBOLS, MONITORING_SYMBOLS)
-KNOWN = PrivateSymbol("ray.serve._private.replica:MessageQueue", (), RAY_VERSION, "a test", "this test")
+KNOWN = PrivateSymbol(
+    "ray.serve._private.replica:MessageQueue", (), RAY_VERSION, "a test", "this test"
+)
 
 
 def test_this_version_of_ray_has_every_symbol() -> None:
@@ -33,7 +42,10 @@ def test_this_version_of_ray_has_every_symbol() -> None:
 
 def test_every_symbol_says_why_it_is_needed_and_what_breaks() -> None:
     symbols = [symbol for each in TABLES for symbol in each]
-    assert all(symbol.needed_for and symbol.breaks and symbol.ray_version == RAY_VERSION for symbol in symbols)
+    assert all(
+        symbol.needed_for and symbol.breaks and symbol.ray_version == RAY_VERSION
+        for symbol in symbols
+    )
     assert len({symbol.path for symbol in symbols}) == len(symbols) > 40
 
 
@@ -44,25 +56,43 @@ def test_every_named_symbol_is_in_a_table() -> None:
 
 
 class _Uses:
-    """What a source uses of the table: its constants, attributes of any objects, and keywords of any calls."""
+    """What a source uses of the table: its constants, attributes of any objects, and keywords of
+    any calls.
+    """
 
     def __init__(self, *trees: ast.AST) -> None:
         nodes = [node for tree in trees for node in ast.walk(tree)]
-        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == table.__name__]
+        imports = [
+            node
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == table.__name__
+        ]
         self.constants = {alias.name for node in imports for alias in node.names}
         self.attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         self.keywords = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
-        through_module = (node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "table")
+        through_module = (
+            node
+            for node in nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "table"
+        )
         self.constants |= {node.attr for node in through_module}
 
 
-def _unused_rows(uses: _Uses, constants: dict[str, PrivateSymbol], rows: Iterable[PrivateSymbol]) -> list[str]:
-    """Rows that no code uses: neither by the constant, nor, for an attribute, by its name and the parameters that we pass."""
+def _unused_rows(
+    uses: _Uses, constants: dict[str, PrivateSymbol], rows: Iterable[PrivateSymbol]
+) -> list[str]:
+    """Rows that no code uses: neither by the constant, nor, for an attribute, by its name and the
+    parameters that we pass.
+    """
     used = {symbol for name, symbol in constants.items() if name in uses.constants}
     words = uses.attributes | uses.keywords
     for row in rows:
         private_parameters = {name for name in row.parameters if name.startswith("_")}
-        if row.is_attribute and row.path.rpartition(".")[2] in words and private_parameters <= uses.keywords:
+        if (
+            row.is_attribute
+            and row.path.rpartition(".")[2] in words
+            and private_parameters <= uses.keywords
+        ):
             used.add(row)
     return [row.path for row in rows if row not in used]
 
@@ -70,11 +100,25 @@ def _unused_rows(uses: _Uses, constants: dict[str, PrivateSymbol], rows: Iterabl
 def _accessors_without_a_row(source: str, rows: Iterable[PrivateSymbol]) -> list[str]:
     """Functions that use no row, and private attributes and keywords that no row has."""
     tree = ast.parse(source)
-    known = {row.path.rpartition(".")[2] for row in rows if row.is_attribute} | {name for row in rows for name in row.parameters}
-    functions = {node.name: _Uses(node) for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    idle = [name for name, uses in functions.items() if not (uses.constants or (uses.attributes | uses.keywords) & known)]
+    known = {row.path.rpartition(".")[2] for row in rows if row.is_attribute} | {
+        name for row in rows for name in row.parameters
+    }
+    functions = {
+        node.name: _Uses(node)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    idle = [
+        name
+        for name, uses in functions.items()
+        if not (uses.constants or (uses.attributes | uses.keywords) & known)
+    ]
     uses = _Uses(tree)
-    private = (name for name in uses.attributes | uses.keywords if name.startswith("_") and not name.startswith("__"))
+    private = (
+        name
+        for name in uses.attributes | uses.keywords
+        if name.startswith("_") and not name.startswith("__")
+    )
     return idle + sorted(set(private) - known)
 
 
@@ -89,11 +133,20 @@ def planted(handle: Any) -> Any:
 
 
 def test_every_row_is_used() -> None:
-    sources = [path.read_text(encoding="utf-8") for path in sorted(CLUSTER.rglob("*.py")) if path.name != "table.py"]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in sorted(CLUSTER.rglob("*.py"))
+        if path.name != "table.py"
+    ]
     uses = _Uses(*map(ast.parse, sources))
     assert _unused_rows(uses, CONSTANTS, ROWS) == []
-    planted = (replace(KNOWN, path="ray.util:planted"), replace(KNOWN, path="ray.util:Planted._planted"))
-    assert _unused_rows(uses, CONSTANTS | {"PLANTED": planted[0]}, (*ROWS, *planted)) == [row.path for row in planted]
+    planted = (
+        replace(KNOWN, path="ray.util:planted"),
+        replace(KNOWN, path="ray.util:Planted._planted"),
+    )
+    assert _unused_rows(uses, CONSTANTS | {"PLANTED": planted[0]}, (*ROWS, *planted)) == [
+        row.path for row in planted
+    ]
 
 
 def test_every_accessor_has_a_row() -> None:
@@ -102,7 +155,9 @@ def test_every_accessor_has_a_row() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", ["ray.serve.handle:DeploymentHandle.options", "ray.actor:ActorHandle._actor_id"])
+@pytest.mark.parametrize(
+    "path", ["ray.serve.handle:DeploymentHandle.options", "ray.actor:ActorHandle._actor_id"]
+)
 def test_an_accessor_whose_row_is_removed_is_found(path: str) -> None:
     assert _accessors_without_a_row(ACCESSORS, [row for row in ROWS if row.path != path]) != []
 
@@ -116,10 +171,22 @@ def test_accessors_import_nothing_private_themselves() -> None:
     ("path", "parameters", "change"),
     [
         ("ray.serve._private.replica:NoSuchQueue", (), "NoSuchQueue is missing"),
-        ("ray.serve._private.no_such_module:MessageQueue", (), "no_such_module:MessageQueue is missing"),
-        ("ray.serve._private.replica:NoSuchClass._message_queue", (), "NoSuchClass._message_queue is missing"),
+        (
+            "ray.serve._private.no_such_module:MessageQueue",
+            (),
+            "no_such_module:MessageQueue is missing",
+        ),
+        (
+            "ray.serve._private.replica:NoSuchClass._message_queue",
+            (),
+            "NoSuchClass._message_queue is missing",
+        ),
         ("ray.serve._private.replica:MessageQueue._no_such_field", (), "_no_such_field is missing"),
-        ("ray.serve._private.replica:add_port_to_grpc_server", ("server", "host"), "has no parameter host"),
+        (
+            "ray.serve._private.replica:add_port_to_grpc_server",
+            ("server", "host"),
+            "has no parameter host",
+        ),
         ("ray.serve._private.replica:add_port_to_grpc_server", ("server", "address"), ""),
         ("ray.serve._private.replica:MessageQueue._message_queue", (), ""),
     ],
@@ -143,7 +210,9 @@ def test_all_changes_are_in_one_line() -> None:
     planted = tuple(replace(KNOWN, path=f"ray.no_such_module:{name}") for name in ("one", "two"))
     with pytest.raises(ConfigError) as error:
         assert_supported(planted)
-    assert all(f"ray.no_such_module:{name} is missing" in str(error.value) for name in ("one", "two"))
+    assert all(
+        f"ray.no_such_module:{name} is missing" in str(error.value) for name in ("one", "two")
+    )
 
 
 def test_using_a_missing_symbol_is_the_same_error() -> None:
@@ -152,14 +221,19 @@ def test_using_a_missing_symbol_is_the_same_error() -> None:
 
 
 def test_a_replaced_symbol_is_put_back() -> None:
-    symbol, original = replace(KNOWN, path="ray._private.worker:_worker_logs_enabled"), ray._private.worker._worker_logs_enabled
+    symbol, original = (
+        replace(KNOWN, path="ray._private.worker:_worker_logs_enabled"),
+        ray._private.worker._worker_logs_enabled,
+    )
     with symbol.replaced("planted"):
         assert symbol.value == "planted"
     assert ray._private.worker._worker_logs_enabled is original
 
 
 def test_a_local_cluster_keeps_its_loopback_address() -> None:
-    """Ray takes 127.0.0.1 for the machine's outer address where it believes that clusters are possible, as on Linux."""
+    """Ray takes 127.0.0.1 for the machine's outer address where it believes that clusters are
+    possible, as on Linux.
+    """
     with table.RAY_CLUSTERS_POSSIBLE.replaced(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "node_ip_address_from_perspective", lambda _: "192.0.2.7")
         assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.7"
@@ -171,12 +245,20 @@ def test_a_local_cluster_keeps_its_loopback_address() -> None:
 def _version_problems(pyproject: str, installed: str, tested: str) -> list[str]:
     """Where the pin of Ray and the installed Ray are of another minor version than the table."""
     minor = Version(tested).release[:2]
-    (requirement,) = [each for each in tomllib.loads(pyproject)["project"]["dependencies"] if each.startswith("ray[")]
+    (requirement,) = [
+        each
+        for each in tomllib.loads(pyproject)["project"]["dependencies"]
+        if each.startswith("ray[")
+    ]
     pin = Requirement(requirement).specifier
     after, before = f"{minor[0]}.{minor[1] + 1}.0", f"{minor[0]}.{minor[1] - 1}.99"
     allowed = [each for each in (before, tested, after) if each in pin]
-    problems = [] if allowed == [tested] else [f"{requirement} allows {allowed} and not only {tested}"]
-    return problems + ([] if Version(installed).release[:2] == minor else [f"Ray {installed} is installed"])
+    problems = (
+        [] if allowed == [tested] else [f"{requirement} allows {allowed} and not only {tested}"]
+    )
+    return problems + (
+        [] if Version(installed).release[:2] == minor else [f"Ray {installed} is installed"]
+    )
 
 
 def test_the_table_is_of_the_pinned_and_the_installed_version() -> None:
@@ -186,13 +268,24 @@ def test_the_table_is_of_the_pinned_and_the_installed_version() -> None:
     assert _version_problems(pyproject, "2.61.0", RAY_VERSION) == ["Ray 2.61.0 is installed"]
     pin = "ray[default,serve]>=2.60,<2.61"
     assert pin in pyproject
-    for planted in ("ray[default,serve]>=2.60", "ray[default,serve]<2.61", "ray[default,serve]>=2.61,<2.62"):
-        assert len(_version_problems(pyproject.replace(pin, planted), ray.__version__, RAY_VERSION)) == 1
+    for planted in (
+        "ray[default,serve]>=2.60",
+        "ray[default,serve]<2.61",
+        "ray[default,serve]>=2.61,<2.62",
+    ):
+        assert (
+            len(_version_problems(pyproject.replace(pin, planted), ray.__version__, RAY_VERSION))
+            == 1
+        )
 
 
 @pytest.mark.parametrize("symbol", JOIN_SYMBOLS, ids=lambda symbol: symbol.path)
-def test_joining_a_cluster_checks_what_only_that_needs(symbol: PrivateSymbol, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it looks for the cluster: nothing listens at port 1, which would be the error otherwise."""
+def test_joining_a_cluster_checks_what_only_that_needs(
+    symbol: PrivateSymbol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it looks for the cluster: nothing listens at port 1, which would be the error
+    otherwise.
+    """
     monkeypatch.delattr(symbol.path.replace(":", "."))
     with pytest.raises(ConfigError, match=f"{symbol.path} is missing"):
         join_ray_cluster("127.0.0.1:1").__enter__()
@@ -205,8 +298,15 @@ def _ray_without_a_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _serve() -> None:
-    """Run ``tramontane serve``, which refuses this exporter before it starts anything, but after the check."""
-    run_server(EngineConfig(tracing_exporter="no_such_module:exporter"), print, lambda _: None, lambda _: None)
+    """Run ``tramontane serve``, which refuses this exporter before it starts anything, but after
+    the check.
+    """
+    run_server(
+        EngineConfig(tracing_exporter="no_such_module:exporter"),
+        print,
+        lambda _: None,
+        lambda _: None,
+    )
 
 
 @pytest.mark.usefixtures("_ray_without_a_symbol")

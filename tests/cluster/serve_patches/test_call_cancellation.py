@@ -1,4 +1,6 @@
-"""A proxy's calls to replicas end with the request, whatever the proxy was about when that ended."""
+"""A proxy's calls to replicas end with the request, whatever the proxy was about when that
+ended.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,7 +39,9 @@ async def _nothing() -> Message:
     raise AssertionError
 
 
-def test_the_call_of_a_request_that_ends_while_it_is_written_to_is_cancelled_and_no_other(calls: list[_Call]) -> None:
+def test_the_call_of_a_request_that_ends_while_it_is_written_to_is_cancelled_and_no_other(
+    calls: list[_Call],
+) -> None:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         calls.append(_Call(scope["id"]))
         await send({"type": "http.response.body"})
@@ -47,7 +51,10 @@ def test_the_call_of_a_request_that_ends_while_it_is_written_to_is_cancelled_and
 
     async def run() -> None:
         app = CancelAbandonedCalls(serve)
-        staying, leaving = (asyncio.create_task(app({**SCOPE, "id": name}, _nothing, stand_still)) for name in ("a", "b"))
+        staying, leaving = (
+            asyncio.create_task(app({**SCOPE, "id": name}, _nothing, stand_still))
+            for name in ("a", "b")
+        )
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.wait([leaving])
@@ -59,7 +66,9 @@ def test_the_call_of_a_request_that_ends_while_it_is_written_to_is_cancelled_and
     assert [call.was_cancelled for call in calls] == [True, True]
 
 
-def test_what_the_application_raises_is_raised_when_the_call_is_cancelled(calls: list[_Call]) -> None:
+def test_what_the_application_raises_is_raised_when_the_call_is_cancelled(
+    calls: list[_Call],
+) -> None:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         calls.append(_Call("a"))
         await send({"type": "http.response.body"})
@@ -93,7 +102,7 @@ class _Context:
 
 
 def test_a_grpc_stream_ends_its_call_once_it_is_over(calls: list[_Call]) -> None:
-    async def answer(request: str, _context: Any) -> AsyncIterator[str]:  # noqa: ANN401
+    async def answer(request: str, _context: Any) -> AsyncIterator[str]:
         calls.append(_Call(request))
         for number in range(3):
             yield f"{request} {number}"
@@ -104,14 +113,17 @@ def test_a_grpc_stream_ends_its_call_once_it_is_over(calls: list[_Call]) -> None
         assert [await anext(messages), await anext(messages)] == ["a 0", "a 1"]
         assert len(context.callbacks) == 1
         assert not calls[0].was_cancelled
-        context.callbacks[0](context)  # as gRPC does, whether the client has left or has had everything
+        # as gRPC does, whether the client has left or has had everything
+        context.callbacks[0](context)
 
     asyncio.run(run())
     assert calls[0].was_cancelled
 
 
-def test_a_grpc_stream_that_has_said_nothing_yet_ends_its_call_with_itself(calls: list[_Call]) -> None:
-    async def answer(request: str, _context: Any) -> AsyncIterator[str]:  # noqa: ANN401
+def test_a_grpc_stream_that_has_said_nothing_yet_ends_its_call_with_itself(
+    calls: list[_Call],
+) -> None:
+    async def answer(request: str, _context: Any) -> AsyncIterator[str]:
         calls.append(_Call(request))
         await asyncio.Event().wait()
         yield "never"

@@ -43,7 +43,11 @@ def _make(_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]
     return many if streaming_type in STREAMS else one
 
 
-def _answers(context: _Context, streaming_type: gRPCStreamingType, method: str = "/tramontane.v1.Inference/Any") -> list[str]:
+def _answers(
+    context: _Context,
+    streaming_type: gRPCStreamingType,
+    method: str = "/tramontane.v1.Inference/Any",
+) -> list[str]:
     handler = wrap_handler_factory(_make, method, streaming_type)
 
     async def run() -> list[str]:
@@ -56,19 +60,26 @@ def _answers(context: _Context, streaming_type: gRPCStreamingType, method: str =
 
 @pytest.mark.parametrize("streaming_type", list(gRPCStreamingType))
 @pytest.mark.parametrize("name", ["request_id", "another"])
-def test_a_request_is_handled_and_the_call_of_a_stream_will_be_ended(streaming_type: gRPCStreamingType, name: str) -> None:
+def test_a_request_is_handled_and_the_call_of_a_stream_will_be_ended(
+    streaming_type: gRPCStreamingType, name: str
+) -> None:
     context = _Context((name, "mine-1"))
     assert _answers(context, streaming_type) == ["O!"]
     assert len(context.callbacks) == (streaming_type in STREAMS)
 
 
 @pytest.mark.parametrize("streaming_type", list(gRPCStreamingType))
-@pytest.mark.parametrize("request_id", ["", "a b", "x\nWARNING 2026-01-01 all is lost", "\x1b[31m", "x" * 129, "é", "\udcff"])
+@pytest.mark.parametrize(
+    "request_id",
+    ["", "a b", "x\nWARNING 2026-01-01 all is lost", "\x1b[31m", "x" * 129, "é", "\udcff"],
+)
 def test_a_request_id_that_could_pass_for_something_else_in_a_log_is_refused(
     streaming_type: gRPCStreamingType, request_id: str
 ) -> None:
     context = _Context(("request_id", "mine-1"), ("request_id", request_id))
-    with pytest.raises(_EndedError, match="request_id must have 1 to 128 visible characters of ASCII"):
+    with pytest.raises(
+        _EndedError, match="request_id must have 1 to 128 visible characters of ASCII"
+    ):
         _answers(context, streaming_type)
     assert context.code == StatusCode.INVALID_ARGUMENT
 

@@ -62,9 +62,15 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
             if is_given_back and now > serve_checks.PORT_TIMEOUT_S / 2:
                 held.close()
 
-        monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+        monkeypatch.setattr(
+            serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now)
+        )
         monkeypatch.setattr(serve_checks, "_may_be_released", lambda *_: True)
-        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is in use by "):
+        with (
+            nullcontext()
+            if is_given_back
+            else pytest.raises(ConfigError, match=f"--port {port} is in use by ")
+        ):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
     assert reports == [f"waiting up to 15 s for --port {port}, which another process still has"]
 
@@ -81,9 +87,32 @@ def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyP
     ("titles", "is_waited_for"),
     [
         (["ray::ProxyActor", "/site/ray/raylet/raylet --raylet_socket_name=x", "/sbin/init"], True),
-        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "python /bin/tramontane serve --port 8000", "bash"], False),
-        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "tini -- tramontane serve --port 8000"], True),
-        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "python /bin/tramontane serve", "tini -- tramontane serve"], False),
+        (
+            [
+                "ray::ProxyActor",
+                "/site/ray/raylet/raylet --x",
+                "python /bin/tramontane serve --port 8000",
+                "bash",
+            ],
+            False,
+        ),
+        (
+            [
+                "ray::ProxyActor",
+                "/site/ray/raylet/raylet --x",
+                "tini -- tramontane serve --port 8000",
+            ],
+            True,
+        ),
+        (
+            [
+                "ray::ProxyActor",
+                "/site/ray/raylet/raylet --x",
+                "python /bin/tramontane serve",
+                "tini -- tramontane serve",
+            ],
+            False,
+        ),
         (["python -m http.server 8000", "bash"], False),
         (None, True),
     ],
@@ -91,25 +120,56 @@ def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
     monkeypatch: pytest.MonkeyPatch, titles: list[str] | None, is_waited_for: bool
 ) -> None:
-    """None: the listener belongs to another user, so that it cannot be seen. The last title is that of process 1."""
-    processes = [SimpleNamespace(cmdline=title.split, pid=pid) for pid, title in enumerate((titles or [])[::-1], start=1)][::-1]
+    """None: the listener belongs to another user, so that it cannot be seen. The last title is that
+    of process 1.
+    """
+    processes = [
+        SimpleNamespace(cmdline=title.split, pid=pid)
+        for pid, title in enumerate((titles or [])[::-1], start=1)
+    ][::-1]
     for number, process in enumerate(processes):
         process.parents = lambda number=number: processes[number + 1 :]
     pid = 7 if titles else None
     listens = SimpleNamespace(status="LISTEN", laddr=("127.0.0.1", 8000), pid=pid)
     seen = {"net_connections": lambda _kind: [listens], "Process": lambda _pid: processes[0]}
-    monkeypatch.setattr(ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
+    monkeypatch.setattr(
+        ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
+    )
     assert serve_checks._may_be_released("127.0.0.1", 8000) is is_waited_for
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errno.EADDRNOTAVAIL, "--host h is not an address of this machine; give one that is, or 0.0.0.0 for all of them"),
-        (errno.EAFNOSUPPORT, "--host h is an IPv6 address, and this machine has no IPv6; give an IPv4 address"),
-        (errno.EACCES, "--port 80 is for root alone on this machine, as low numbers are; choose a higher --port"),
-        (errno.EPERM, "--port 80 is for root alone on this machine, as low numbers are; choose a higher --port"),
-        (errno.ENOBUFS, "--host h --port 80 cannot be opened (ENOBUFS); choose another --port or --host"),
+        (
+            errno.EADDRNOTAVAIL,
+            (
+                "--host h is not an address of this machine; give one that is, or 0.0.0.0 for all"
+                " of them"
+            ),
+        ),
+        (
+            errno.EAFNOSUPPORT,
+            "--host h is an IPv6 address, and this machine has no IPv6; give an IPv4 address",
+        ),
+        (
+            errno.EACCES,
+            (
+                "--port 80 is for root alone on this machine, as low numbers are; choose a higher"
+                " --port"
+            ),
+        ),
+        (
+            errno.EPERM,
+            (
+                "--port 80 is for root alone on this machine, as low numbers are; choose a higher"
+                " --port"
+            ),
+        ),
+        (
+            errno.ENOBUFS,
+            "--host h --port 80 cannot be opened (ENOBUFS); choose another --port or --host",
+        ),
         (None, "--host h --port 80 cannot be opened (no code); choose another --port or --host"),
     ],
 )
@@ -118,7 +178,11 @@ def test_an_address_that_cannot_be_had_is_described_and_not_waited_for(
 ) -> None:
     """Without the system's own words."""
     monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(serve_checks, "_bind_error", lambda *_: OSError(error, os.strerror(error)) if error else OSError())
+    monkeypatch.setattr(
+        serve_checks,
+        "_bind_error",
+        lambda *_: OSError(error, os.strerror(error)) if error else OSError(),
+    )
     with pytest.raises(ConfigError) as refused:
         check_ports(EngineConfig(host="h", port=80, grpc_port=0), pytest.fail)
     assert str(refused.value) == message
@@ -127,9 +191,27 @@ def test_an_address_that_cannot_be_had_is_described_and_not_waited_for(
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine; give one that is, or 0.0.0.0 for all of them"),
-        ("x" * 64, f"--host {'x' * 64} is no address, and no name of one; give an address of this machine, such as 127.0.0.1"),
-        ("::x", "--host ::x is no address, and no name of one; give an address of this machine, such as 127.0.0.1"),
+        (
+            "192.0.2.1",
+            (
+                "--host 192.0.2.1 is not an address of this machine; give one that is, or 0.0.0.0"
+                " for all of them"
+            ),
+        ),
+        (
+            "x" * 64,
+            (
+                f"--host {'x' * 64} is no address, and no name of one; give an address of this"
+                " machine, such as 127.0.0.1"
+            ),
+        ),
+        (
+            "::x",
+            (
+                "--host ::x is no address, and no name of one; give an address of this machine,"
+                " such as 127.0.0.1"
+            ),
+        ),
     ],
 )
 def test_a_host_that_is_not_here_is_refused_by_the_system(host: str, message: str) -> None:
@@ -144,7 +226,9 @@ OURS = {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "", root: object = OURS) -> None:
-    """Let HTTP requests reach an application as ours is, which asks for the key, and answers so at /."""
+    """Let HTTP requests reach an application as ours is, which asks for the key, and answers so at
+    /.
+    """
 
     def answer(request: httpx.Request) -> httpx.Response:
         pages: dict[str, object] = {
@@ -158,31 +242,43 @@ def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "", root: object = OURS
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(
-        ports, "httpx", SimpleNamespace(**{name: getattr(httpx, name) for name in ("HTTPError", "InvalidURL")}, Client=client)
+        ports,
+        "httpx",
+        SimpleNamespace(
+            **{name: getattr(httpx, name) for name in ("HTTPError", "InvalidURL")}, Client=client
+        ),
     )
 
 
-def test_a_server_of_ours_is_named_with_its_version_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_ours_is_named_with_its_version_and_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _answers(monkeypatch)
     monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane 0.9.1, which serves tiny"
     assert describe_listener("::", 8000) == "Tramontane 0.9.1, which serves tiny"
 
 
-def test_a_server_that_asks_for_a_key_is_named_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_asks_for_a_key_is_named_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _answers(monkeypatch, key="k")
     monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane, which asks for an API key"
 
 
 @pytest.mark.parametrize("root", [{"detail": "Not Found"}, ["ui"], "ui"])
-def test_another_server_with_a_version_and_models_is_not_ours(monkeypatch: pytest.MonkeyPatch, root: object) -> None:
+def test_another_server_with_a_version_and_models_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, root: object
+) -> None:
     _answers(monkeypatch, root=root)
     monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "another process, which cannot be seen from here"
 
 
-@pytest.mark.parametrize("reply", [b"", b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n["not ours"]\n', b"220 mail\r\n"])
+@pytest.mark.parametrize(
+    "reply", [b"", b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n["not ours"]\n', b"220 mail\r\n"]
+)
 def test_another_process_is_named_with_its_id(reply: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
 
@@ -201,8 +297,12 @@ def test_another_process_is_named_with_its_id(reply: bytes) -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"transfer-encoding: chunked\r\n\r\n", b"x: "])
-def test_an_answer_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
-    """Such as music, or a header that never ends. The client itself bounds only the time between two of its parts."""
+def test_an_answer_without_an_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    """Such as music, or a header that never ends. The client itself bounds only the time between
+    two of its parts.
+    """
     monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
     is_over = Event()
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -232,15 +332,25 @@ def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as held:
-        assert describe_listener("127.0.0.1", held.getsockname()[1]) == "another process, which cannot be seen from here"
+        assert (
+            describe_listener("127.0.0.1", held.getsockname()[1])
+            == "another process, which cannot be seen from here"
+        )
 
 
-def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Process 1 is not the command, though its command line may be the same."""
-    lines = [(30, "ray::ProxyActor"), (20, "raylet"), (10, "python /bin/tramontane serve --port 8000")]
+    lines = [
+        (30, "ray::ProxyActor"),
+        (20, "raylet"),
+        (10, "python /bin/tramontane serve --port 8000"),
+    ]
     lines.append((5, "uv run tramontane serve --port 8000"))  # the one to be stopped
     processes = [
-        SimpleNamespace(pid=pid, cmdline=line.split, name=lambda: "ray") for pid, line in (*lines, (1, "tini tramontane serve"))
+        SimpleNamespace(pid=pid, cmdline=line.split, name=lambda: "ray")
+        for pid, line in (*lines, (1, "tini tramontane serve"))
     ]
     processes[0].parents = lambda: processes[1:]
     monkeypatch.setattr(ports, "find_listener", lambda *_: processes[0])
@@ -252,7 +362,8 @@ def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_comman
     assert describe_listener("127.0.0.1", 9000) == "process 30, ray"
 
 
-# Of two listeners at one port, at the first address and at the second, which one keeps a host from it.
+# Of two listeners at one port, at the first address and at the second, which one keeps a host from
+# it.
 TWO_LISTENERS = {
     ("127.0.0.1", "127.0.0.2", "127.0.0.1"): 2,
     ("127.0.0.1", "127.0.0.2", "127.0.0.3"): None,
@@ -285,7 +396,10 @@ def test_what_listens_at_another_address_does_not_hold_a_port(
 ) -> None:
     """And of those that do, the nearest is named."""
     host, *addresses = ours
-    listening = [SimpleNamespace(status="LISTEN", laddr=(ip, 8000), pid=pid) for pid, ip in enumerate(addresses, start=1)]
+    listening = [
+        SimpleNamespace(status="LISTEN", laddr=(ip, 8000), pid=pid)
+        for pid, ip in enumerate(addresses, start=1)
+    ]
     others = [
         SimpleNamespace(status="LISTEN", laddr=(host, 8001), pid=3),
         SimpleNamespace(status="ESTABLISHED", laddr=("0.0.0.0", 8000), pid=4),
@@ -293,7 +407,9 @@ def test_what_listens_at_another_address_does_not_hold_a_port(
         SimpleNamespace(status="NONE", laddr=(), pid=5),
     ]
     seen = {"net_connections": lambda _kind: [*others, *listening], "Process": lambda pid: pid}
-    monkeypatch.setattr(ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
+    monkeypatch.setattr(
+        ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
+    )
     assert ports.find_listener(host, 8000) == TWO_LISTENERS[ours]
 
 
@@ -301,18 +417,33 @@ def test_a_listener_of_this_machine_is_found_at_its_address_alone() -> None:
     with socket.create_server(("127.0.0.2", 0)) as held:
         port = held.getsockname()[1]
         assert ports.find_listener("127.0.0.1", port) is None
-        assert ports.find_listener("127.0.0.2", port) == ports.find_listener("0.0.0.0", port) == psutil.Process()
+        assert (
+            ports.find_listener("127.0.0.2", port)
+            == ports.find_listener("0.0.0.0", port)
+            == psutil.Process()
+        )
 
 
-def test_a_port_in_use_is_refused_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused_before_the_checkpoint_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     reports: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        config = EngineConfig(model=tmp_path / "nowhere", port=port, grpc_port=0, jobs_database=f"sqlite:///{tmp_path}/jobs.db")
+        config = EngineConfig(
+            model=tmp_path / "nowhere",
+            port=port,
+            grpc_port=0,
+            jobs_database=f"sqlite:///{tmp_path}/jobs.db",
+        )
         monkeypatch.setattr(serve_checks, "_may_be_released", lambda *_: False)
         monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
         with pytest.raises(
-            ConfigError, match=rf"--port {port} is in use by process {os.getpid()}, .*; choose another --port, or stop"
+            ConfigError,
+            match=(
+                rf"--port {port} is in use by process {os.getpid()}, .*; choose another --port, or"
+                r" stop"
+            ),
         ):
             run_server(config, reports.append, pytest.fail, pytest.fail)
     assert reports == []

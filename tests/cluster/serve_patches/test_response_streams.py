@@ -1,4 +1,6 @@
-"""How messages of responses get through Ray Serve: as with its own classes, which are the reference, and with less work."""
+"""How messages of responses get through Ray Serve: as with its own classes, which are the
+reference, and with less work.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -8,7 +10,10 @@ from typing import Any
 import pytest
 from ray.serve.handle import DeploymentResponseGenerator
 
-from tramontane.cluster.ray_internals.accessors import replace_response_generators, replace_response_queues
+from tramontane.cluster.ray_internals.accessors import (
+    replace_response_generators,
+    replace_response_queues,
+)
 from tramontane.cluster.ray_internals.table import MESSAGE_QUEUE, RESPONSE_GENERATOR
 
 Outcome = tuple[list[Any], str]
@@ -17,7 +22,10 @@ Outcome = tuple[list[Any], str]
 @pytest.fixture(params=["Ray Serve's", "ours"])
 def is_ours(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Ray Serve's own classes, and then those that replace them."""
-    with MESSAGE_QUEUE.replaced(MESSAGE_QUEUE.value), RESPONSE_GENERATOR.replaced(RESPONSE_GENERATOR.value):
+    with (
+        MESSAGE_QUEUE.replaced(MESSAGE_QUEUE.value),
+        RESPONSE_GENERATOR.replaced(RESPONSE_GENERATOR.value),
+    ):
         if request.param == "ours":
             replace_response_queues(lambda _: None)
             replace_response_generators()
@@ -83,7 +91,9 @@ def test_a_queue_passes_on_what_a_call_sends_and_how_it_ends(
 ) -> None:
     async def scenario() -> Outcome:
         queue: Any = MESSAGE_QUEUE.value()
-        return await _outcome(queue.fetch_messages_from_queue(asyncio.ensure_future(call(queue.put_nowait))))
+        return await _outcome(
+            queue.fetch_messages_from_queue(asyncio.ensure_future(call(queue.put_nowait)))
+        )
 
     assert asyncio.run(scenario()) == expected
 
@@ -92,7 +102,9 @@ def test_what_a_call_sends_at_its_end_while_its_reader_is_busy_is_read(is_ours: 
     async def scenario() -> list[Any]:
         queue: Any = MESSAGE_QUEUE.value()
         got = []
-        async for messages in queue.fetch_messages_from_queue(asyncio.ensure_future(_answer(queue.put_nowait))):
+        async for messages in queue.fetch_messages_from_queue(
+            asyncio.ensure_future(_answer(queue.put_nowait))
+        ):
             got += messages
             await _turns(20)  # the call continues, and ends
         return got
@@ -115,13 +127,15 @@ def test_a_queue_that_is_not_read_any_more_cancels_its_call(is_ours: bool) -> No
 
 
 class _Result:
-    """A replica's result: messages with pauses, and what ``cancel`` does to one that is waited for, as with gRPC."""
+    """A replica's result: messages with pauses, and what ``cancel`` does to one that is waited for,
+    as with gRPC.
+    """
 
     def __init__(self, messages: list[Any]) -> None:
         self._messages, self._waiting = messages, asyncio.get_running_loop().create_future()
         self.num_cancelled = 0
 
-    async def __anext__(self) -> Any:  # noqa: ANN401
+    async def __anext__(self) -> Any:
         await asyncio.sleep(0)
         if not self._messages:
             raise StopAsyncIteration
@@ -138,17 +152,27 @@ class _Result:
 
 
 class _Proxy:
-    """What a proxy has of one request: its result, the task that ends when the client leaves, and the generator between."""
+    """What a proxy has of one request: its result, the task that ends when the client leaves, and
+    the generator between.
+    """
 
-    def __init__(self, messages: list[Any], timeout_s: float | None = None, is_assigned: bool = True) -> None:
+    def __init__(
+        self, messages: list[Any], timeout_s: float | None = None, is_assigned: bool = True
+    ) -> None:
         self.result, self._left = _Result(messages), asyncio.Event()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if is_assigned:
             future.set_result(self.result)
         metadata: Any = SimpleNamespace(request_id="an id")
-        response: Any = DeploymentResponseGenerator(future, metadata, _is_router_running_in_separate_loop=False)
+        response: Any = DeploymentResponseGenerator(
+            future, metadata, _is_router_running_in_separate_loop=False
+        )
         self._leaving = asyncio.ensure_future(self._left.wait())
-        arguments = {"timeout_s": timeout_s, "disconnected_task": self._leaving, "result_callback": str.upper}
+        arguments = {
+            "timeout_s": timeout_s,
+            "disconnected_task": self._leaving,
+            "result_callback": str.upper,
+        }
         self.messages: Any = RESPONSE_GENERATOR.value(response, **arguments)
 
     async def leave(self) -> None:
@@ -165,7 +189,9 @@ def test_a_proxy_reads_messages_until_their_end(is_ours: bool) -> None:
 
 
 @pytest.mark.parametrize("is_assigned", [True, False])
-def test_a_client_that_leaves_while_its_response_is_waited_for_ends_the_call(is_ours: bool, is_assigned: bool) -> None:
+def test_a_client_that_leaves_while_its_response_is_waited_for_ends_the_call(
+    is_ours: bool, is_assigned: bool
+) -> None:
     async def scenario() -> tuple[Outcome, int]:
         proxy = _Proxy(["a", "forever"], is_assigned=is_assigned)
         reading = asyncio.ensure_future(_outcome(proxy.messages))
@@ -215,7 +241,9 @@ def test_no_task_is_made_for_a_message(is_ours: bool) -> None:
         call = asyncio.ensure_future(_answer(queue.put_nowait))
         num_tasks = 0
 
-        def count(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":  # noqa: ANN401
+        def count(
+            loop: asyncio.AbstractEventLoop, work: Any, **options: Any
+        ) -> "asyncio.Task[Any]":
             nonlocal num_tasks
             num_tasks += 1
             return asyncio.Task(work, loop=loop, **options)

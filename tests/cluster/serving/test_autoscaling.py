@@ -1,16 +1,27 @@
-"""How many pipelines are wanted, without Ray: the policy behind Ray Serve's bounds and delays, and what it is made of."""
+"""How many pipelines are wanted, without Ray: the policy behind Ray Serve's bounds and delays, and
+what it is made of.
+"""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
+from ray.serve._private.autoscaling_state import (
+    DeploymentAutoscalingState,
+    _resolve_policy_callable,
+)
 from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaMetricReport, TimeStampedValue
 from ray.serve._private.config import DeploymentConfig
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import application
-from tramontane.cluster.serving.autoscaling import SHARE, TOKENS, PipelineAutoscalingPolicy, router_scaling_options, to_metrics
+from tramontane.cluster.serving.autoscaling import (
+    SHARE,
+    TOKENS,
+    PipelineAutoscalingPolicy,
+    router_scaling_options,
+    to_metrics,
+)
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.running_set import PipelineLoad
 
@@ -24,7 +35,9 @@ def _wanted(
     requests: float = 0.0,
     target_tokens: int | None = None,
 ) -> float:
-    """The policy's result for routers that have reported this; ``running`` is their number, if some have not reported."""
+    """The policy's result for routers that have reported this; ``running`` is their number, if some
+    have not reported.
+    """
     metrics: dict[str, dict[str, float]] = {SHARE: {}, TOKENS: {}}
     for name, demand in reported.items():
         for key, value in to_metrics(demand).items():
@@ -50,11 +63,15 @@ def test_so_many_as_what_all_have_would_fill() -> None:
 
 
 def test_tokens_in_flight_count_where_they_are_to() -> None:
-    """Two sequences of 64 places are little; that they are long is not, if a pipeline is meant for 1000 tokens."""
+    """Two sequences of 64 places are little; that they are long is not, if a pipeline is meant for
+    1000 tokens.
+    """
     long = {"a": PipelineLoad(2 / 64, 2500)}
     assert _wanted(long) < 0.1
     assert _wanted(long, target_tokens=1000) == pytest.approx(2.5)
-    assert _wanted({"a": PipelineLoad(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), "and the places still do"
+    assert _wanted({"a": PipelineLoad(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), (
+        "and the places still do"
+    )
 
 
 def test_a_router_without_a_report_counts_by_its_requests() -> None:
@@ -68,7 +85,7 @@ def test_without_any_router_nothing_changes() -> None:
     assert _wanted({}, target=3) == 3
 
 
-def _state(**settings: Any) -> DeploymentAutoscalingState:  # noqa: ANN401
+def _state(**settings: Any) -> DeploymentAutoscalingState:
     """Ray Serve's own, as its controller has it."""
     scaling = router_scaling_options(EngineConfig(max_replicas=3, **settings))["autoscaling_config"]
     state = DeploymentAutoscalingState(ID)
@@ -85,7 +102,9 @@ def _state(**settings: Any) -> DeploymentAutoscalingState:  # noqa: ANN401
 def _report(state: DeploymentAutoscalingState, at: float, **demands: PipelineLoad) -> None:
     for name, demand in demands.items():
         series = {key: [TimeStampedValue(at, value)] for key, value in to_metrics(demand).items()}
-        state.record_request_metrics_for_replica(ReplicaMetricReport(ReplicaID(name, ID), series, at))
+        state.record_request_metrics_for_replica(
+            ReplicaMetricReport(ReplicaID(name, ID), series, at)
+        )
     state.update_running_replica_ids([ReplicaID(name, ID) for name in demands])
 
 
@@ -112,25 +131,39 @@ def test_the_report_of_a_dead_router_does_not_count() -> None:
 
 
 def test_the_policy_travels_with_its_settings() -> None:
-    scaling = router_scaling_options(EngineConfig(max_replicas=2, target_load=0.5, target_tokens=7))["autoscaling_config"]
+    scaling = router_scaling_options(
+        EngineConfig(max_replicas=2, target_load=0.5, target_tokens=7)
+    )["autoscaling_config"]
     policy: Any = _resolve_policy_callable(scaling.policy)
     assert (policy._target_load, policy._target_tokens) == (0.5, 7)
-    assert (scaling.min_replicas, scaling.max_replicas, scaling.get_target_ongoing_requests()) == (1, 2, 32)
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.get_target_ongoing_requests()) == (
+        1,
+        2,
+        32,
+    )
 
 
 def test_a_fixed_number_is_not_scaled() -> None:
-    assert router_scaling_options(EngineConfig(replicas=2)) == router_scaling_options(EngineConfig(replicas=2, max_replicas=2))
+    assert router_scaling_options(EngineConfig(replicas=2)) == router_scaling_options(
+        EngineConfig(replicas=2, max_replicas=2)
+    )
     assert router_scaling_options(EngineConfig(replicas=2)) == {"num_replicas": 2}
 
 
 def test_never_fewer_at_the_most_than_at_the_least() -> None:
-    with pytest.raises(ConfigError, match="--max-replicas is 2; it must be at least --replicas, which is 3"):
+    with pytest.raises(
+        ConfigError, match="--max-replicas is 2; it must be at least --replicas, which is 3"
+    ):
         EngineConfig.build(None, {"replicas": 3, "max_replicas": 2})
 
 
 def test_the_application_is_scaled_by_its_routers_alone() -> None:
     ingress = application(EngineConfig(max_replicas=3))._bound_deployment
-    (routers,) = [each._bound_deployment for each in ingress.init_args if getattr(each, "_bound_deployment", None)][:1]
+    (routers,) = [
+        each._bound_deployment
+        for each in ingress.init_args
+        if getattr(each, "_bound_deployment", None)
+    ][:1]
     scaling = routers._deployment_config.autoscaling_config
     assert (routers.name, scaling.min_replicas, scaling.max_replicas) == ("Router", 1, 3)
     assert ingress._deployment_config.autoscaling_config is None
@@ -154,7 +187,10 @@ def test_settings_that_make_no_sense_are_left_out_and_said(
 ) -> None:
     """An error in a policy would keep Ray Serve's controller from all applications."""
     context: Any = SimpleNamespace(
-        current_num_replicas=1, target_num_replicas=1, aggregated_metrics={SHARE: {"a": 3.0}, TOKENS: {"a": 10.0}}, config=None
+        current_num_replicas=1,
+        target_num_replicas=1,
+        aggregated_metrics={SHARE: {"a": 3.0}, TOKENS: {"a": 10.0}},
+        config=None,
     )
     policy = PipelineAutoscalingPolicy(**settings)
     assert policy(context) == (pytest.approx(wanted), {})

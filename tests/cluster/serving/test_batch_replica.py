@@ -1,4 +1,6 @@
-"""One store for ingresses and runner, wherever they are: by the same paths, and not on the disk of one machine among others."""
+"""One store for ingresses and runner, wherever they are: by the same paths, and not on the disk of
+one machine among others.
+"""
 
 import asyncio
 from pathlib import Path
@@ -37,28 +39,43 @@ POSTGRES = "postgresql://somewhere/jobs"
         ({"jobs_database": POSTGRES, "jobs_storage": "memory://jobs"}, False),
     ],
 )
-def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[str, str], on_one: bool) -> None:
+def test_what_is_given_as_shared_is_for_any_number_of_machines(
+    settings: dict[str, str], on_one: bool
+) -> None:
     service = batch_service(EngineConfig.build(None, settings))
     service.close()
     assert isinstance(service, SingleNodeBatchService) is on_one
 
 
-@pytest.mark.parametrize(("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 1}, 86_400), ({"jobs_retention": 0}, None)])
+@pytest.mark.parametrize(
+    ("given", "keep_s"),
+    [({}, 30 * 86_400), ({"jobs_retention": 1}, 86_400), ({"jobs_retention": 0}, None)],
+)
 def test_how_long_jobs_are_kept_is_in_days(given: dict[str, int], keep_s: int | None) -> None:
     assert job_settings(EngineConfig.build(None, given)).limits.keep_s == keep_s
 
 
 def test_no_job_may_be_larger_than_what_a_key_may_have() -> None:
     limits = job_settings(EngineConfig.build(None, {})).limits
-    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (1000, 2**24, 2**36)
+    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (
+        1000,
+        2**24,
+        2**36,
+    )
     assert (limits.max_lines, limits.max_bytes) == (2**22, 2**32)
     given = {"jobs_max_open": 3, "jobs_max_lines": 1000, "jobs_max_bytes": "1MiB"}
     limits = job_settings(EngineConfig.build(None, given)).limits
-    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (3, 1000, 2**20)
+    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (
+        3,
+        1000,
+        2**20,
+    )
     assert (limits.max_lines, limits.max_bytes) == (1000, 2**20)
 
 
-def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp_path: Path) -> None:
+def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(
+    tmp_path: Path,
+) -> None:
     num_machines, requested, now = 1, [], 0.0
 
     def machines() -> int:
@@ -67,26 +84,44 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
 
     async def scenario() -> None:
         nonlocal num_machines, now
-        config = EngineConfig.build(None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)})
+        config = EngineConfig.build(
+            None,
+            {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)},
+        )
         service = SingleNodeBatchService(job_settings(config), machines, lambda: now)
         app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
             form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
             file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
-            order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            order = {
+                "input_file_id": file,
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
             batch = (await client.post("/v1/batches", json=order)).json()["id"]
             assert requested == [0.0], "once for both"
             num_machines, now = 2, NODE_CHECK_INTERVAL_S
-            for refused in (await client.post("/v1/batches", json=order), await client.post("/v1/files", **form)):  # type: ignore[arg-type]
+            for refused in (
+                await client.post("/v1/batches", json=order),
+                await client.post("/v1/files", **form),
+            ):  # type: ignore[arg-type]
                 assert refused.status_code == 503
-                assert "--jobs-database postgresql://HOST/NAME" in check_error(refused.content)["message"]
+                assert (
+                    "--jobs-database postgresql://HOST/NAME"
+                    in check_error(refused.content)["message"]
+                )
             options = JobOptions(endpoint="/v1/completions")
-            for over_grpc in (service.submit(pieces(requests(2)), options), service.submit_url("file:///in", options)):
+            for over_grpc in (
+                service.submit(pieces(requests(2)), options),
+                service.submit_url("file:///in", options),
+            ):
                 with pytest.raises(PipelineError, match="this cluster has 2 machines"):
                     await over_grpc
             assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
-            assert (await client.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
+            assert (await client.post(f"/v1/batches/{batch}/cancel")).json()[
+                "status"
+            ] == "cancelling"
             num_machines, now = 1, 2 * NODE_CHECK_INTERVAL_S
             assert (await client.post("/v1/batches", json=order)).status_code == 200
         service.close()
@@ -101,7 +136,14 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
         ("sqlite+pysqlite:///a/b?timeout=1", "sqlite+pysqlite:///{here}/a/b?timeout=1"),
         *[
             (url, url)
-            for url in ("sqlite:////a/b", "sqlite:///:memory:", "sqlite://", POSTGRES, "postgresql:///jobs", "nonsense")
+            for url in (
+                "sqlite:////a/b",
+                "sqlite:///:memory:",
+                "sqlite://",
+                POSTGRES,
+                "postgresql:///jobs",
+                "nonsense",
+            )
         ],
     ],
 )
@@ -138,7 +180,9 @@ class Interrupt(BaseException):
 
 
 def test_the_collector_continues_after_every_error(caplog: pytest.LogCaptureFixture) -> None:
-    """It logs each kind once, waits longer from one to the next, and begins anew after it has succeeded."""
+    """It logs each kind once, waits longer from one to the next, and begins anew after it has
+    succeeded.
+    """
     results: list[Exception | None] = [
         *(ValueError("a"), ValueError("b"), OSError("c"), JobStoreError("d"), ValueError("e")),
         *(None, ValueError("f"), *[OSError("g")] * 5, None),
@@ -158,7 +202,9 @@ def test_the_collector_continues_after_every_error(caplog: pytest.LogCaptureFixt
         asyncio.run(repeat_forever(work, "nothing was deleted", sleep))
     assert pauses == [120, 240, 480, 960, 1920, 60, 120, 240, 480, 960, 1920, 3600, 60]
     assert [record.getMessage()[-1] for record in caplog.records] == ["a", "c", "d", "f", "g"]
-    assert [bool(record.exc_info) for record in caplog.records] == [*(True, True, False, True, True)]
+    assert [bool(record.exc_info) for record in caplog.records] == [
+        *(True, True, False, True, True)
+    ]
     assert caplog.records[0].getMessage() == "nothing was deleted; the next attempt is in 120 s: a"
 
 

@@ -1,4 +1,6 @@
-"""A server that is to stop: what runs ends well, what is new is refused, and a second signal waits for nothing."""
+"""A server that is to stop: what runs ends well, what is new is refused, and a second signal waits
+for nothing.
+"""
 
 import asyncio
 import os
@@ -45,7 +47,9 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
             release.set()
             assert await running == 5
             assert routers.drain() == 0
-            assert replica.call_counts["generate"] == 2, "the one that runs: without a stream, and with it"
+            assert replica.call_counts["generate"] == 2, (
+                "the one that runs: without a stream, and with it"
+            )
 
     asyncio.run(scenario())
 
@@ -80,8 +84,13 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
-def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")],
+)
+def test_the_command_counts_what_is_left(
+    left: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_cluster, "join_ray_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
     monkeypatch.setattr(draining, "drain", lambda *_: left)
@@ -105,8 +114,14 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
         )
         server = HttpApp(config)
         async with client_for(server.app()) as client:
-            body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-            response = await (client.get(path) if path == "/health" else client.post(path, json=body))
+            body = (
+                {"messages": [{"role": "user", "content": "x"}]}
+                if "chat" in path
+                else {"prompt": "x"}
+            )
+            response = await (
+                client.get(path) if path == "/health" else client.post(path, json=body)
+            )
             assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
             assert int(response.headers["retry-after"]) > 0
         routers.close()
@@ -120,7 +135,9 @@ def test_a_stream_that_is_ended_gets_the_reason(fails_at: int) -> None:
     async def scenario() -> None:
         source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
         async with client_for(http_app_for(source).app()) as client:
-            response = await client.post("/v1/completions", json={"prompt": "ROMEO:", "stream": True})
+            response = await client.post(
+                "/v1/completions", json={"prompt": "ROMEO:", "stream": True}
+            )
             assert response.status_code == (200 if fails_at else 503)
             assert "the server has stopped" in response.text
             assert '"code":"draining"' in response.text.replace(" ", "")
@@ -132,32 +149,56 @@ def test_a_stream_that_is_ended_gets_the_reason(fails_at: int) -> None:
 def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls to ingress replicas; they have three requests, then two, then none."""
     calls: list[str] = []
-    left = iter([[3], [2], [RuntimeError("it is just being started"), 2], [RuntimeError("it does not answer"), 0], [0, 0]])
+    left = iter(
+        [
+            [3],
+            [2],
+            [RuntimeError("it is just being started"), 2],
+            [RuntimeError("it does not answer"), 0],
+            [0, 0],
+        ]
+    )
 
     def each(method: str) -> list[Any]:
         calls.append(method)
         return next(left) if method == "drain" else []
 
     monkeypatch.setattr(draining, "_broadcast", each)
-    monkeypatch.setattr(draining, "mark_drained", lambda application: calls.append(f"noted {application}"))
+    monkeypatch.setattr(
+        draining, "mark_drained", lambda application: calls.append(f"noted {application}")
+    )
     return calls
 
 
 def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
     said: list[str] = []
     draining.stop(3600, said.append, lambda _: False)
-    assert ingress == ["noted tramontane", *["drain"] * 5], "one that does not answer may have a request"
-    assert said == [f"finishing {left}, for 3600 s at most" for left in ("3 requests", "2 requests", "1 request")]
+    assert ingress == ["noted tramontane", *["drain"] * 5], (
+        "one that does not answer may have a request"
+    )
+    assert said == [
+        f"finishing {left}, for 3600 s at most"
+        for left in ("3 requests", "2 requests", "1 request")
+    ]
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str], is_signalled: bool) -> None:
-    draining.stop(*((3600, lambda _: None, lambda _: True) if is_signalled else (0, lambda _: None, lambda _: False)))
-    ended_until_none_has_one = ["end_all", "drain"] * 4  # the first of the five answers is that of draining
+    draining.stop(
+        *(
+            (3600, lambda _: None, lambda _: True)
+            if is_signalled
+            else (0, lambda _: None, lambda _: False)
+        )
+    )
+    # the first of the five answers is that of draining
+    ended_until_none_has_one = ["end_all", "drain"] * 4
     assert ingress == ["noted tramontane", "drain", *ended_until_none_has_one]
 
 
-def test_requests_that_cannot_be_ended_do_not_keep_the_server(ingress: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_cannot_be_ended_do_not_keep_the_server(
+    ingress: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(draining, "END_TIMEOUT_S", 0.0)
     draining.stop(0, lambda _: None, lambda _: False)
     assert ingress == ["noted tramontane", "drain", "end_all", "drain"]
@@ -176,7 +217,9 @@ def test_signals_are_counted(number: signal.Signals) -> None:
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drained_deployment_stays_so_and_a_later_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also for an ingress that starts again when nothing drains it any more."""
     kept: dict[str, bytes] = {}
     monkeypatch.setattr(deployments, "kv_put", kept.__setitem__)

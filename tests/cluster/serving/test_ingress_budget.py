@@ -18,7 +18,9 @@ from tramontane.cluster.serving.ingress import write_budget
         ({"replicas": 64}, 4),
     ],
 )
-def test_more_than_one_ingress_where_there_is_more_than_one_pipeline(keys: dict[str, int], num_ingresses: int) -> None:
+def test_more_than_one_ingress_where_there_is_more_than_one_pipeline(
+    keys: dict[str, int], num_ingresses: int
+) -> None:
     def replicas(config: EngineConfig) -> object:
         return application(config)._bound_deployment.num_replicas  # type: ignore[attr-defined]
 
@@ -27,8 +29,11 @@ def test_more_than_one_ingress_where_there_is_more_than_one_pipeline(keys: dict[
 
 
 @pytest.mark.parametrize(
-    ("cores", "ingresses", "writes_per_s"), [(1, 1, 50), (2, 1, 100), (2, 2, 50), (64, 1, 400), (64, 4, 400), (1, 60, 1)]
+    ("cores", "ingresses", "writes_per_s"),
+    [(1, 1, 50), (2, 1, 100), (2, 2, 50), (64, 1, 400), (64, 4, 400), (1, 60, 1)],
 )
-def test_an_ingress_writes_at_most_as_often_as_one_process_can(cores: int, ingresses: int, writes_per_s: int) -> None:
+def test_an_ingress_writes_at_most_as_often_as_one_process_can(
+    cores: int, ingresses: int, writes_per_s: int
+) -> None:
     """Ingresses share the cores of a machine, and each of them runs on one core at a time."""
     assert write_budget(cores, ingresses) == writes_per_s

@@ -1,4 +1,6 @@
-"""Lines of batch jobs are answered as requests over HTTP are, at every endpoint that a job may have."""
+"""Lines of batch jobs are answered as requests over HTTP are, at every endpoint that a job may
+have.
+"""
 
 import asyncio
 import json
@@ -36,10 +38,17 @@ def test_a_line_is_answered_as_over_http(path: Endpoint) -> None:
 
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
         of_line, over_http = ScriptedSource(SAYS), ScriptedSource(SAYS)
-        answer = await HANDLERS[path](LineExecutor(MODEL, CHAT_FORMAT, of_line), json.dumps(body).encode())
-        async with client_for(http_app_for(over_http, model=MODEL, chat=CHAT_FORMAT).app()) as client:
+        answer = await HANDLERS[path](
+            LineExecutor(MODEL, CHAT_FORMAT, of_line), json.dumps(body).encode()
+        )
+        async with client_for(
+            http_app_for(over_http, model=MODEL, chat=CHAT_FORMAT).app()
+        ) as client:
             expected = (await client.post(path, json=body)).json()
-        ours, theirs = ([(spec.prompt_ids, spec.sampling) for spec in source.requested[0]] for source in (of_line, over_http))
+        ours, theirs = (
+            [(spec.prompt_ids, spec.sampling) for spec in source.requested[0]]
+            for source in (of_line, over_http)
+        )
         assert ours == theirs
         return answer, expected
 
@@ -52,7 +61,10 @@ def test_a_line_is_answered_as_over_http(path: Endpoint) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_a_line_is_no_stream_and_names_no_other_model(path: Endpoint) -> None:
     executor = LineExecutor(MODEL, CHAT_FORMAT, ScriptedSource(SAYS))
-    for more, error in (({"stream": True}, ParameterError), ({"model": "other"}, UnknownModelError)):
+    for more, error in (
+        ({"stream": True}, ParameterError),
+        ({"model": "other"}, UnknownModelError),
+    ):
         with pytest.raises(error):
             asyncio.run(HANDLERS[path](executor, json.dumps(BODIES[path] | more).encode()))
 
@@ -62,4 +74,6 @@ def test_a_line_waits_for_others_and_shares_pages_with_its_own_tenant() -> None:
     executor = LineExecutor(MODEL, CHAT_FORMAT, LowPriorityTokenSource(source, "own"))
     for path, body in BODIES.items():
         asyncio.run(HANDLERS[path](executor, json.dumps(body).encode()))
-    assert {(spec.cache_salt, spec.priority > 0) for specs in source.requested for spec in specs} == {("own", True)}
+    assert {
+        (spec.cache_salt, spec.priority > 0) for specs in source.requested for spec in specs
+    } == {("own", True)}

@@ -1,4 +1,6 @@
-"""The Ingress replica is killed while clients are connected through Ray Serve's proxy: they see a pause."""
+"""The Ingress replica is killed while clients are connected through Ray Serve's proxy: they see a
+pause.
+"""
 
 import asyncio
 import os
@@ -9,7 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_cluster import GRPC, URL, events, ingress_stats, router_stats, running_application, wait_until_idle, wait_until_ready
+from serve_cluster import (
+    GRPC,
+    URL,
+    events,
+    ingress_stats,
+    router_stats,
+    running_application,
+    wait_until_idle,
+    wait_until_ready,
+)
 
 from tramontane.client import Client
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
@@ -34,8 +45,14 @@ HELLO = {"messages": [{"role": "user", "content": "What news from Rome?"}]}
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "ROMEO:", **LONG, **STREAMED}),
-    (COMPLETIONS, {"prompt": "KING:", "n": 2, "stop": ["never said"], "logprobs": 1, **LONG, **STREAMED}),
-    (COMPLETIONS, {"prompt": ["What news?", "O"], "echo": True, "return_experts": [1], **LONG, **STREAMED}),
+    (
+        COMPLETIONS,
+        {"prompt": "KING:", "n": 2, "stop": ["never said"], "logprobs": 1, **LONG, **STREAMED},
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": ["What news?", "O"], "echo": True, "return_experts": [1], **LONG, **STREAMED},
+    ),
     (CHAT, HELLO | LONG | STREAMED),
     (COMPLETIONS, {"prompt": "JULIET:", **LONG}),
     (CHAT, HELLO | LONG | {"n": 2}),
@@ -52,7 +69,7 @@ async def _answers(kill: bool) -> list[Any]:
     """All requests at once; the ingress dies when every stream has sent something."""
     received = [asyncio.Event() for _, body in REQUESTS if "stream" in body]
 
-    async def one(client: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+    async def one(client: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> Any:
         if "stream" not in body:
             return _lasting((await client.post(path, json=body)).raise_for_status().json())
         text = ""
@@ -65,7 +82,10 @@ async def _answers(kill: bool) -> list[Any]:
         return _joined(events(text))
 
     async with httpx.AsyncClient(base_url=URL, timeout=120) as client:
-        request_tasks = [asyncio.create_task(one(client, number, *request)) for number, request in enumerate(REQUESTS)]
+        request_tasks = [
+            asyncio.create_task(one(client, number, *request))
+            for number, request in enumerate(REQUESTS)
+        ]
         if kill:
             for each in received:
                 await each.wait()
@@ -74,7 +94,9 @@ async def _answers(kill: bool) -> list[Any]:
 
 
 def _joined(reported: list[dict[str, Any]]) -> dict[str, Any]:
-    """A stream's events put together, however they were cut; one name and one age for all of them."""
+    """A stream's events put together, however they were cut; one name and one age for all of
+    them.
+    """
     assert len({(event["id"], event["created"], event["object"]) for event in reported}) == 1
     whole: dict[str, Any] = {"usage": _counted(reported[-1]["usage"]), "choices": {}}
     for event in reported:
@@ -96,11 +118,17 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def _lasting(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"object": answer["object"], "choices": answer["choices"], "usage": _counted(answer["usage"])}
+    return {
+        "object": answer["object"],
+        "choices": answer["choices"],
+        "usage": _counted(answer["usage"]),
+    }
 
 
 def _counted(usage: dict[str, Any]) -> dict[str, Any]:
-    """The usage without what was cached: of equal prompts that is so of the later one, and of all when they come again."""
+    """The usage without what was cached: of equal prompts that is so of the later one, and of all
+    when they come again.
+    """
     return {name: number for name, number in usage.items() if name != "prompt_tokens_details"}
 
 
@@ -115,7 +143,10 @@ def test_a_killed_ingress_costs_no_client_anything() -> None:
 
 def test_a_killed_ingress_leaves_no_sequence_running_when_its_client_leaves_too() -> None:
     with httpx.stream(
-        "POST", f"{URL}/v1/completions", json={"prompt": "O", "max_tokens": 2000, "stream": True, "ignore_eos": True}, timeout=60
+        "POST",
+        f"{URL}/v1/completions",
+        json={"prompt": "O", "max_tokens": 2000, "stream": True, "ignore_eos": True},
+        timeout=60,
     ) as response:
         next(response.iter_bytes())
         steps = router_stats()[0]["steps"]

@@ -1,4 +1,6 @@
-"""Routers are lost while they work, and their requests continue with others: every token once and the right one. Without Ray."""
+"""Routers are lost while they work, and their requests continue with others: every token once and
+the right one. Without Ray.
+"""
 
 import asyncio
 import random
@@ -15,7 +17,11 @@ from scripted_chain import ReportingChain, answer
 from tramontane.cluster.serving import retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.retry_policy import FailoverBudget, WaitingRequest, most_useful_error
+from tramontane.cluster.serving.retry_policy import (
+    FailoverBudget,
+    WaitingRequest,
+    most_useful_error,
+)
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import (
     DeadlineExceededError,
@@ -58,7 +64,8 @@ class Replica:
         self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
         self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
         self.router = Router(
-            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), ReportingChain(self._gate)
+            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
+            ReportingChain(self._gate),
         )
         self.channels = IngressStreams(name)
         self._running = asyncio.create_task(self.router.run())
@@ -84,11 +91,13 @@ class Routing:
         self._rng = rng
         self.replicas: list[Replica] = []
 
-    def options(self, **wish: Any) -> Any:  # noqa: ANN401
+    def options(self, **wish: Any) -> Any:
         return SimpleNamespace(remote=lambda *args: self._call(wish, *args))
 
-    def _call(self, wish: dict[str, Any], *args: Any) -> Any:  # noqa: ANN401
-        wished = [each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")]
+    def _call(self, wish: dict[str, Any], *args: Any) -> Any:
+        wished = [
+            each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")
+        ]
         replica = self._rng.choice(wished or self.replicas)
         if wish["method_name"] == "is_ready":
             return ReadyResponse(replica)
@@ -104,7 +113,7 @@ async def _until_killed(replica: Replica, *args: str) -> AsyncIterator[bytes]:
             yield message
 
 
-async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401
+async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any:
     task, death = asyncio.ensure_future(work()), asyncio.ensure_future(replica.is_killed.wait())
     try:
         await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
@@ -124,22 +133,24 @@ class ReadyResponse:
     def cancel(self) -> None:
         pass
 
-    def __await__(self) -> Any:  # noqa: ANN401
+    def __await__(self) -> Any:
         yield from asyncio.sleep(0).__await__()
         return True, self._name
 
 
 class Response:
-    def __init__(self, replica: Replica, args: Any) -> None:  # noqa: ANN401
+    def __init__(self, replica: Replica, args: Any) -> None:
         self._task = asyncio.ensure_future(_or_death(replica, lambda: self._answer(replica, args)))
         self.cancel = self._task.cancel
 
-    async def _answer(self, replica: Replica, args: Any) -> bytes:  # noqa: ANN401
+    async def _answer(self, replica: Replica, args: Any) -> bytes:
         if replica.is_superseded:
-            return replica.channels.refusal(PipelineSupersededError("a newer version has the pipeline"))
+            return replica.channels.refusal(
+                PipelineSupersededError("a newer version has the pipeline")
+            )
         return await replica.channels.generate(replica.router, *args)
 
-    def __await__(self) -> Any:  # noqa: ANN401
+    def __await__(self) -> Any:
         return self._task.__await__()
 
 
@@ -164,9 +175,16 @@ def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]
         assert tokens == answer(spec.prompt_ids, spec.sampling.max_tokens)
-        logprobs = [value for output in merged.logprobs if output.seq_id == number for value in output.logprobs]
+        logprobs = [
+            value
+            for output in merged.logprobs
+            if output.seq_id == number
+            for value in output.logprobs
+        ]
         assert logprobs == [-float(position) for position in range(1, end)]
-        experts = [ids for output in merged.experts if output.seq_id == number for ids in output.expert_ids]
+        experts = [
+            ids for output in merged.experts if output.seq_id == number for ids in output.expert_ids
+        ]
         assert experts == [(position,) for position in range(end - 1)]
 
 
@@ -175,19 +193,26 @@ def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceReques
 
     def sequence() -> SequenceRequest:
         prompt = tuple(rng.randrange(900) for _ in range(rng.randint(1, 100)))
-        sampling = SamplingParams(max_tokens=rng.randint(1, 60), return_experts=(3,), logprobs=0, prompt_logprobs=0)
+        sampling = SamplingParams(
+            max_tokens=rng.randint(1, 60), return_experts=(3,), logprobs=0, prompt_logprobs=0
+        )
         return SequenceRequest(prompt, sampling)
 
     return [[sequence() for _ in range(rng.randint(1, 3))] for _ in range(num_requests)]
 
 
 def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
-    output = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
+    output = tuple(
+        TokenEvent(number, token_id, FinishReason.STOP if ends else None)
+        for number, token_id, ends in events
+    )
     return RequestOutput(output, RequestTimings(0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_requests_continue_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_continue_however_often_a_router_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     rng = random.Random(seed)
     requests = _requests(rng, 12)
@@ -214,16 +239,21 @@ def test_requests_continue_however_often_a_router_is_lost(seed: int, monkeypatch
     asyncio.run(scenario())
 
 
-def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_every_router_is_lost_with_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         async with _harness(0, random.Random(0)) as (routing, routers):
             routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
-            requested = asyncio.create_task(_output(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))]))
+            requested = asyncio.create_task(
+                _output(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))])
+            )
             num_killed = 0
             while not requested.done():
-                if routing.replicas[0].name in dict(routers._streams_of.values()).values():  # which is known to work on it
+                # which is known to work on it
+                if routing.replicas[0].name in dict(routers._streams_of.values()).values():
                     await routing.replicas[0].kill()
                     num_killed += 1
                     routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
@@ -235,8 +265,12 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytes
     asyncio.run(scenario())
 
 
-def test_what_another_ingress_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
+def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither because many come at once nor because no pipeline can take it now: it had been
+    taken.
+    """
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
     tokens = answer(new.prompt_ids, 5)
@@ -247,24 +281,32 @@ def test_what_another_ingress_has_begun_is_not_refused_by_the_next(monkeypatch: 
             with pytest.raises(PipelineUnavailableError):
                 await _output(others, [new])
             routers = RouterClient(routing, max_unaccepted=1)
-            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)  # another request's sequence is on its way
+            # another request's sequence is on its way
+            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)
             with pytest.raises(OverloadedError):
                 await _output(routers, [new])
-            output, fresh = replace(new, output_ids=tuple(tokens[:2])), replace(new, already_admitted=True)
+            output, fresh = (
+                replace(new, output_ids=tuple(tokens[:2])),
+                replace(new, already_admitted=True),
+            )
             requested = [asyncio.create_task(_output(routers, [spec])) for spec in (output, fresh)]
             for _ in range(50):
                 await asyncio.sleep(0)
             assert not any(each.done() for each in requested)
             routing.replicas.append(Replica("r1", random.Random(0)))
             for each, expected in zip(requested, (tokens[2:], tokens), strict=True):
-                assert [event.token_id for batch in await each for event in batch.events] == expected
+                assert [
+                    event.token_id for batch in await each for event in batch.events
+                ] == expected
             routers.close()
 
     asyncio.run(scenario())
 
 
 def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loss comes after a time with a router that is longer than every retry budget, and one request survives them."""
+    """Each loss comes after a time with a router that is longer than every retry budget, and one
+    request survives them.
+    """
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
@@ -284,7 +326,9 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
 
 
 def test_losses_do_not_add_up_where_tokens_came_between() -> None:
-    """A long answer may lose more routers than the bound: the bound is for one that makes no progress."""
+    """A long answer may lose more routers than the bound: the bound is for one that makes no
+    progress.
+    """
 
     async def scenario() -> None:
         lasting = FailoverBudget()
@@ -341,7 +385,11 @@ SILENT = PipelineError("no router has answered in time")
         (True, PipelineUnavailableError("is being started"), retry_policy.LOAD_TIMEOUT_S),
         (True, PipelineSupersededError("a newer version has it"), retry_policy.LOAD_TIMEOUT_S),
         (True, OTHER_MODEL, retry_policy.NEW_VERSION_TIMEOUT_S),
-        (False, PipelineSupersededError("a newer version has it"), retry_policy.NEW_VERSION_TIMEOUT_S),
+        (
+            False,
+            PipelineSupersededError("a newer version has it"),
+            retry_policy.NEW_VERSION_TIMEOUT_S,
+        ),
         (False, SILENT, retry_policy.ADMISSION_TIMEOUT_S),
         (False, OTHER_MODEL, -1.0),
     ],
@@ -360,7 +408,9 @@ def test_retries_last_as_long_as_they_help(
             now += 1.0
         with pytest.raises(PipelineError) as refused:
             trying.on_error(error)
-        assert isinstance(refused.value, PipelineUnavailableError) is not was_accepted, "it has not begun, and may try elsewhere"
+        assert isinstance(refused.value, PipelineUnavailableError) is not was_accepted, (
+            "it has not begun, and may try elsewhere"
+        )
 
     asyncio.run(scenario())
 
@@ -377,11 +427,15 @@ def test_a_router_of_another_model_is_believed_last() -> None:
     assert most_useful_error([OTHER_MODEL, full, over]) is over
 
 
-async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource) -> "asyncio.Task[list[RequestOutput]]":  # noqa: ANN401
+async def _left_without_a_router(
+    routing: Any, routers: Any, source: TokenSource
+) -> "asyncio.Task[list[RequestOutput]]":
     """A request whose only router dies once it has accepted it; there is no other."""
     (dies,) = routing.replicas
     dies.is_stuck = True
-    requested = asyncio.create_task(_output(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))]))
+    requested = asyncio.create_task(
+        _output(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))])
+    )
     while not routers._streams_of:
         await asyncio.sleep(0)
     routing.replicas = []
@@ -389,7 +443,9 @@ async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource
     return requested
 
 
-def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
@@ -404,12 +460,16 @@ def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(
                 later_s += 60.0
             assert not requested.done()
             routing.replicas = [Replica("r1", random.Random(0))]
-            assert [event.token_id for batch in await requested for event in batch.events] == answer((1, 2), 5)
+            assert [
+                event.token_id for batch in await requested for event in batch.events
+            ] == answer((1, 2), 5)
 
     asyncio.run(scenario())
 
 
-def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However long it could continue trying."""
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
@@ -435,7 +495,9 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
     asyncio.run(scenario())
 
 
-def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No router has it at that time."""
 
     async def scenario() -> None:
@@ -458,7 +520,9 @@ def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(monkeypa
     asyncio.run(scenario())
 
 
-def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_requests_wait_for_a_newer_version_as_many_as_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
@@ -474,14 +538,18 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytes
                         routers.check_capacity(1)
             routing.replicas.append(Replica("r1", random.Random(0)))
             for spec, batches in zip(specs, await asyncio.gather(*requested), strict=False):
-                assert [event.token_id for batch in batches for event in batch.events] == answer(spec.prompt_ids, 5)
+                assert [event.token_id for batch in batches for event in batch.events] == answer(
+                    spec.prompt_ids, 5
+                )
             routers.check_capacity(2)
             routers.close()
 
     asyncio.run(scenario())
 
 
-def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
@@ -496,7 +564,9 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_anothe
                 await asyncio.sleep(0)
             assert leaving.router.num_requests == 1, "where there is no other it stays"
             routing.replicas = [Replica("r1", random.Random(0))]
-            assert [event.token_id for batch in await requested for event in batch.events] == answer(spec.prompt_ids, 5)
+            assert [
+                event.token_id for batch in await requested for event in batch.events
+            ] == answer(spec.prompt_ids, 5)
             assert leaving.router.num_requests == 0, "and can be stopped"
             await leaving.kill()
             routers.close()
@@ -510,9 +580,14 @@ def test_the_rest_of_a_request_is_numbered_anew() -> None:
     assert [spec.output_ids for spec in so_far.remaining_specs()] == [(), (), ()]
     first = _batch((0, 5, False), (1, 6, True))
     assert so_far.record(first) is first
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [((0,), (5,)), ((2,), ())]
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [
+        ((0,), (5,)),
+        ((2,), ()),
+    ]
     assert so_far.record(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
     assert not so_far.is_complete
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [((2,), (7,))]
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [
+        ((2,), (7,))
+    ]
     so_far.record(_batch((0, 9, True)))
     assert so_far.is_complete

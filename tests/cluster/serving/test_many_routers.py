@@ -1,6 +1,8 @@
-"""64 routers, some of which refuse: what the client, the balancing and the token streams of an ingress make of it. Without Ray.
+"""64 routers, some of which refuse: what the client, the balancing and the token streams of an
+ingress make of it. Without Ray.
 
-All of it is the real code; only Ray Serve's calls and the stages are simulated, in a time that moves by itself.
+All of it is the real code; only Ray Serve's calls and the stages are simulated, in a time that
+moves by itself.
 """
 
 import asyncio
@@ -39,8 +41,12 @@ def _num_calls(replicas: list[Replica]) -> int:
 
 
 @asynccontextmanager
-async def _ingress(replicas: list[Replica], num_running: int | None = None) -> AsyncIterator[RouterClient]:
-    """An ingress and all routers, of which the last ``num_running`` are driven; the others are as after a failure."""
+async def _ingress(
+    replicas: list[Replica], num_running: int | None = None
+) -> AsyncIterator[RouterClient]:
+    """An ingress and all routers, of which the last ``num_running`` are driven; the others are as
+    after a failure.
+    """
     handle: Any = Handle(replicas)
     routers = RouterClient(handle, max_unaccepted=10_000)
     async with driven(replicas[-(num_running or len(replicas)) :]):
@@ -52,7 +58,9 @@ async def _ingress(replicas: list[Replica], num_running: int | None = None) -> A
 
 
 async def _occupy(replicas: list[Replica], routers: RouterClient) -> "list[asyncio.Task[int]]":
-    """Give each of these routers one request of this ingress that does not end, so that the others are the least loaded."""
+    """Give each of these routers one request of this ingress that does not end, so that the others
+    are the least loaded.
+    """
     for each in replicas:
         each.chain.gate = stuck
     running = [asyncio.create_task(request_tokens(routers)) for _ in replicas]
@@ -63,7 +71,9 @@ async def _occupy(replicas: list[Replica], routers: RouterClient) -> "list[async
 
 
 @pytest.mark.parametrize(("num_refusing", "num_routers"), [(10, 28), (54, 64)])
-def test_routers_that_do_not_run_do_not_keep_requests_from_the_others(num_refusing: int, num_routers: int) -> None:
+def test_routers_that_do_not_run_do_not_keep_requests_from_the_others(
+    num_refusing: int, num_routers: int
+) -> None:
     """They are always the least loaded ones. Each is asked once, not once for each request."""
 
     async def scenario() -> None:
@@ -78,7 +88,9 @@ def test_routers_that_do_not_run_do_not_keep_requests_from_the_others(num_refusi
             while sum(each.router.num_requests for each in running) < len(running) + 10:
                 assert not any(each.done() for each in requests), "none is refused"
                 await asyncio.sleep(0.01)
-            assert _num_calls(refusing) <= num_refusing + 10 * 9, "ten at once, of which nine know nothing of the others"
+            assert _num_calls(refusing) <= num_refusing + 10 * 9, (
+                "ten at once, of which nine know nothing of the others"
+            )
             assert _num_calls(running) <= 2 * 10, "at some the stream has to be opened first"
             known = [each for each in refusing if each.call_counts["generate"]]
             before = _num_calls(known)
@@ -124,7 +136,9 @@ def test_where_all_routers_refuse_the_client_gets_the_reason_after_each_was_aske
                 fill(each)
             with pytest.raises(QueueFullError):
                 await request_tokens(routers)
-            assert _num_calls(replicas) <= NUM_ROUTERS + 40 + 1, "40 times there was no stream yet; the last call shows the end"
+            assert _num_calls(replicas) <= NUM_ROUTERS + 40 + 1, (
+                "40 times there was no stream yet; the last call shows the end"
+            )
             assert all(each.call_counts["generate"] for each in replicas)
 
     run_in_virtual_time(scenario())
@@ -202,7 +216,9 @@ def test_a_request_searches_until_every_router_has_refused_it() -> None:
     run_in_virtual_time(scenario())
 
 
-def test_a_router_whose_streams_cannot_be_opened_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_whose_streams_cannot_be_opened_is_left_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A missing stream is no refusal, but not one that is missing again and again."""
 
     async def scenario() -> None:
@@ -221,10 +237,14 @@ def test_a_router_whose_streams_cannot_be_opened_is_left_for_another(monkeypatch
     run_in_virtual_time(scenario())
 
 
-def test_a_router_asked_alone_that_refuses_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both routers have just refused another request, so that any may be asked. The first has no stream and, once it has
-    one, no room."""
-    monkeypatch.setattr(least_loaded_router, "random", SimpleNamespace(random=lambda: 0.0))  # of equals the first
+def test_a_router_asked_alone_that_refuses_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both routers have just refused another request, so that any may be asked. The first has no
+    stream and, once it has one, no room.
+    """
+    # of equals the first
+    monkeypatch.setattr(least_loaded_router, "random", SimpleNamespace(random=lambda: 0.0))
 
     async def scenario() -> None:
         full, free = Replica("full"), Replica("free")
@@ -238,7 +258,9 @@ def test_a_router_asked_alone_that_refuses_is_not_the_last_one(monkeypatch: pyte
                 for each in (full, free):
                     each.call_counts.clear()
                 assert await request_tokens(routers) == 5
-                assert full.call_counts["generate"] == free.call_counts["generate"] == 2, "without a stream, then with one"
+                assert full.call_counts["generate"] == free.call_counts["generate"] == 2, (
+                    "without a stream, then with one"
+                )
 
     run_in_virtual_time(scenario())
 
@@ -261,7 +283,9 @@ def test_no_request_waits_for_a_pipeline_that_is_fenced_while_others_are_idle() 
 
 
 @pytest.mark.parametrize("others", ["none", "full", "not running"])
-def test_requests_wait_for_a_pipeline_that_is_fenced_where_no_other_accepts_them(others: str) -> None:
+def test_requests_wait_for_a_pipeline_that_is_fenced_where_no_other_accepts_them(
+    others: str,
+) -> None:
     """As many as its waiting queue takes. New ones, and those that it had."""
 
     async def scenario() -> None:
@@ -332,14 +356,18 @@ def test_an_ingress_that_was_blocked_takes_no_router_for_silent(blocked_s: float
 
     async def scenario() -> None:
         blocking = asyncio.create_task(block())
-        assert [message async for message in with_idle_timeout(messages(), 5.0)] == [KEEPALIVE] * 3 + [b"late"]
+        assert [message async for message in with_idle_timeout(messages(), 5.0)] == [
+            KEEPALIVE
+        ] * 3 + [b"late"]
         await blocking
 
     run_in_virtual_time(scenario())
 
 
 @pytest.mark.parametrize(("silent_s", "is_lost"), [(4.9, False), (5.6, True)])
-def test_a_router_that_sends_nothing_for_the_whole_limit_is_silent(silent_s: float, is_lost: bool) -> None:
+def test_a_router_that_sends_nothing_for_the_whole_limit_is_silent(
+    silent_s: float, is_lost: bool
+) -> None:
     async def messages() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield KEEPALIVE
@@ -406,7 +434,9 @@ def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
             assert a.router.num_requests == b.router.num_requests == 1
             a.is_cut_off = True
             await asyncio.sleep(remote_routers.SILENCE_TIMEOUT_S + 2.0)
-            assert b.router.num_requests == 2, "what the silent router had is given to the other one"
+            assert b.router.num_requests == 2, (
+                "what the silent router had is given to the other one"
+            )
             a.is_cut_off = False
             for each in (a, b):
                 each.chain.gate = _no_gate
@@ -451,8 +481,12 @@ def test_a_request_that_a_broken_stream_may_have_accepted_continues_at_once() ->
     run_in_virtual_time(scenario())
 
 
-def test_a_request_whose_call_has_ended_is_not_on_its_way_to_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its call may end before its first tokens arrive; it must not keep others from being accepted until they do."""
+def test_a_request_whose_call_has_ended_is_not_on_its_way_to_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its call may end before its first tokens arrive; it must not keep others from being accepted
+    until they do.
+    """
 
     async def done(*_: object) -> bytes:
         return DONE

@@ -7,7 +7,14 @@ from fixed_load import FixedLoad
 from scripted_chain import Gate, ScriptedChain
 from virtual_time import run_in_virtual_time
 
-from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStream, IngressStreams, _Delivery, model_key
+from tramontane.cluster.serving.token_channel import (
+    DONE,
+    KEEPALIVE,
+    IngressStream,
+    IngressStreams,
+    _Delivery,
+    model_key,
+)
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -35,7 +42,10 @@ async def _at_once(_batch: MicroBatch) -> None:
 
 def _router(step: Gate = _at_once) -> Router:
     cache = CachePlan(16, (WindowClass(64, 5, 40),))
-    return Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(1, 64)), ScriptedChain(step))
+    return Router(
+        Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(1, 64)),
+        ScriptedChain(step),
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,19 +75,31 @@ def test_a_pause_is_a_part_of_the_time_between_two_writes_of_a_stream(
 
 
 @pytest.mark.parametrize(
-    ("level", "sent_at"), [(0.0, [0.03, 0.06, 0.09, 0.12]), (0.1, [0.03, 0.08, 0.13, 0.13]), (1.0, [0.03, 0.53, 0.53, 0.53])]
+    ("level", "sent_at"),
+    [
+        (0.0, [0.03, 0.06, 0.09, 0.12]),
+        (0.1, [0.03, 0.08, 0.13, 0.13]),
+        (1.0, [0.03, 0.53, 0.53, 0.53]),
+    ],
 )
 def test_a_pause_is_shorter_while_there_is_time(level: float, sent_at: list[float]) -> None:
     """Where there is time for anything, the tokens of each step travel at once."""
 
     async def scenario() -> None:
-        stream, now, received = IngressStream(FixedLoad(level)), asyncio.get_running_loop().time, list[float]()
+        stream, now, received = (
+            IngressStream(FixedLoad(level)),
+            asyncio.get_running_loop().time,
+            list[float](),
+        )
         for _ in range(8):
             stream.accept(5.0)
 
         async def read() -> None:
             async for message in stream.messages():
-                received.extend(round(now(), 3) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+                received.extend(
+                    round(now(), 3)
+                    for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ())
+                )
 
         reading = asyncio.create_task(read())
         for _ in range(4):
@@ -113,17 +135,28 @@ def test_a_router_measures_its_load_while_it_has_requests() -> None:
 
 
 @pytest.mark.parametrize("urgent", [None, 0.07, 0.21])
-def test_tokens_of_many_steps_travel_in_one_message_unless_one_is_urgent(urgent: float | None) -> None:
+def test_tokens_of_many_steps_travel_in_one_message_unless_one_is_urgent(
+    urgent: float | None,
+) -> None:
     """What is urgent waits at most for the shorter pause; the first token waits for none."""
 
     async def scenario() -> None:
-        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[tuple[float, int]]()
+        stream, now, received = (
+            IngressStream(),
+            asyncio.get_running_loop().time,
+            list[tuple[float, int]](),
+        )
         stream.accept(1.0)
         assert stream.pause_s == 0.4
 
         async def read() -> None:
             async for message in stream.messages():
-                received.append((round(now(), 2), len(wire.decode_outputs(message)) if message != KEEPALIVE else 0))
+                received.append(
+                    (
+                        round(now(), 2),
+                        len(wire.decode_outputs(message)) if message != KEEPALIVE else 0,
+                    )
+                )
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
@@ -154,7 +187,11 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
 
         async def read() -> None:
             async for message in streams.subscribe("ingress", "replica"):
-                outputs = [output for _, output in wire.decode_outputs(message)] if message != KEEPALIVE else []
+                outputs = (
+                    [output for _, output in wire.decode_outputs(message)]
+                    if message != KEEPALIVE
+                    else []
+                )
                 received.append((round(now() - began, 3), sum(map(_num_tokens, outputs))))
 
         reading = asyncio.create_task(read())
@@ -173,7 +210,11 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
 
 @pytest.mark.parametrize(
     ("second", "arrives"),
-    [(TokenEvent(0, 7), 0.4), (TokenEvent(0, 7, FinishReason.STOP), 0.2), (PipelineError("a failure"), 0.2)],
+    [
+        (TokenEvent(0, 7), 0.4),
+        (TokenEvent(0, 7, FinishReason.STOP), 0.2),
+        (PipelineError("a failure"), 0.2),
+    ],
 )
 def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
     second: TokenEvent | TramontaneError, arrives: float
@@ -185,12 +226,19 @@ def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
 
         async def read() -> None:
             async for message in stream.messages():
-                received.extend(round(now(), 2) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+                received.extend(
+                    round(now(), 2)
+                    for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ())
+                )
 
         reading = asyncio.create_task(read())
         delivery.put(_token(1))
         await asyncio.sleep(0.2)
-        delivery.put(second if isinstance(second, TramontaneError) else RequestOutput((second,), _token(1).times))
+        delivery.put(
+            second
+            if isinstance(second, TramontaneError)
+            else RequestOutput((second,), _token(1).times)
+        )
         await asyncio.sleep(0.3)
         reading.cancel()
         assert received == [0.0, arrives]
@@ -206,7 +254,10 @@ def test_the_first_tokens_are_urgent_whatever_was_announced_before_them() -> Non
 
         async def read() -> None:
             async for message in stream.messages():
-                received.extend(round(now(), 2) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+                received.extend(
+                    round(now(), 2)
+                    for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ())
+                )
 
         reading = asyncio.create_task(read())
         for output in (announcement("a"), announcement("b"), _token(1), _token(2)):

@@ -1,4 +1,6 @@
-"""An ingress and several routers, without Ray: which is tried when a router cannot take a request."""
+"""An ingress and several routers, without Ray: which is tried when a router cannot take a
+request.
+"""
 
 import asyncio
 import time
@@ -9,15 +11,34 @@ from typing import Any
 import pytest
 from past_activity import pipeline_activity
 from ray.serve.config import RequestRouterConfig
-from simulated_routers import Handle, Replica, driven, fill, harness, pending, policy, replicas_named, request_tokens, stuck
+from simulated_routers import (
+    Handle,
+    Replica,
+    driven,
+    fill,
+    harness,
+    pending,
+    policy,
+    replicas_named,
+    request_tokens,
+    stuck,
+)
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
-from tramontane.cluster.serving.least_loaded_router import ANY, ONLY, LeastLoadedRouter, exclude, prefer
+from tramontane.cluster.serving.least_loaded_router import (
+    ANY,
+    ONLY,
+    LeastLoadedRouter,
+    exclude,
+    prefer,
+)
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.router_queries import prefix_aware_routing as prefix_aware_routing_of
+from tramontane.cluster.serving.router_queries import (
+    prefix_aware_routing as prefix_aware_routing_of,
+)
 from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
@@ -27,13 +48,16 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 
 
 def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
-    """It refuses at once, so it always has the fewest requests; they are retried on the one that works."""
+    """It refuses at once, so it always has the fewest requests; they are retried on the one that
+    works.
+    """
 
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
         async with harness(replicas, running="c") as routers:
             assert await asyncio.gather(*(request_tokens(routers) for _ in range(8))) == [5] * 8
-            with pytest.raises(RequestError, match="too large for this server"):  # not for now: permanently
+            # not for now: permanently
+            with pytest.raises(RequestError, match="too large for this server"):
                 await request_tokens(routers, num_sequences=50)
             assert replicas[2].router.scheduler.is_idle
             assert replicas[2].call_counts["subscribe"] == 1
@@ -48,7 +72,9 @@ def test_where_no_pipeline_works_the_client_gets_an_error_after_each_was_tried_o
         async with harness(replicas, running="") as routers:
             with pytest.raises(PipelineError, match="is being started again; try again soon"):
                 await request_tokens(routers)
-            assert sum(each.call_counts["generate"] for each in replicas) == 3, "a, b, and one of them again"
+            assert sum(each.call_counts["generate"] for each in replicas) == 3, (
+                "a, b, and one of them again"
+            )
             assert not await routers.is_ready()
             assert routers.num_requests == 0
 
@@ -62,7 +88,11 @@ def test_the_expert_load_of_every_router_is_requested() -> None:
         replicas = [Replica(name) for name in "abcd"]
         async with harness(replicas, running="") as routers:
             assert await routers.expert_load() == MeasuredLoad((), 0)
-            replicas[0].load, replicas[2].load, replicas[3].load = ((1, 2), (3, 4)), ((10, 20), (30, 40)), ((0, 1), (0, 1))
+            replicas[0].load, replicas[2].load, replicas[3].load = (
+                ((1, 2), (3, 4)),
+                ((10, 20), (30, 40)),
+                ((0, 1), (0, 1)),
+            )
             for each in replicas:
                 each.call_counts.clear()
             assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
@@ -91,8 +121,12 @@ def test_the_activity_of_every_router_is_requested() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that is stopped, or whose machine is lost, answers nothing; no caller waits for it, and calls to it end."""
+def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that is stopped, or whose machine is lost, answers nothing; no caller waits for it,
+    and calls to it end.
+    """
     monkeypatch.setattr(router_questions, "READINESS_TTL_S", 0.0)
 
     async def scenario() -> None:
@@ -108,19 +142,27 @@ def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(monkeypatch
 
 
 @pytest.mark.parametrize("silent", ["a", "b", "ac", "abc"])
-def test_reports_of_others_are_kept_where_a_router_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_others_are_kept_where_a_router_does_not_answer(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_questions, "READY_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
         async with harness(replicas, running="") as routers:
             for each in replicas:
-                each.pipeline, each.load, each.is_cut_off = each.name, ((1, 2),), each.name in silent
+                each.pipeline, each.load, each.is_cut_off = (
+                    each.name,
+                    ((1, 2),),
+                    each.name in silent,
+                )
             well = [each.name for each in replicas if not each.is_cut_off]
             assert [reported.name for reported in await routers.activity({})] == well
             assert (await routers.expert_load()).num_pipelines == len(well)
             assert not await routers.is_ready()
-            assert [each.call_counts["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]
+            assert [each.call_counts["activity in vain"] for each in replicas] == [
+                each.is_cut_off for each in replicas
+            ]
 
     asyncio.run(scenario())
 
@@ -148,7 +190,10 @@ PROMPT = tuple(range(40))  # two pages of 16, and more
 async def _next_digests(replicas: list[Replica]) -> None:
     """Return once every replica has answered a query that began after this call."""
     before = [each.call_counts["prefix_digest"] for each in replicas]
-    while any(each.call_counts["prefix_digest"] < count + 2 for each, count in zip(replicas, before, strict=True)):
+    while any(
+        each.call_counts["prefix_digest"] < count + 2
+        for each, count in zip(replicas, before, strict=True)
+    ):
         await asyncio.sleep(0.001)
 
 
@@ -160,8 +205,12 @@ def _fast_routing(monkeypatch: pytest.MonkeyPatch) -> PrefixAwareRouting:
     return PrefixAwareRouting(partial(cache_salt, ""), time.monotonic)
 
 
-def test_a_request_goes_to_the_pipeline_that_has_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once an ingress knows what is cached; the router that has it may be full, lost, or as good as the others for others."""
+def test_a_request_goes_to_the_pipeline_that_has_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once an ingress knows what is cached; the router that has it may be full, lost, or as good as
+    the others for others.
+    """
     routing = _fast_routing(monkeypatch)
 
     async def scenario() -> None:
@@ -170,7 +219,11 @@ def test_a_request_goes_to_the_pipeline_that_has_its_beginning(monkeypatch: pyte
             assert await request_tokens(routers) == 5
             await _next_digests(replicas)
             assert await request_tokens(routers, prompt=PROMPT) == 5
-            [chosen] = [each for each in replicas if each.router.scheduler.allocator.num_queried >= len(PROMPT)]
+            [chosen] = [
+                each
+                for each in replicas
+                if each.router.scheduler.allocator.num_queried >= len(PROMPT)
+            ]
             for number in range(6):
                 await _next_digests(replicas)
                 assert await request_tokens(routers, prompt=(*PROMPT, number)) == 5
@@ -179,13 +232,17 @@ def test_a_request_goes_to_the_pipeline_that_has_its_beginning(monkeypatch: pyte
             chosen.chain.gate = stuck
             fill(chosen)
             before = chosen.call_counts["generate"]
-            assert await request_tokens(routers, prompt=(*PROMPT, 7)) == 5, "it refuses, and another one computes all"
+            assert await request_tokens(routers, prompt=(*PROMPT, 7)) == 5, (
+                "it refuses, and another one computes all"
+            )
             assert chosen.call_counts["generate"] <= before + 1, "it is asked once"
 
     asyncio.run(scenario())
 
 
-def test_a_pipeline_that_sends_no_digest_is_not_chosen_by_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_sends_no_digest_is_not_chosen_by_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     routing = _fast_routing(monkeypatch)
 
     async def scenario() -> None:
@@ -208,7 +265,9 @@ def test_pipelines_are_chosen_by_prefixes_where_they_cache_any() -> None:
     """However many there are at first: a Serve config may change ``num_replicas`` alone."""
 
     def routing(**settings: object) -> PrefixAwareRouting | None:
-        return prefix_aware_routing_of(EngineConfig.build(None, {"max_replicas": 2} | settings), "mark")
+        return prefix_aware_routing_of(
+            EngineConfig.build(None, {"max_replicas": 2} | settings), "mark"
+        )
 
     assert routing(max_replicas=1) is not None
     assert routing(enable_prefix_caching=False) is None
@@ -226,7 +285,8 @@ def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
             fill(replicas[0])
             fill(replicas[1])
             with pytest.raises(OverloadedError, match="4 sequences are waiting and at most 4 may"):
-                await request_tokens(routers)  # not the reason of c, which is down: that one does not say when to come back
+                # not the reason of c, which is down: that one does not say when to come back
+                await request_tokens(routers)
         replicas = [Replica("a", stuck), Replica("b", stuck), Replica("c")]
         async with harness(replicas, running="abc") as routers:
             fill(replicas[0])
@@ -237,7 +297,9 @@ def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
 
 
 def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they said holds for the same owner's requests, until one of our own ends or it is old."""
+    """What they said holds for the same owner's requests, until one of our own ends or it is
+    old.
+    """
     monkeypatch.setattr(retry_policy, "FULL_TTL_S", 3600.0)
 
     async def scenario() -> None:
@@ -271,7 +333,9 @@ def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.M
             release.set()
             await asyncio.gather(*ours)
             routers.check_capacity(1)
-            assert not routers._refusals.matching(SequenceRequest((1,), SamplingParams(max_tokens=5))), "there is room on it now"
+            assert not routers._refusals.matching(
+                SequenceRequest((1,), SamplingParams(max_tokens=5))
+            ), "there is room on it now"
             assert await request_tokens(routers) == 5
 
     asyncio.run(scenario())
@@ -293,7 +357,9 @@ def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.Monk
     asyncio.run(scenario())
 
 
-def test_a_request_that_no_router_takes_is_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_no_router_takes_is_not_kept_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
     monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(retry_policy, "ADMISSION_TIMEOUT_S", 0.05)
@@ -368,7 +434,9 @@ def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_soon_missed")
 def test_the_loss_of_a_routers_machine_is_noticed() -> None:
-    """Its system closes nothing, and Ray Serve learns it later. Also by a request that it has not answered at all."""
+    """Its system closes nothing, and Ray Serve learns it later. Also by a request that it has not
+    answered at all.
+    """
     at_work = asyncio.Event()
 
     async def gate(_batch: MicroBatch) -> None:
@@ -383,7 +451,8 @@ def test_the_loss_of_a_routers_machine_is_noticed() -> None:
             await at_work.wait()
             lost.is_cut_off = True
             running_requests.append(asyncio.create_task(request_tokens(routers)))
-            while lost.call_counts["generate in vain"] < 3:  # the second request, and both once the stream is missed
+            # the second request, and both once the stream is missed
+            while lost.call_counts["generate in vain"] < 3:
                 await asyncio.sleep(0)
             replicas[:] = [added]
             assert await asyncio.gather(*running_requests) == [5, 5]
@@ -409,7 +478,9 @@ def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_taken_may_wait_as_long_as_it_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
     opened = asyncio.Event()
 
@@ -423,13 +494,17 @@ def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytes
             await asyncio.sleep(0.2)
             opened.set()
             assert await running_requests == 5
-            assert replica.call_counts["generate"] == 2, "no stream yet, and once more: it was not given to the router again"
+            assert replica.call_counts["generate"] == 2, (
+                "no stream yet, and once more: it was not given to the router again"
+            )
 
     asyncio.run(scenario())
 
 
 def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
-    """A replica says that it has no stream, and dies: the call that opens one is routed to a replica that is well."""
+    """A replica says that it has no stream, and dies: the call that opens one is routed to a
+    replica that is well.
+    """
 
     async def scenario() -> None:
         replica = Replica("b")
@@ -449,7 +524,8 @@ def test_a_stream_that_broke_on_one_side_is_opened_anew(monkeypatch: pytest.Monk
     async def scenario() -> None:
         replica = Replica("a")
         async with harness([replica], running="a") as routers:
-            replica.num_messages = 3  # of the first stream, of which the second and third are a request's
+            # of the first stream, of which the second and third are a request's
+            replica.num_messages = 3
             assert await request_tokens(routers) == 5
             assert replica.call_counts["subscribe"] == 2
             assert routers.num_requests == 0
@@ -463,12 +539,16 @@ def test_what_can_never_run_is_refused_by_the_first_router_that_gets_it() -> Non
         async with harness(replicas, running="ab") as routers:
             with pytest.raises(RequestError):
                 await request_tokens(routers, prompt=(1,) * 300)
-            assert sum(each.call_counts.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
+            assert sum(each.call_counts.total() for each in replicas) == 3, (
+                "no stream yet, the stream, and the refusal"
+            )
 
     asyncio.run(scenario())
 
 
-def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_does_not_go_where_messages_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ray Serve's gRPC takes 4 MiB."""
     monkeypatch.setattr(remote_routers, "MAX_GRPC_BYTES", 330)
 
@@ -484,7 +564,10 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pyt
 
 
 def test_the_policy_is_one_that_ray_serve_takes() -> None:
-    assert RequestRouterConfig(request_router_class=LeastLoadedRouter).get_request_router_class() is LeastLoadedRouter
+    assert (
+        RequestRouterConfig(request_router_class=LeastLoadedRouter).get_request_router_class()
+        is LeastLoadedRouter
+    )
 
 
 def test_requests_that_come_together_are_spread() -> None:
@@ -493,7 +576,9 @@ def test_requests_that_come_together_are_spread() -> None:
     async def scenario() -> None:
         routing, three = policy(), replicas_named("a", "b", "c")
         requests = [pending() for _ in range(12)]
-        chosen = [(await routing.choose_replicas(three, request))[0][0].replica_id for request in requests]
+        chosen = [
+            (await routing.choose_replicas(three, request))[0][0].replica_id for request in requests
+        ]
         assert Counter(each.unique_id for each in chosen) == {"a": 4, "b": 4, "c": 4}
         for request, replica in zip(requests, chosen, strict=True):
             if replica.unique_id == "b":
@@ -521,7 +606,10 @@ def test_requests_that_come_together_are_spread() -> None:
 def test_a_call_goes_where_its_constraint_allows(constraint: str, allowed: str) -> None:
     async def scenario() -> None:
         routing, three = policy(), replicas_named("a", "b", "c")
-        chosen = [(await routing.choose_replicas(three, pending(constraint)))[0][0].replica_id.unique_id for _ in range(12)]
+        chosen = [
+            (await routing.choose_replicas(three, pending(constraint)))[0][0].replica_id.unique_id
+            for _ in range(12)
+        ]
         assert Counter(chosen) == {name: 12 // len(allowed) for name in allowed}
 
     asyncio.run(scenario())

@@ -1,4 +1,6 @@
-"""New versions roll in under a few streams, on a cluster with room for one pipeline; and the application is drained."""
+"""New versions roll in under a few streams, on a cluster with room for one pipeline; and the
+application is drained.
+"""
 
 import asyncio
 import os
@@ -44,18 +46,32 @@ pytestmark = [
 
 CLIENTS = 6
 SYSTEM = {"_system_config": dict(RAY_SETTINGS)}
-DRAIN = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "drain", "--address"]
+DRAIN = [
+    sys.executable,
+    "-c",
+    "from tramontane.cluster.cli.main import main; main()",
+    "drain",
+    "--address",
+]
 
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[dict[str, Any]]:
     """Of the version that is there at first."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **SYSTEM})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **SYSTEM}
+    )
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         with TemporaryDirectory() as folder:
             start_serve(PORT, GRPC_PORT)
-            first = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 16, **jobs_in(folder)}
+            first = {
+                "dtype": "float32",
+                "stages": 2,
+                "threads_per_stage": 1,
+                "max_num_seqs": 16,
+                **jobs_in(folder),
+            }
             deploy(first)
             wait_until_ready()
             yield first
@@ -67,7 +83,9 @@ def settings() -> Iterator[dict[str, Any]]:
 
 def _stages() -> dict[int, int]:
     """Bytes that each has read, by process."""
-    return {stage["pid"]: stage["bytes_read"] for router in router_stats() for stage in router["stages"]}
+    return {
+        stage["pid"]: stage["bytes_read"] for router in router_stats() for stage in router["stages"]
+    }
 
 
 def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[str, Any]) -> None:
@@ -80,7 +98,9 @@ def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[
             same = await _rolled_in(load, settings | {"max_queued_requests": 99})
             assert same == before, "the same processes, which have read nothing more"
             others = await _rolled_in(load, settings | {"max_num_seqs": 17})
-            assert not others.keys() & before.keys(), "they had no room next to those of the version before"
+            assert not others.keys() & before.keys(), (
+                "they had no room next to those of the version before"
+            )
         finally:
             load.is_over = True
             await running
@@ -103,12 +123,20 @@ async def _rolled_in(load: Load, settings: dict[str, Any]) -> dict[int, int]:
 
 
 def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict[str, Any]) -> None:
-    body = {"prompt": "ROMEO:", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": "ROMEO:",
+        "max_tokens": 600,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     completions = f"{URL}/v1/completions"
     with httpx.stream("POST", completions, json=body, timeout=120) as stream:
         parts = stream.iter_text()
         text = next(parts)
-        command = subprocess.Popen([*DRAIN, ray.get_runtime_context().gcs_address], stdout=subprocess.PIPE, text=True)
+        command = subprocess.Popen(
+            [*DRAIN, ray.get_runtime_context().gcs_address], stdout=subprocess.PIPE, text=True
+        )
         while (health := httpx.get(f"{URL}/health", timeout=30)).status_code == 200:
             assert command.poll() is None
         assert health.json()["error"]["code"] == "draining"
@@ -118,18 +146,29 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
         text += "".join(parts)
     assert len(events(text)) > 0
     out, _ = command.communicate()
-    assert (command.returncode, out) == (0, "drained: no request is running, and new ones are refused\n")
+    assert (command.returncode, out) == (
+        0,
+        "drained: no request is running, and new ones are refused\n",
+    )
     assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503
     _kill_the_ingress()
-    assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, "the next one is drained, too"
+    assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, (
+        "the next one is drained, too"
+    )
     subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address, "--undo"], check=True)
-    assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
+    assert (
+        httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code
+        == 200
+    )
     subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address], check=True)
     former = router_stats()
     deploy(settings | {"max_queued_requests": 98})
     while not is_rollout_complete(former):
         pass
-    assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
+    assert (
+        httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code
+        == 200
+    )
 
 
 def _kill_the_ingress() -> None:

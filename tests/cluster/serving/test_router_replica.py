@@ -1,6 +1,7 @@
 """When a Router replica calls itself healthy, and which pipelines are its own; without Ray.
 
-The replicas are real: their surroundings are the test's, that is Ray Serve, the pipeline and the router that drives it.
+The replicas are real: their surroundings are the test's, that is Ray Serve, the pipeline and the
+router that drives it.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ TURNS = 20  # of the event loop
 class StubRouter:
     """A router in the state that the test gives it; ``end`` ends its run."""
 
-    def __init__(self, scheduler: Scheduler, previous: Any, changes: dict[str, Any]) -> None:  # noqa: ANN401
+    def __init__(self, scheduler: Scheduler, previous: Any, changes: dict[str, Any]) -> None:
         self.scheduler, self.previous = scheduler, previous
         self.is_ready, self.is_healthy = True, True
         self.failure: BaseException | None = None
@@ -50,7 +51,7 @@ class StubRouter:
         self._defect: Exception | None = None
         self.change(**{"epoch": 7} | changes)
 
-    def change(self, **changes: Any) -> None:  # noqa: ANN401
+    def change(self, **changes: Any) -> None:
         """Set its epoch, whether it ``is_failing``, or an attribute."""
         for name, value in changes.items():
             owner = {"epoch": self.scheduler, "is_failing": self.health}.get(name, self)
@@ -78,7 +79,9 @@ class StubRouter:
 
 
 class Chain:
-    """Stages that answer when the test lets them, with the epoch that they obey, or with what they raise."""
+    """Stages that answer when the test lets them, with the epoch that they obey, or with what they
+    raise.
+    """
 
     def __init__(self) -> None:
         self.epoch, self.answers, self.num_requests = 7, asyncio.Event(), 0
@@ -103,7 +106,8 @@ class Surroundings:
     is_superseded: bool = False
     has_room: bool = True
     record_error: PipelineError | None = None
-    next_router: dict[str, Any] = field(default_factory=dict)  # what is different of the routers that it makes from now on
+    # what is different of the routers that it makes from now on
+    next_router: dict[str, Any] = field(default_factory=dict)
     routers: list[StubRouter] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     periodic: list[Callable[[], None]] = field(default_factory=list)
@@ -122,7 +126,10 @@ class Surroundings:
         try:
             if not self.has_room:
                 await asyncio.get_running_loop().create_future()
-            yield SimpleNamespace(name="app-1", plan=self.plan, expert_actors=None, draft_model=None), self.chain
+            yield (
+                SimpleNamespace(name="app-1", plan=self.plan, expert_actors=None, draft_model=None),
+                self.chain,
+            )
         finally:
             await asyncio.sleep(0)
             self.removed.append("the pipeline")
@@ -134,7 +141,7 @@ class Surroundings:
         *,
         step_timeout_s: float,
         activity: ActivityLog,
-        previous: Any = None,  # noqa: ANN401
+        previous: Any = None,
         read_fingerprint: Callable[[], Awaitable[str]],
     ) -> StubRouter:
         assert chain is self.chain
@@ -144,8 +151,10 @@ class Surroundings:
         self.routers.append(StubRouter(scheduler, previous, self.next_router))
         return self.router
 
-    async def follow(self, **changes: Any) -> StubRouter:  # noqa: ANN401
-        """End the router that drives the pipeline; return the one that follows it, with these changes."""
+    async def follow(self, **changes: Any) -> StubRouter:
+        """End the router that drives the pipeline; return the one that follows it, with these
+        changes.
+        """
         self.next_router, before = changes, self.router
         before.end()
         for _ in range(TURNS):
@@ -164,7 +173,11 @@ class Surroundings:
 @pytest.fixture
 def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     around = Surroundings()
-    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="replica"), app_name="app", rank=SimpleNamespace(rank=3))
+    replica = SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id="replica"),
+        app_name="app",
+        rank=SimpleNamespace(rank=3),
+    )
     metrics = SimpleNamespace(export=around.exported.append)
     replaced: dict[str, Any] = {
         "serve": SimpleNamespace(get_replica_context=lambda: replica),
@@ -206,11 +219,15 @@ def _new() -> tuple[Any, Coroutine[Any, Any, None]]:
     """Return a replica and its constructor, which Ray Serve awaits."""
     replica: Any = Collected.__new__(Collected)
     config = EngineConfig.build(None, {"stages": 2})
-    return replica, replica.__init__(config, FINGERPRINT, launched=True, owns_serve=False, build_id="a build")
+    return replica, replica.__init__(
+        config, FINGERPRINT, launched=True, owns_serve=False, build_id="a build"
+    )
 
 
 def _run(around: Surroundings, scenario: Callable[[Any], Awaitable[None]]) -> list[str]:
-    """Run a scenario with a replica that has started, stop the replica, and return what that has removed."""
+    """Run a scenario with a replica that has started, stop the replica, and return what that has
+    removed.
+    """
 
     async def run() -> list[str]:
         replica, start = _new()
@@ -224,7 +241,9 @@ def _run(around: Surroundings, scenario: Callable[[Any], Awaitable[None]]) -> li
     return asyncio.run(run())
 
 
-def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making(around: Surroundings) -> None:
+def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making(
+    around: Surroundings,
+) -> None:
     around.has_room = False
 
     async def scenario() -> None:
@@ -240,7 +259,9 @@ def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_m
     asyncio.run(scenario())
 
 
-def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove(around: Surroundings) -> None:
+def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove(
+    around: Surroundings,
+) -> None:
     around.record_error = PipelineError("the head node does not answer")
 
     async def scenario() -> None:
@@ -254,7 +275,9 @@ def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_rem
     assert around.removed == []
 
 
-def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_why(around: Surroundings) -> None:
+def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_why(
+    around: Surroundings,
+) -> None:
     """Ray Serve would not: it was never ready."""
     around.next_router = {"is_ready": False, "failure": PipelineError("a stage cannot load")}
 
@@ -278,7 +301,9 @@ def test_metrics_are_those_of_the_router_that_drives_the_pipeline_now(around: Su
     assert around.exported == around.routers
 
 
-def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(around: Surroundings) -> None:
+def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(
+    around: Surroundings,
+) -> None:
     async def scenario(replica: RouterReplica) -> None:
         down = {"is_ready": False, "failure": PipelineError("a stage is loading"), "epoch": 0}
         await around.follow(**down)
@@ -309,7 +334,9 @@ def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_nex
     assert _run(around, scenario) == ["the pipeline"] * makes_progress
 
 
-def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so(around: Surroundings) -> None:
+def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so(
+    around: Surroundings,
+) -> None:
     async def scenario(replica: RouterReplica) -> None:
         around.router.change(is_ready=False, failure=LeaseError("driven by another"))
         around.is_superseded = True
@@ -320,7 +347,9 @@ def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so(around: S
     _run(around, scenario)
 
 
-def test_what_an_ingress_says_about_a_request_reaches_its_stream(around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_ingress_says_about_a_request_reaches_its_stream(
+    around: Surroundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(replica: RouterReplica) -> None:
         async def generate(_router: object, *arguments: object) -> bytes:
             given.append(arguments)
@@ -343,7 +372,9 @@ def test_a_router_that_lost_its_lease_is_not_healthy(around: Surroundings) -> No
     _run(around, scenario)
 
 
-def test_a_replica_whose_loop_has_ended_is_not_healthy_and_removes_its_pipeline(around: Surroundings) -> None:
+def test_a_replica_whose_loop_has_ended_is_not_healthy_and_removes_its_pipeline(
+    around: Surroundings,
+) -> None:
     async def scenario(replica: RouterReplica) -> None:
         await replica.check_health()
         around.router.end(ZeroDivisionError())
@@ -404,7 +435,9 @@ def test_health_is_progress(around: Surroundings) -> None:
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against_it(around: Surroundings, is_same: bool) -> None:
+def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against_it(
+    around: Surroundings, is_same: bool
+) -> None:
     """The same router after a failure, or another one that followed it."""
 
     async def scenario(replica: RouterReplica) -> None:
@@ -426,14 +459,23 @@ def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against
 
 
 def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
-    def prefix(**keys: Any) -> str:  # noqa: ANN401
-        return pipeline_prefix("app", EngineConfig.build(None, {"stages": 2} | keys), (("config.json", "abc"),))
+    def prefix(**keys: Any) -> str:
+        return pipeline_prefix(
+            "app", EngineConfig.build(None, {"stages": 2} | keys), (("config.json", "abc"),)
+        )
 
     same = prefix()
     assert prefix(port=9000, replicas=5, max_queued_requests=3, served_model_name="x") == same
-    others = [prefix(stages=3), prefix(dtype="float32"), prefix(quantize="int8"), prefix(max_model_len=64)]
+    others = [
+        prefix(stages=3),
+        prefix(dtype="float32"),
+        prefix(quantize="int8"),
+        prefix(max_model_len=64),
+    ]
     assert len({same, *others, prefix(model=Path("/elsewhere"))}) == 6
-    other_files = pipeline_prefix("app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),))
+    other_files = pipeline_prefix(
+        "app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),)
+    )
     assert other_files != same
 
 
@@ -443,7 +485,7 @@ def test_a_fingerprint_that_is_not_known_or_has_expert_actors_in_it_is_read_agai
 ) -> None:
     monkeypatch.setattr(router_replica, "FINGERPRINT_INTERVAL_S", 0.0)
 
-    async def scenario(replica: Any) -> None:  # noqa: ANN401
+    async def scenario(replica: Any) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(0)
         assert around.router.num_refreshed == 0, "it is known, and no fence can have been missed"
@@ -473,7 +515,10 @@ EXPERTS = [{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}]
     ],
 )
 def test_the_experts_load_is_that_of_all_layers(
-    around: Surroundings, loads: Sequence[dict[int, Any]], error: PipelineError | None, expected: ExpertLoad | None
+    around: Surroundings,
+    loads: Sequence[dict[int, Any]],
+    error: PipelineError | None,
+    expected: ExpertLoad | None,
 ) -> None:
     async def scenario(replica: RouterReplica) -> None:
         around.chain.reported = error or [SimpleNamespace(expert_load=load) for load in loads]
@@ -501,7 +546,10 @@ def test_a_pipeline_reports_what_it_is_and_does(around: Surroundings) -> None:
         shown, name = await replica.activity({"app-1": 1, "other": 2})
         assert shown is not None
         assert (name, shown.name, shown.epoch, shown.recoveries) == ("replica", "app-1", 5, 3)
-        assert [stage.label for stage in shown.stages] == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7"]
+        assert [stage.label for stage in shown.stages] == [
+            "Stage 1/2 layers 0-3",
+            "Stage 2/2 layers 4-7",
+        ]
         assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
         assert shown.pages == around.plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
@@ -519,7 +567,9 @@ class StubSpec:
 def _nodes_join(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> tuple[list[StubSpec], Callable[[float], Coroutine[Any, Any, None]]]:
-    """The cluster has room at the last of so many looks; returns what is driven, and what drives it."""
+    """The cluster has room at the last of so many looks; returns what is driven, and what drives
+    it.
+    """
     driven: list[StubSpec] = []
     looks = iter([TooFewNodesError("4 stages need a GPU each, and there are 2")] * (number - 1))
 

@@ -1,4 +1,6 @@
-"""An ingress sends each turn of a chat to the pipeline that has the turns before, whatever becomes of routers. Without Ray."""
+"""An ingress sends each turn of a chat to the pipeline that has the turns before, whatever becomes
+of routers. Without Ray.
+"""
 
 import asyncio
 import itertools
@@ -22,14 +24,20 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import Identity, SamplingParams, SequenceRequest
 from tramontane.router.engine import prefix_aware_routing
-from tramontane.router.engine.prefix_aware_routing import Choice, Known, PrefixAwareRouting, PrefixDigest
+from tramontane.router.engine.prefix_aware_routing import (
+    Choice,
+    Known,
+    PrefixAwareRouting,
+    PrefixDigest,
+)
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.scheduling.admission import SchedulerLimits
 
 VOCABULARY = 1000
 CACHE = CachePlan(16, (WindowClass(None, 64, 400), WindowClass(64, 5, 200)))
 LIMITS = SchedulerLimits(8, 64, 1024, VOCABULARY, max_queued_seqs=4, reuses_prefixes=True)
-PAUSE_S = 2 * router_queries.DIGEST_INTERVAL_S  # of virtual time: after it the ingress knows what is cached
+# of virtual time: after it the ingress knows what is cached
+PAUSE_S = 2 * router_queries.DIGEST_INTERVAL_S
 
 
 def _replicas(names: str, limits: SchedulerLimits = LIMITS) -> list[Replica]:
@@ -37,7 +45,9 @@ def _replicas(names: str, limits: SchedulerLimits = LIMITS) -> list[Replica]:
 
 
 @asynccontextmanager
-async def _ingress(replicas: list[Replica], *, shares: bool = False) -> AsyncIterator[tuple[RouterClient, PrefixAwareRouting]]:
+async def _ingress(
+    replicas: list[Replica], *, shares: bool = False
+) -> AsyncIterator[tuple[RouterClient, PrefixAwareRouting]]:
     """An ingress that follows the digests, and routers that are all driven."""
     handle: Any = Handle(replicas)
     config = EngineConfig.build(None, {"share_prefixes": shares})
@@ -71,7 +81,9 @@ async def _ask(routers: TokenSource, prompt: Sequence[int], max_tokens: int = 5)
 
 @pytest.mark.parametrize("names", ["ab", "abcd"])
 def test_each_turn_goes_to_the_pipeline_that_has_the_chat(names: str) -> None:
-    """Of what one pipeline alone would find cached at least nine tenths are found, and all pipelines have chats."""
+    """Of what one pipeline alone would find cached at least nine tenths are found, and all
+    pipelines have chats.
+    """
 
     async def hits(names: str) -> list[int]:
         replicas = _replicas(names)
@@ -86,7 +98,9 @@ def test_each_turn_goes_to_the_pipeline_that_has_the_chat(names: str) -> None:
     assert min(found) > 0
 
 
-def test_a_pipeline_that_seems_to_need_no_time_does_not_get_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_seems_to_need_no_time_does_not_get_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A fit of short times may find that a token more takes none."""
 
     async def scenario() -> None:
@@ -97,7 +111,9 @@ def test_a_pipeline_that_seems_to_need_no_time_does_not_get_all_requests(monkeyp
             await _pause(0)
             before = [each.router.scheduler.allocator.num_queried for each in replicas]
             await asyncio.gather(*(_ask(routers, [1, 2]) for _ in range(8)))
-            assert [each.router.scheduler.allocator.num_queried for each in replicas] == [number + 8 for number in before]
+            assert [each.router.scheduler.allocator.num_queried for each in replicas] == [
+                number + 8 for number in before
+            ]
 
     run_in_virtual_time(scenario())
 
@@ -112,7 +128,11 @@ def test_the_work_of_a_request_counts_until_it_has_ended() -> None:
             await _pause(0)
 
             def num_unreleased() -> int:
-                sent = (each for pipeline in routing._pipelines.values() for each in pipeline.sent.values())
+                sent = (
+                    each
+                    for pipeline in routing._pipelines.values()
+                    for each in pipeline.sent.values()
+                )
                 return sum(each.ended_at == math.inf for each in sent)
 
             request = asyncio.create_task(_ask(routers, [1, 2], 20))
@@ -138,14 +158,18 @@ def test_the_work_of_a_request_counts_until_it_has_ended() -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_clients_with_other_keys_share_only_where_they_may(shares: bool) -> None:
-    """On one pipeline. On two, another client's prefix makes no difference to the choice, or it is found wherever it is."""
+    """On one pipeline. On two, another client's prefix makes no difference to the choice, or it is
+    found wherever it is.
+    """
 
     async def scenario(names: str) -> None:
         replicas = _replicas(names, replace(LIMITS, shares_prefixes=shares))
         chat = _chats(1)[0]
         async with _ingress(replicas, shares=shares) as (routers, _):
             await _ask(routers, [1])
-            anna, bert = (RequestTokenSource(routers, Identity(owner, f"key {owner}")) for owner in (1, 2))
+            anna, bert = (
+                RequestTokenSource(routers, Identity(owner, f"key {owner}")) for owner in (1, 2)
+            )
             for client, num_cached in ((anna, 0), (anna, 96), (bert, 96 * shares), (bert, 96)):
                 await _pause(0)
                 assert await _ask(client, chat) == num_cached
@@ -197,7 +221,10 @@ def test_a_router_that_hangs_does_not_keep_the_digests_of_others_from_being_beli
                 await asyncio.sleep(0.1)
             for _ in range(200):
                 await asyncio.sleep(0.3)
-                assert routing.choose([SequenceRequest(tuple(chat), SamplingParams(max_tokens=1))]) is not None
+                assert (
+                    routing.choose([SequenceRequest(tuple(chat), SamplingParams(max_tokens=1))])
+                    is not None
+                )
             replicas[2].is_cut_off = False
             while "c" not in routing.known:
                 await asyncio.sleep(0.1)
@@ -220,8 +247,11 @@ def test_a_chosen_router_that_has_gone_leads_to_no_refusal_while_another_one_is_
             await _pause(0)
             for each in (full, free):
                 each.chain.gate = stuck
-            routing.choose = lambda _specs, excluded, _only: None if "c" in excluded else Choice("c", 0)  # type: ignore[method-assign]
-            waiting = asyncio.create_task(_ask(routers, chat))  # so that the full one has fewer requests of this ingress
+            routing.choose = lambda _specs, excluded, _only: (
+                None if "c" in excluded else Choice("c", 0)
+            )  # type: ignore[method-assign]
+            # so that the full one has fewer requests of this ingress
+            waiting = asyncio.create_task(_ask(routers, chat))
             while not free.router.num_requests:
                 await asyncio.sleep(0.01)
             fill(full)
@@ -251,7 +281,10 @@ def test_a_chat_whose_pipeline_is_fenced_again_continues_with_another_one() -> N
             await _pause(0)
             assert await _ask(routers, chat) == 0
             await _pause(0)
-            holder = max(replicas, key=lambda each: len(each.router.scheduler.allocator.cached_keys.since(-1).added))
+            holder = max(
+                replicas,
+                key=lambda each: len(each.router.scheduler.allocator.cached_keys.since(-1).added),
+            )
             (other,) = [each for each in replicas if each is not holder]
             await holder.lose_stages()
             assert await _ask(routers, chat) == 0
@@ -281,14 +314,19 @@ def test_a_request_that_is_too_large_for_grpc_goes_to_the_chosen_pipeline_by_ref
             for each in replicas:
                 each.by_reference.clear()
             with pytest.raises(RequestError):
-                await _ask(routers, [2**20] * (remote_routers.MAX_GRPC_BYTES // 5))  # of 5 bytes each
+                # of 5 bytes each
+                await _ask(routers, [2**20] * (remote_routers.MAX_GRPC_BYTES // 5))
             assert {by for each in replicas for by in each.by_reference["generate"]} == {True}
 
     run_in_virtual_time(scenario())
 
 
-def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One task follows them; if it fails, for a reason that only another version knows, the next request starts another."""
+def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One task follows them; if it fails, for a reason that only another version knows, the next
+    request starts another.
+    """
 
     async def scenario() -> None:
         replicas = _replicas("ab")
@@ -302,7 +340,9 @@ def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(
             assert asyncio.all_tasks() == before, "nothing is queried without requests"
             for _ in range(3):
                 await _ask(routers, [1, 2])
-            followers = [task for task in asyncio.all_tasks() - before if "follow_digests" in repr(task)]
+            followers = [
+                task for task in asyncio.all_tasks() - before if "follow_digests" in repr(task)
+            ]
             assert len(followers) == 1
             with monkeypatch.context() as patch:
                 patch.setattr(routing, "update", lambda *_: 1 / 0)
@@ -314,7 +354,9 @@ def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(
             assert routing.choose([SequenceRequest((1, 2), SamplingParams(max_tokens=1))]) is None
             await _ask(routers, [1, 2])
             await _pause(0)
-            assert routing.choose([SequenceRequest((1, 2), SamplingParams(max_tokens=1))]) is not None
+            assert (
+                routing.choose([SequenceRequest((1, 2), SamplingParams(max_tokens=1))]) is not None
+            )
             routers.close()
             await asyncio.sleep(60.0)
             assert asyncio.all_tasks() == before

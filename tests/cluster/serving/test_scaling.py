@@ -1,4 +1,6 @@
-"""Ray Serve scales pipelines while streams run: from one to two, where a third finds no room, and back to one."""
+"""Ray Serve scales pipelines while streams run: from one to two, where a third finds no room, and
+back to one.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -18,11 +20,18 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.serve,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),  # see ``router_scaling_options``
+    # see ``router_scaling_options``
+    pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),
 ]
 
 OF_A_PIPELINE = 3  # its supervisor, its stage, their placement group
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "threads_per_stage": 1, "max_num_seqs": 4, "drain_timeout": 0}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "stages": 1,
+    "threads_per_stage": 1,
+    "max_num_seqs": 4,
+    "drain_timeout": 0,
+}
 SETTINGS |= {"max_replicas": 3, "upscale_delay": 0, "downscale_delay": 1, "placement_timeout": 600}
 
 
@@ -38,12 +47,20 @@ def url() -> Iterator[str]:
 
 
 def _body(number: int, max_tokens: int) -> dict[str, Any]:
-    about = {"prompt": f"KING {number}", "max_tokens": max_tokens, "temperature": 0.8, "seed": number, "n": 1}
+    about = {
+        "prompt": f"KING {number}",
+        "max_tokens": max_tokens,
+        "temperature": 0.8,
+        "seed": number,
+        "n": 1,
+    }
     return about | {"stream": True, "ignore_eos": True, "return_token_ids": True}
 
 
 def _routers(state: str) -> int:
-    number: int = serve.status().applications[APPLICATION].deployments["Router"].replica_states.get(state, 0)
+    number: int = (
+        serve.status().applications[APPLICATION].deployments["Router"].replica_states.get(state, 0)
+    )
     return number
 
 
@@ -55,7 +72,10 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def test_pipelines_come_and_go_with_the_load_and_no_request_notices(url: str) -> None:
     async def run() -> None:
-        short, long = [_body(number, 40) for number in range(4)], [_body(number, 400) for number in range(2)]
+        short, long = (
+            [_body(number, 40) for number in range(4)],
+            [_body(number, 400) for number in range(2)],
+        )
         many = Load(url, short, await baseline_tokens(url, short, 2))
         few = Load(url, long, await baseline_tokens(url, long, 2))
         streaming = asyncio.create_task(few.run(2))

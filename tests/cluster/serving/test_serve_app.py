@@ -1,4 +1,6 @@
-"""The whole application over HTTP: official clients, many clients, clients that leave, routers that die."""
+"""The whole application over HTTP: official clients, many clients, clients that leave, routers that
+die.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,9 @@ import ray
 from fake_job_service import JobsServicer, some_lines
 from grpc_fuzz import REFUSALS, every_code
 from grpc_reflection.v1alpha import reflection
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from harness import random_ids
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
@@ -99,7 +103,9 @@ SETTINGS: dict[str, Any] = {
     "slow_reader_timeout": 3.0,
 }
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
-WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split())  # noqa: SIM905
+WORDS = tuple(
+    "ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split()
+)  # noqa: SIM905
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,9 +121,15 @@ def test_a_cluster_of_our_own_has_no_more_cores_than_the_machine() -> None:
 
 
 def test_without_a_dashboard_none_of_its_daemons_runs() -> None:
-    """Ray's own ``include_dashboard=False`` starts all three, which takes a third of the start of a cluster."""
+    """Ray's own ``include_dashboard=False`` starts all three, which takes a third of the start of a
+    cluster.
+    """
     commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
-    daemons = {name for command in commands for name in re.findall(r"(\w+)\.py|/(gcs_server|raylet)\b", command)}
+    daemons = {
+        name
+        for command in commands
+        for name in re.findall(r"(\w+)\.py|/(gcs_server|raylet)\b", command)
+    }
     names = {"".join(each) for each in daemons}
     assert names >= {"gcs_server", "raylet", "agent"}
     assert names & {"dashboard", "monitor", "log_monitor"} == set()
@@ -134,7 +146,10 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
         async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
 
             async def one(ids: tuple[int, ...]) -> list[int]:
-                batches = [batch async for batch in engine.router.generate([SequenceRequest(ids, sampling)])]
+                batches = [
+                    batch
+                    async for batch in engine.router.generate([SequenceRequest(ids, sampling)])
+                ]
                 return [event.token_id for batch in batches for event in batch.events]
 
             return list(await asyncio.gather(*map(one, prompts)))
@@ -159,27 +174,43 @@ def test_guidellm_measures_the_server_without_a_failed_request(tmp_path: Path) -
 
 
 def test_http_and_grpc_name_the_pipeline_as_one_in_one_process_does() -> None:
-    """Of one stage: on one machine batch-invariant pipelines of any number of stages have the same fingerprint."""
+    """Of one stage: on one machine batch-invariant pipelines of any number of stages have the same
+    fingerprint.
+    """
 
     async def local() -> str:
         async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
-            assert [output async for output in engine.router.generate([SequenceRequest((1, 2), SamplingParams(max_tokens=1))])]
+            assert [
+                output
+                async for output in engine.router.generate(
+                    [SequenceRequest((1, 2), SamplingParams(max_tokens=1))]
+                )
+            ]
             return engine.router.fingerprint
 
-    answer = httpx.post(f"{URL}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 3}, timeout=60)
+    answer = httpx.post(
+        f"{URL}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 3}, timeout=60
+    )
     named = answer.json()["system_fingerprint"]
     assert named == answer.headers["x-tramontane-fingerprint"]
     assert named.startswith("fp_")
     if shutil.which("cc"):
         assert named == asyncio.run(local())
     with grpc.insecure_channel(GRPC) as channel:
-        stub, metadata = InferenceStub(channel), (("application", APPLICATION), ("request_id", "mine"))
-        generating = stub.Generate(pb.GenerateRequest(text="ROMEO:", max_tokens=3), metadata=metadata)
+        stub, metadata = (
+            InferenceStub(channel),
+            (("application", APPLICATION), ("request_id", "mine")),
+        )
+        generating = stub.Generate(
+            pb.GenerateRequest(text="ROMEO:", max_tokens=3), metadata=metadata
+        )
         assert list(generating)
         _, scoring = stub.Score.with_call(pb.ScoreRequest(text="ROMEO:"), metadata=metadata)
         for call in (generating, scoring):
             trailers = [
-                (key, value) for key, value in call.trailing_metadata() if key in ("request_id", "x-tramontane-fingerprint")
+                (key, value)
+                for key, value in call.trailing_metadata()
+                if key in ("request_id", "x-tramontane-fingerprint")
             ]
             assert sorted(trailers) == [("request_id", "mine"), ("x-tramontane-fingerprint", named)]
 
@@ -190,7 +221,13 @@ def _as_over_http(usage: Usage) -> dict[str, Any]:
 
 
 def test_grpc_gives_the_tokens_that_http_gives() -> None:
-    parameters: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "n": 2, "stop": ["zz"]}
+    parameters: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 0.9,
+        "seed": 5,
+        "n": 2,
+        "stop": ["zz"],
+    }
     over_http = complete(prompt="ROMEO:", return_token_ids=True, **parameters)
     with Client(GRPC) as client:
         pieces = list(client.generate("ROMEO:", **parameters))
@@ -207,7 +244,11 @@ def test_grpc_gives_the_tokens_that_http_gives() -> None:
     assert asdict(pieces[-1].timings).keys() == over_http["timings"].keys()
     with grpc.insecure_channel(GRPC) as channel:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
-        assert sorted(services) == [reflection.SERVICE_NAME, "tramontane.v1.BatchJobs", "tramontane.v1.Inference"], "ours alone"
+        assert sorted(services) == [
+            reflection.SERVICE_NAME,
+            "tramontane.v1.BatchJobs",
+            "tramontane.v1.Inference",
+        ], "ours alone"
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/ray.serve.RayServeAPIService/ListApplications")(b"")
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
@@ -220,29 +261,39 @@ def test_grpc_scores_a_text_as_http_does() -> None:
     with Client(GRPC) as client:
         score = client.score("What news?", logprobs=2)
     assert [token.token for token in score.tokens] == reported["tokens"]
-    assert [token.logprob for token in score.tokens] == pytest.approx(reported["token_logprobs"], abs=1e-5)
+    assert [token.logprob for token in score.tokens] == pytest.approx(
+        reported["token_logprobs"], abs=1e-5
+    )
     assert _as_over_http(score.usage) == over_http["usage"]
 
 
 def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
     async def run() -> None:
         async with AsyncClient(GRPC) as client:
-            async with aclosing(client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8)) as pieces:
+            async with aclosing(
+                client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8)
+            ) as pieces:
                 await anext(pieces)
             with pytest.raises(DeadlineExceededError):
-                async for _ in client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8, timeout_s=1):
+                async for _ in client.generate(
+                    "ROMEO:", max_tokens=2000, ignore_eos=True, n=8, timeout_s=1
+                ):
                     pass
 
     before = sum(stats["steps"] for stats in wait_until_idle())
     asyncio.run(run())
-    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "the last token was not waited for"
+    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, (
+        "the last token was not waited for"
+    )
 
 
 def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_proxy() -> None:
     """Of so many some do: the proxy is either about that, or waits for the next message."""
 
     async def leave(client: AsyncClient, num_pieces: int) -> None:
-        async with aclosing(client.generate("ROMEO:", max_tokens=400, ignore_eos=True, n=4)) as pieces:
+        async with aclosing(
+            client.generate("ROMEO:", max_tokens=400, ignore_eos=True, n=4)
+        ) as pieces:
             for _ in range(num_pieces):
                 await anext(pieces)
 
@@ -279,9 +330,21 @@ def test_grpc_refusals_keep_their_codes_and_hostile_messages_affect_no_other() -
 
 
 def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_http_and_grpc() -> None:
-    bodies = [{"prompt": f"{word}:", "max_tokens": 12, "seed": 3, "temperature": 0.9} for word in WORDS[:8]]
-    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
-    text = "\n".join([*map(json.dumps, lines), "no JSON", json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}})])
+    bodies = [
+        {"prompt": f"{word}:", "max_tokens": 12, "seed": 3, "temperature": 0.9}
+        for word in WORDS[:8]
+    ]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    text = "\n".join(
+        [
+            *map(json.dumps, lines),
+            "no JSON",
+            json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}}),
+        ]
+    )
     with Client(GRPC) as client:
         job = client.submit_job(text.encode())
         assert (job.num_lines, job.num_invalid) == (10, 1)
@@ -327,7 +390,9 @@ def test_jobs_travel_through_ray_serve_and_the_key_is_required() -> None:
         cloudpickle.unregister_pickle_by_value(listed_jobs)
 
 
-def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def config(**ports: int) -> EngineConfig:
         return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
 
@@ -340,7 +405,9 @@ def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monke
         check_running_serve(config(port=1234), reported.append)
     assert reported == []
     monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("another.function",))
-    assert not check_running_serve(config(grpc_port=1234), reported.append), "Ray Serve was started without our gRPC"
+    assert not check_running_serve(config(grpc_port=1234), reported.append), (
+        "Ray Serve was started without our gRPC"
+    )
     assert [message.partition(",")[0] for message in reported] == ["gRPC is off"]
 
 
@@ -348,7 +415,9 @@ def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monke
 
 
 def _ask_in_turn(how: str, body: dict[str, Any]) -> tuple[str, int, int]:
-    """Return the text of the answer to ``messages`` or a ``prompt``, the tokens of the prompt, and those that were cached."""
+    """Return the text of the answer to ``messages`` or a ``prompt``, the tokens of the prompt, and
+    those that were cached.
+    """
     if how == "gRPC":
         with Client(GRPC) as client:
             chunks = list(client.generate(**body))
@@ -365,7 +434,10 @@ def _ask_in_turn(how: str, body: dict[str, Any]) -> tuple[str, int, int]:
     assert response.status_code == 200, response.text
     parts = events(response.text) if how == "streamed" else [response.json()]
     choices = [choice for part in parts for choice in part["choices"]]
-    texts = [(choice.get("delta") or choice.get("message") or {"content": choice.get("text")})["content"] for choice in choices]
+    texts = [
+        (choice.get("delta") or choice.get("message") or {"content": choice.get("text")})["content"]
+        for choice in choices
+    ]
     return "".join(texts), *_numbers(parts[-1]["usage"])
 
 
@@ -374,12 +446,15 @@ def _numbers(usage: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("how", "is_chat"), [("whole", True), ("streamed", True), ("whole", False), ("streamed", False), ("gRPC", False)]
+    ("how", "is_chat"),
+    [("whole", True), ("streamed", True), ("whole", False), ("streamed", False), ("gRPC", False)],
 )
 def test_each_turn_finds_the_turns_before_it_cached(how: str, is_chat: bool) -> None:
-    """The first is longer than the window. The same comes again, with ``return_experts`` by computing the whole prompt.
+    """The first is longer than the window. The same comes again, with ``return_experts`` by
+    computing the whole prompt.
 
-    The activity counts the tokens that usages name, but not where the whole prompt is computed: nothing was looked up.
+    The activity counts the tokens that usages name, but not where the whole prompt is computed:
+    nothing was looked up.
     """
     wait_until_idle()
     rng = random.Random(f"{how} {is_chat}")
@@ -388,36 +463,52 @@ def test_each_turn_finds_the_turns_before_it_cached(how: str, is_chat: bool) -> 
         texts, num_before, numbers = [_prompt(rng) + " ".join(rng.choices(WORDS, k=60))], 0, []
         for turn in range(3):
             roles = ["user", "assistant"] * 3
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
+            ]
             body = {"messages": messages} if is_chat else {"prompt": "\n".join(texts)}
             body |= {"max_tokens": 20, "temperature": 0.8, "seed": turn}
             text, num_prompt, num_cached = _ask_in_turn(how, body)
-            again, *computed = _ask_in_turn("whole", body if is_chat else body | {"return_experts": [0]})
+            again, *computed = _ask_in_turn(
+                "whole", body if is_chat else body | {"return_experts": [0]}
+            )
             assert (again, computed[0]) == (text, num_prompt)
             assert is_chat or computed[1] == 0
-            assert num_cached >= num_before - 32 if turn else num_cached == 0, "but for a page, and where texts are joined"
+            assert num_cached >= num_before - 32 if turn else num_cached == 0, (
+                "but for a page, and where texts are joined"
+            )
             numbers += [(num_prompt, num_cached), *([computed] if is_chat else [])]
             num_before = num_prompt
             texts += [text, _prompt(rng)]
         wait_until_idle()
         after = ask_activity(client).pipelines[0]
-    grown = after.prefix_cache_queries - before.prefix_cache_queries, after.prefix_cache_hits - before.prefix_cache_hits
+    grown = (
+        after.prefix_cache_queries - before.prefix_cache_queries,
+        after.prefix_cache_hits - before.prefix_cache_hits,
+    )
     assert grown == tuple(map(sum, zip(*numbers, strict=True)))
     assert grown[1] > 0
     assert 0 < after.pages_cached <= after.pages
 
 
 def test_lines_of_a_job_find_their_system_prompt_cached() -> None:
-    """One line of an earlier job computed it, so all lines of the next one find it, in whatever micro-batches they come.
+    """One line of an earlier job computed it, so all lines of the next one find it, in whatever
+    micro-batches they come.
 
-    The first line has 106 tokens, 98 of them the prompt that all have, so the last 5 pages have all that the token at 96 sees
-    (windows of 64), also if it is one chunk, of which only the last pages are kept.
+    The first line has 106 tokens, 98 of them the prompt that all have, so the last 5 pages have all
+    that the token at 96 sees (windows of 64), also if it is one chunk, of which only the last pages
+    are kept.
     """
     rng = random.Random("a job")
     system = {"role": "system", "content": " ".join(rng.choices(WORDS, k=52))}
     bodies = [{"messages": [system, {"role": "user", "content": "0"}], "max_tokens": 1}]
     for number in range(1, 12):
-        bodies.append({"messages": [system, {"role": "user", "content": f"{number} {_prompt(rng)}"}], "max_tokens": 5})
+        bodies.append(
+            {
+                "messages": [system, {"role": "user", "content": f"{number} {_prompt(rng)}"}],
+                "max_tokens": 5,
+            }
+        )
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number, body in enumerate(bodies)
@@ -431,7 +522,9 @@ def test_lines_of_a_job_find_their_system_prompt_cached() -> None:
 
 def _usages_of_job(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
     with Client(GRPC) as client:
-        job = client.submit_job("\n".join(map(json.dumps, lines)).encode(), JobOptions(endpoint="/v1/chat/completions"))
+        job = client.submit_job(
+            "\n".join(map(json.dumps, lines)).encode(), JobOptions(endpoint="/v1/chat/completions")
+        )
         assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
         return [_numbers(json.loads(result.body)["usage"]) for result in client.results(job.job_id)]
 
@@ -442,12 +535,22 @@ def _usages_of_job(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def test_the_official_client_gets_what_generate_gives() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
     prompts = [_prompt(random.Random(i)) for i in range(8)]
-    expected = _local([TOKENIZER.encode(p) for p in prompts], SamplingParams(max_tokens=24, temperature=0.9, seed=5))
+    expected = _local(
+        [TOKENIZER.encode(p) for p in prompts],
+        SamplingParams(max_tokens=24, temperature=0.9, seed=5),
+    )
     together = client.completions.create(
-        model="demo", prompt=prompts, max_tokens=24, temperature=0.9, seed=5, extra_body={"return_token_ids": True}
+        model="demo",
+        prompt=prompts,
+        max_tokens=24,
+        temperature=0.9,
+        seed=5,
+        extra_body={"return_token_ids": True},
     )
     assert [choice.token_ids for choice in together.choices] == expected  # type: ignore[attr-defined]
-    assert [choice.text for choice in together.choices] == [TOKENIZER.decode(tuple(ids)) for ids in expected]
+    assert [choice.text for choice in together.choices] == [
+        TOKENIZER.decode(tuple(ids)) for ids in expected
+    ]
     assert {choice.finish_reason for choice in together.choices} == {"length"}
     assert together.usage is not None
     assert together.usage.prompt_tokens == sum(len(TOKENIZER.encode(p)) for p in prompts)
@@ -457,8 +560,13 @@ def test_the_official_client_gets_what_generate_gives() -> None:
 def test_every_form_of_prompt_and_every_parameter() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
 
-    def text(**more: Any) -> str:  # noqa: ANN401
-        options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0.0}
+    def text(**more: Any) -> str:
+        options: dict[str, Any] = {
+            "model": "demo",
+            "prompt": "ROMEO:",
+            "max_tokens": 12,
+            "temperature": 0.0,
+        }
         return client.completions.create(**(options | more)).choices[0].text
 
     plain = text()
@@ -468,12 +576,20 @@ def test_every_form_of_prompt_and_every_parameter() -> None:
     assert text(temperature=5.0, extra_body={"top_k": 1}) == plain
     assert text(temperature=5.0, top_p=1e-9) == plain
     assert text(stop=[plain[3:6]]) == plain[: plain.index(plain[3:6])]
-    assert text(temperature=1.0, seed=3) == text(temperature=1.0, seed=3) != text(temperature=1.0, seed=4)
+    assert (
+        text(temperature=1.0, seed=3)
+        == text(temperature=1.0, seed=3)
+        != text(temperature=1.0, seed=4)
+    )
     assert text(extra_body={"ignore_eos": True}) == plain
-    several = client.completions.create(model="demo", prompt=["O", "ROMEO:"], n=3, max_tokens=8, temperature=1.0, seed=1)
+    several = client.completions.create(
+        model="demo", prompt=["O", "ROMEO:"], n=3, max_tokens=8, temperature=1.0, seed=1
+    )
     assert [choice.index for choice in several.choices] == list(range(6))
     assert len({choice.text for choice in several.choices}) == 6
-    alone = client.completions.create(model="demo", prompt="ROMEO:", n=3, max_tokens=8, temperature=1.0, seed=1)
+    alone = client.completions.create(
+        model="demo", prompt="ROMEO:", n=3, max_tokens=8, temperature=1.0, seed=1
+    )
     assert [c.text for c in alone.choices] == [c.text for c in several.choices[3:]]
     assert client.models.list().data[0].id == "demo"
 
@@ -498,7 +614,9 @@ def test_the_asynchronous_client_streams() -> None:
                     ids[choice.index] += choice.token_ids  # type: ignore[attr-defined]
                     reasons[choice.index] = choice.finish_reason or reasons[choice.index]
                 usage = chunk.usage or usage
-            whole = await client.completions.create(model="demo", prompt="ROMEO:", n=2, max_tokens=16, seed=2)
+            whole = await client.completions.create(
+                model="demo", prompt="ROMEO:", n=2, max_tokens=16, seed=2
+            )
             assert texts == [choice.text for choice in whole.choices]
             assert [len(each) for each in ids] == [16, 16]
             assert reasons == ["length", "length"]
@@ -511,11 +629,19 @@ def test_the_asynchronous_client_streams() -> None:
 
 def test_the_synchronous_client_streams_up_to_a_stop_string() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
-    options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 24, "temperature": 0.0}
+    options: dict[str, Any] = {
+        "model": "demo",
+        "prompt": "ROMEO:",
+        "max_tokens": 24,
+        "temperature": 0.0,
+    }
     plain = client.completions.create(**options).choices[0].text
     stop = plain[12:15]
     chunks = list(client.completions.create(**options, stop=stop, stream=True))
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == plain[: plain.index(stop)]
+    assert (
+        "".join(choice.text for chunk in chunks for choice in chunk.choices)
+        == plain[: plain.index(stop)]
+    )
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
@@ -533,7 +659,9 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
         client.embeddings.create(model="demo", input="O")
 
 
-def test_the_experts_load_grows_by_what_is_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_experts_load_grows_by_what_is_requested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every token is given to two experts of each of the eight layers."""
 
     def reported() -> MeasuredLoad:
@@ -555,7 +683,9 @@ def test_the_experts_load_grows_by_what_is_requested(tmp_path: Path, capsys: pyt
     assert "since loading, 1 pipeline:" in capsys.readouterr().out
 
 
-def test_the_activity_is_what_was_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_activity_is_what_was_requested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every micro-batch passes both stages; the trace is of what runs while it is taken."""
     wait_until_idle()
     with httpx.Client(base_url=URL, timeout=30) as client:
@@ -564,7 +694,9 @@ def test_the_activity_is_what_was_requested(tmp_path: Path, capsys: pytest.Captu
         wait_until_idle()
         (reported,) = ask_activity(client, last_seen(before)).pipelines
     assert sum(batch.prefill_tokens for batch in reported.micro_batches) == usage["prompt_tokens"]
-    assert sum(batch.decodes for batch in reported.micro_batches) == 19, "the first token is the prompt's"
+    assert sum(batch.decodes for batch in reported.micro_batches) == 19, (
+        "the first token is the prompt's"
+    )
     for batch in reported.micro_batches:
         assert [stage for stage, *_ in batch.stages] == [0, 1]
         assert all(0 < busy_s <= elapsed_s for _, _, busy_s, elapsed_s in batch.stages)
@@ -574,8 +706,13 @@ def test_the_activity_is_what_was_requested(tmp_path: Path, capsys: pytest.Captu
     assert "Stage 2/2 layers 4-7" in capsys.readouterr().out
     is_over = Event()
     with ThreadPoolExecutor(1) as pool:
-        request_task = pool.submit(lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)])
-        app(["trace", "-o", str(tmp_path / "trace.json"), "--seconds", "1", "--url", URL], standalone_mode=False)
+        request_task = pool.submit(
+            lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)]
+        )
+        app(
+            ["trace", "-o", str(tmp_path / "trace.json"), "--seconds", "1", "--url", URL],
+            standalone_mode=False,
+        )
         is_over.set()
         request_task.result()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -605,7 +742,9 @@ def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
             "n": rng.choice([1, 1, 1, 2]),
             "echo": rng.random() < 0.2,
         }
-        return drawn | ({"stop": rng.choice(["e", " the", ["\n", "r,"]])} if rng.random() < 0.4 else {})
+        return drawn | (
+            {"stop": rng.choice(["e", " the", ["\n", "r,"]])} if rng.random() < 0.4 else {}
+        )
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
@@ -626,7 +765,12 @@ def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
 
 async def _leave_early(client: httpx.AsyncClient, rng: random.Random) -> bool:
     """One request that is perhaps given up at a random moment; True if it was."""
-    body = {"prompt": _prompt(rng, 40), "max_tokens": rng.randint(1, 40), "seed": 1, "n": rng.choice([1, 1, 2])}
+    body = {
+        "prompt": _prompt(rng, 40),
+        "max_tokens": rng.randint(1, 40),
+        "seed": 1,
+        "n": rng.choice([1, 1, 2]),
+    }
     body["stream"] = rng.random() < 0.6
     call = asyncio.create_task(client.post("/v1/completions", json=body))
     leaves = rng.random() < 0.5
@@ -672,12 +816,18 @@ def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
     assert after["tasks"] <= before["tasks"] + 3
     assert ingress_after["tasks"] <= ingress_before["tasks"] + 3
     for name, num_bytes in _memory(after, ingress_after).items():
-        assert num_bytes < memory_before[name] + 24 * 2**20, f"memory of {name} is flat after the first storm"
+        assert num_bytes < memory_before[name] + 24 * 2**20, (
+            f"memory of {name} is flat after the first storm"
+        )
 
 
 def _memory(router: dict[str, Any], ingress: dict[str, Any]) -> dict[str, int]:
-    """Bytes of every process that works on requests; pages of the stages' caches, which are small, stay once they are used."""
-    stages = {stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]}
+    """Bytes of every process that works on requests; pages of the stages' caches, which are small,
+    stay once they are used.
+    """
+    stages = {
+        stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]
+    }
     return {"the router": router["rss"], "the ingress": ingress["rss"], **stages}
 
 
@@ -687,7 +837,11 @@ def test_a_client_that_leaves_frees_its_slot_while_the_rest_continues() -> None:
 
     async def leave(body: dict[str, Any], running: int, waiting: int) -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            call = asyncio.create_task(client.post("/v1/completions", json={"max_tokens": 2000, "ignore_eos": True, **body}))
+            call = asyncio.create_task(
+                client.post(
+                    "/v1/completions", json={"max_tokens": 2000, "ignore_eos": True, **body}
+                )
+            )
             while True:
                 stats = (await asyncio.to_thread(router_stats))[0]
                 if (stats["sequences"], stats["waiting"]) == (running, waiting):
@@ -706,19 +860,28 @@ def test_a_client_that_leaves_frees_its_slot_while_the_rest_continues() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_once_a_router_knows_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
-    """Stages that stand still during the test make it exact: what is in flight comes back, and then nothing more happens."""
+    """Stages that stand still during the test make it exact: what is in flight comes back, and then
+    nothing more happens.
+    """
     before = wait_until_idle()
 
     async def leave() -> dict[str, Any]:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            body = {"prompt": ["ROMEO:"] * 8, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            body = {
+                "prompt": ["ROMEO:"] * 8,
+                "max_tokens": 2000,
+                "ignore_eos": True,
+                "stream": stream,
+            }
             call = asyncio.create_task(client.post("/v1/completions", json=body))
             while (await asyncio.to_thread(router_stats))[0]["steps"] < before[0]["steps"] + 20:
                 pass
             with stopped_stages(before):
                 call.cancel()
                 await asyncio.wait([call])
-                while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])["requests"]:
+                while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])[
+                    "requests"
+                ]:
                     await asyncio.sleep(0.05)
                 return stats
 
@@ -777,7 +940,14 @@ def _received_before_it_was_cut(connection: socket.socket) -> int:
 
 def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None:
     """Of some 30 MB that it has requested; the socket's buffers take a few."""
-    request_body = {"prompt": "O", "n": 12, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    request_body = {
+        "prompt": "O",
+        "n": 12,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+    }
     with _unread(json.dumps(request_body).encode()) as connection:
         while ingress_stats()["requests"] == 0:
             time.sleep(0.05)
@@ -785,7 +955,10 @@ def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None
             time.sleep(0.2)
         assert wait_until_idle()[0]["preempted"] == 0
         port = connection.getsockname()[1]
-        while any(c.laddr.port == PORT and c.raddr and c.raddr.port == port for c in psutil.net_connections("tcp")):
+        while any(
+            c.laddr.port == PORT and c.raddr and c.raddr.port == port
+            for c in psutil.net_connections("tcp")
+        ):
             time.sleep(0.2)
         assert _received_before_it_was_cut(connection) < 2**24
     assert stats["pid"] == ingress_stats()["pid"]
@@ -821,12 +994,16 @@ REFUSED_BODIES = {
     b'{"prompt": [-1]}': "token ids are whole numbers from 0",
     b'{"prompt": [1%s]}' % (b"0" * 400): "token ids are whole numbers from 0",
     b'{"prompt": [100000]}': "the model's vocabulary has the ids 0 to 999",
-    b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "the body has more than 32768 lists and objects",
+    b'{"prompt": %s}'
+    % json.dumps([[1]] * 100_000).encode(): "the body has more than 32768 lists and objects",
     b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5'; it must be a whole number",
     b'{"prompt": "O", "max_tokens": true}': "max_tokens is true; it must be a whole number",
-    b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: without echo: true there would be no answer",
+    b'{"prompt": "O", "max_tokens": 0}': (
+        "max_tokens is 0: without echo: true there would be no answer"
+    ),
     b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 99): "max_tokens is 1000",
-    b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 9999): "the body is not JSON: a number has too many digits",
+    b'{"prompt": "O", "max_tokens": 1%s}'
+    % (b"0" * 9999): "the body is not JSON: a number has too many digits",
     b'{"prompt": "O", "max_tokens": 1e400}': "max_tokens is inf",
     b'{"prompt": "O", "temperature": NaN}': "temperature is nan; it must be a finite number",
     b'{"prompt": "O", "temperature": Infinity}': "temperature is inf; it must be a finite number",
@@ -834,11 +1011,15 @@ REFUSED_BODIES = {
     b'{"prompt": "O", "temperature": -0.1}': "temperature is -0.1",
     b'{"prompt": "O", "top_p": 1e999}': "top_p is inf",
     b'{"prompt": "O", "seed": 9223372036854775808}': "seed is 9223372036854775808",
-    b'{"prompt": "O", "stop": [""]}': "stop: it must be a text or a list of texts, none of them empty",
+    b'{"prompt": "O", "stop": [""]}': (
+        "stop: it must be a text or a list of texts, none of them empty"
+    ),
     b'{"prompt": "O", "stream": "yes"}': "stream is 'yes'; it must be true or false",
     b'{"prompt": "O", "\\u0000\\n": 1}': "?? is not a parameter of this endpoint",
     b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
-    b'{"prompt": "\\ud800"}': "the body is not JSON: an escape \\u is cut off, or half of a surrogate pair",
+    b'{"prompt": "\\ud800"}': (
+        "the body is not JSON: an escape \\u is cut off, or half of a surrogate pair"
+    ),
     b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
     b"\xef\xbb\xbf" + REQUEST_BODY: "the body is not JSON: a request begins with { (column 1)",
     REQUEST_BODY.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
@@ -846,9 +1027,14 @@ REFUSED_BODIES = {
     REQUEST_BODY[:-1]: "the body is not JSON: it ends too early (column ",
     b'{"prompt": ' + b"[" * 10**6: "the body has more than 32768 lists and objects",
     b'{"prompt": ' + b"[" * 30_000: "the body is not JSON: it is nested too deeply",
-    b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}": "the body is not JSON: it is nested too deeply",
+    b'{"prompt": '
+    + b"[" * 30_000
+    + b"]" * 30_000
+    + b"}": "the body is not JSON: it is nested too deeply",
     b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
-    b'{"prompt": "' + b"la " * 2**20 + b'"}': "a text of 3145728 characters is too long; there is room for 2048 tokens",
+    b'{"prompt": "'
+    + b"la " * 2**20
+    + b'"}': "a text of 3145728 characters is too long; there is room for 2048 tokens",
     TEN_MB: "the body is larger than 8 MiB; send less at once",
 }
 
@@ -866,7 +1052,9 @@ def test_random_bodies_are_answered_or_refused() -> None:
 
     async def send(bodies: list[bytes]) -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            for response in await asyncio.gather(*(client.post("/v1/completions", content=body) for body in bodies)):
+            for response in await asyncio.gather(
+                *(client.post("/v1/completions", content=body) for body in bodies)
+            ):
                 assert response.status_code in (200, 400, 404, 413, 429)
                 if response.status_code != 200:
                     check_error(response.content)
@@ -887,47 +1075,97 @@ def _chunk(part: bytes) -> bytes:
 CHUNKED = b"Transfer-Encoding: chunked"
 NOT_HERE, DOES_NOT_TAKE = "is not here; there are /v1/completions, ", "does not take"
 FRAMED = {
-    "in chunks": (post_request(_chunk(REQUEST_BODY[:9]) + _chunk(REQUEST_BODY[9:]) + _chunk(b""), CHUNKED), 200, ""),
+    "in chunks": (
+        post_request(_chunk(REQUEST_BODY[:9]) + _chunk(REQUEST_BODY[9:]) + _chunk(b""), CHUNKED),
+        200,
+        "",
+    ),
     "of an older HTTP": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/completions HTTP/1.0"),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/completions HTTP/1.0"
+        ),
         200,
         "",
     ),
-    "with two hosts": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Host: another"), 200, ""),
-    "with a strange content type": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Type: \xff/xml"), 200, ""),
-    "with a strange encoding": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Encoding: gzip"), 200, ""),
+    "with two hosts": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Host: another"),
+        200,
+        "",
+    ),
+    "with a strange content type": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Type: \xff/xml"),
+        200,
+        "",
+    ),
+    "with a strange encoding": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Encoding: gzip"),
+        200,
+        "",
+    ),
     "with many headers": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), *(b"X-%d: x" % i for i in range(1000))),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), *(b"X-%d: x" % i for i in range(1000))
+        ),
         200,
         "",
     ),
-    "with a huge header": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"X: " + b"x" * 60_000), 200, ""),
-    "that expects a 100 response": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Expect: 100-continue"), 200, ""),
+    "with a huge header": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"X: " + b"x" * 60_000),
+        200,
+        "",
+    ),
+    "that expects a 100 response": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Expect: 100-continue"),
+        200,
+        "",
+    ),
     "with wrong keys": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"),
+        post_request(
+            REQUEST_BODY,
+            content_length(REQUEST_BODY),
+            b"Authorization: \xff",
+            b"Cookie: \xff",
+            b"Accept: \xff",
+        ),
         200,
         "",
     ),
-    "without a length": (post_request(b""), 400, "the body is not JSON: it ends too early (column "),
+    "without a length": (
+        post_request(b""),
+        400,
+        "the body is not JSON: it ends too early (column ",
+    ),
     "longer than it says": (
         post_request(REQUEST_BODY, content_length(REQUEST_BODY[:10]), b"Connection: close"),
         400,
         "the body is not JSON: it ends too early (column ",
     ),
-    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8 MiB"),
-    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8 MiB"),
+    "that says it is too large": (
+        post_request(b"", b"Content-Length: 10000000"),
+        413,
+        "the body is larger than 8 MiB",
+    ),
+    "that says it is endless": (
+        post_request(b"", b"Content-Length: %d" % 2**63),
+        413,
+        "the body is larger than 8 MiB",
+    ),
     "too large in chunks": (
         post_request(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
         413,
         "the body is larger than 8 MiB",
     ),
     "by GET": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"GET /v1/completions HTTP/1.1"),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), line=b"GET /v1/completions HTTP/1.1"
+        ),
         405,
         DOES_NOT_TAKE,
     ),
     "by DELETE": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"DELETE /v1/completions HTTP/1.1"),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), line=b"DELETE /v1/completions HTTP/1.1"
+        ),
         405,
         DOES_NOT_TAKE,
     ),
@@ -935,17 +1173,25 @@ FRAMED = {
     "by CONNECT": (post_request(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
     "for nothing": (post_request(b"", line=b"GET /nothing HTTP/1.1"), 404, NOT_HERE),
     "for embeddings": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/embeddings HTTP/1.1"),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/embeddings HTTP/1.1"
+        ),
         404,
         NOT_HERE,
     ),
     "for a path with dots": (
-        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/../v1/completions HTTP/1.1"),
+        post_request(
+            REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/../v1/completions HTTP/1.1"
+        ),
         404,
         NOT_HERE,
     ),
     "for no character": (post_request(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
-    "for a long path": (post_request(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
+    "for a long path": (
+        post_request(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"),
+        404,
+        NOT_HERE,
+    ),
     "to a strange host": (b"GET /nothing HTTP/1.1\r\nHost: [\xff\r\n\r\n", 404, NOT_HERE),
 }
 
@@ -959,13 +1205,20 @@ def test_a_request(how: str) -> None:
         assert status == 200 or message in check_error(body)["message"]
 
 
-@pytest.mark.parametrize("name", [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"])
+@pytest.mark.parametrize(
+    "name",
+    [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"],
+)
 def test_headers_that_ray_serve_reads_may_hold_anything(name: bytes) -> None:
     with _server_unharmed():
-        assert exchange(post_request(REQUEST_BODY, content_length(REQUEST_BODY), name + b": \xff"))[0] in (200, 400)
+        assert exchange(post_request(REQUEST_BODY, content_length(REQUEST_BODY), name + b": \xff"))[
+            0
+        ] in (200, 400)
 
 
-@pytest.mark.parametrize("header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"])
+@pytest.mark.parametrize(
+    "header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"]
+)
 def test_a_client_cannot_give_ray_serve_orders(header: bytes) -> None:
     with _server_unharmed():
         assert exchange(post_request(REQUEST_BODY, content_length(REQUEST_BODY), header))[0] == 200
@@ -993,7 +1246,9 @@ NOT_HTTP = (
 
 
 def test_what_is_not_http_does_not_get_past_ray_serves_proxy() -> None:
-    """The proxy's own refusal, in plain text: there is no request yet that could be answered in OpenAI's words."""
+    """The proxy's own refusal, in plain text: there is no request yet that could be answered in
+    OpenAI's words.
+    """
     with _server_unharmed():
         for request in NOT_HTTP:
             assert exchange(request) == (400, b"Invalid HTTP request received.")
@@ -1034,7 +1289,10 @@ def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_co
     assert after["pipeline"] == before["pipeline"]
     assert after["epoch"] > before["epoch"]
     for old, new in zip(before["stages"], after["stages"], strict=True):
-        assert (new["pid"], new["bytes_read"]) == (old["pid"], old["bytes_read"]), "the same process, which has read nothing more"
+        assert (new["pid"], new["bytes_read"]) == (
+            old["pid"],
+            old["bytes_read"],
+        ), "the same process, which has read nothing more"
         assert new["holder"] != old["holder"]
     sizes = [health["bytes_read"] for health in after["stages"]]
     assert sum(sizes) == (DEMO_MODEL / "model.safetensors").stat().st_size - _header_bytes()
@@ -1064,12 +1322,16 @@ def _check_undisturbed_by(fault: Callable[[], None]) -> None:
         for n in range(12)
     ]
 
-    async def one(client: httpx.AsyncClient, body: dict[str, Any], began: asyncio.Semaphore) -> list[int]:
+    async def one(
+        client: httpx.AsyncClient, body: dict[str, Any], began: asyncio.Semaphore
+    ) -> list[int]:
         if body["seed"] % 3 == 0:
             answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
             return list(answer["choices"][0]["token_ids"])
         got: list[int] = []
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        async with client.stream(
+            "POST", "/v1/completions", json=body | {"stream": True}
+        ) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     got += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
@@ -1104,7 +1366,10 @@ def test_an_idle_stage_that_dies_is_fenced_anew_without_a_request() -> None:
     while True:
         try:
             (after,) = router_stats()
-            if after["epoch"] > before["epoch"] and httpx.get(f"{URL}/health", timeout=60).status_code == 200:
+            if (
+                after["epoch"] > before["epoch"]
+                and httpx.get(f"{URL}/health", timeout=60).status_code == 200
+            ):
                 break
         except RayError:
             pass
@@ -1125,9 +1390,12 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
 
 
 def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
-    """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
+    """What ``serve deploy`` sends to the controller: the code and its arguments stay,
+    ``num_replicas`` changes.
+    """
     _redeploy(1)
-    while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have ended
+    # the replicas of another version have ended
+    while serve.status().applications[APPLICATION].status != "RUNNING":
         time.sleep(0.1)
     wait_until_ready()
     (first,) = router_stats()
@@ -1139,8 +1407,13 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            bodies = [{"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True} for i in range(24)]
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            bodies = [
+                {"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True}
+                for i in range(24)
+            ]
+            answers = await asyncio.gather(
+                *(client.post("/v1/completions", json=body) for body in bodies)
+            )
             assert {answer.status_code for answer in answers} == {200}
 
     before = {s["pid"]: s["steps"] for s in stats}
@@ -1158,33 +1431,56 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
 
 
 async def _chats_stay_with_their_pipelines() -> None:
-    """Of what one pipeline alone would find cached, all turns before but for their last pages, nine tenths are found."""
-    chats, num_before, num_cached, num_possible = [random_ids(400 + 50 * i, i, 1000) for i in range(4)], [0] * 4, 0, 0
+    """Of what one pipeline alone would find cached, all turns before but for their last pages, nine
+    tenths are found.
+    """
+    chats, num_before, num_cached, num_possible = (
+        [random_ids(400 + 50 * i, i, 1000) for i in range(4)],
+        [0] * 4,
+        0,
+        0,
+    )
     async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
         for _ in range(3):
             await asyncio.to_thread(_wait_until_digests_are_known)
-            bodies = [{"prompt": chat, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True} for chat in chats]
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            bodies = [
+                {"prompt": chat, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+                for chat in chats
+            ]
+            answers = await asyncio.gather(
+                *(client.post("/v1/completions", json=body) for body in bodies)
+            )
             for number, answer in enumerate(each.json() for each in answers):
                 num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 num_possible += num_before[number]
                 num_before[number] = (answer["usage"]["total_tokens"] - 1) // 16 * 16
-                chats[number] += [*answer["choices"][0]["token_ids"], *random_ids(20, len(chats[number]), 1000)]
+                chats[number] += [
+                    *answer["choices"][0]["token_ids"],
+                    *random_ids(20, len(chats[number]), 1000),
+                ]
     assert num_cached >= 0.9 * num_possible > 0
 
 
 def _wait_until_digests_are_known() -> None:
     wait_until_idle()
     handle = serve.get_deployment_handle("Router", APPLICATION)
-    while {name: digest.known for digest, name in handle.broadcast("prefix_digest", {}).results()} != ingress_stats()["digests"]:
+    while {
+        name: digest.known for digest, name in handle.broadcast("prefix_digest", {}).results()
+    } != ingress_stats()["digests"]:
         time.sleep(0.1)
 
 
 def _scale_down_under_load() -> None:
-    """From two pipelines to one while both stream: every stream ends as if nothing had happened, and then one pipeline goes."""
+    """From two pipelines to one while both stream: every stream ends as if nothing had happened,
+    and then one pipeline goes.
+    """
 
-    async def stream(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore) -> str:
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+    async def stream(
+        client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore
+    ) -> str:
+        async with client.stream(
+            "POST", "/v1/completions", json=body | {"stream": True}
+        ) as response:
             parts = response.aiter_text()
             text = await anext(parts)
             begun.release()
@@ -1192,25 +1488,39 @@ def _scale_down_under_load() -> None:
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            bodies = [{"prompt": f"KING {i}", "max_tokens": 600, "temperature": 0, "ignore_eos": True} for i in range(6)]
+            bodies = [
+                {"prompt": f"KING {i}", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+                for i in range(6)
+            ]
             begun = asyncio.Semaphore(0)
             routers = await asyncio.to_thread(router_stats)
             streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
             for _ in streams:
                 await begun.acquire()
-            with stopped_stages(routers):  # so that none of them ends before one of the two is to go
+            # so that none of them ends before one of the two is to go
+            with stopped_stages(routers):
                 working = await asyncio.to_thread(router_stats, stages=False)
                 assert all(router["requests"] for router in working), working
                 _redeploy(1)
-                while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
+                while (
+                    serve.status()
+                    .applications[APPLICATION]
+                    .deployments["Router"]
+                    .replica_states.get("STOPPING")
+                    != 1
+                ):
                     await asyncio.sleep(0.05)
                 late = asyncio.create_task(client.post("/v1/completions", json=bodies[0]))
                 assert len(leftovers()) == 8, "what still works stays"
             streamed = [events(text) for text in await asyncio.gather(*streams)]
             texts = ["".join(event["choices"][0]["text"] for event in each) for each in streamed]
-            assert [each[-1]["choices"][0]["finish_reason"] for each in streamed] == ["length"] * len(bodies)
+            assert [each[-1]["choices"][0]["finish_reason"] for each in streamed] == [
+                "length"
+            ] * len(bodies)
             assert (await late).json()["choices"][0]["text"] == texts[0]
-            again = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            again = await asyncio.gather(
+                *(client.post("/v1/completions", json=body) for body in bodies)
+            )
             assert texts == [answer.json()["choices"][0]["text"] for answer in again]
 
     asyncio.run(run())

@@ -1,4 +1,6 @@
-"""Requests that travel from an ingress to a router and back, without Ray: above all those whose clients leave."""
+"""Requests that travel from an ingress to a router and back, without Ray: above all those whose
+clients leave.
+"""
 
 import asyncio
 import itertools
@@ -30,7 +32,14 @@ from tramontane.cluster.serving.token_channel import (
 from tramontane.proto import wire
 from tramontane.proto.errors import ModelMismatchError, PipelineError, StreamNotOpenError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import ExpertChoices, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.router import Router
@@ -61,7 +70,9 @@ class Handle:
         self.num_calls = 0
         self.write_intervals_s: list[float] = []
 
-    def options(self, *, method_name: str, session_id: str, stream: bool, **_transport: bool) -> "Handle":
+    def options(
+        self, *, method_name: str, session_id: str, stream: bool, **_transport: bool
+    ) -> "Handle":
         assert session_id in ("", "=replica")
         assert stream == (method_name == "subscribe")
         self.remote: Callable[..., Any] = self._subscribe if stream else self._generate
@@ -70,7 +81,7 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, *arguments: Any) -> Response:  # noqa: ANN401 - as in IngressStreams
+    def _generate(self, *arguments: Any) -> Response:  # as in IngressStreams
         self.num_calls += 1
         self.write_intervals_s.append(arguments[-1])
         return Response(asyncio.create_task(self._channels.generate(self._router, *arguments)))
@@ -102,7 +113,10 @@ async def _remote(
     chain: StepByStep, max_num_seqs: int = 8, nodes: DeadNodeWatcher | None = None, node: str = ""
 ) -> AsyncIterator[tuple[RouterClient, Router, Handle]]:
     """With micro-batches so small that not all sequences can be in flight."""
-    router = Router(Scheduler(CACHE, SchedulerLimits(max_num_seqs, 2, 256, 1000), FixedInFlightPolicy(3, 2)), chain)
+    router = Router(
+        Scheduler(CACHE, SchedulerLimits(max_num_seqs, 2, 256, 1000), FixedInFlightPolicy(3, 2)),
+        chain,
+    )
     running = asyncio.create_task(router.run())
     handle = Handle(IngressStreams("replica", nodes=nodes), router)
     routers = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
@@ -113,16 +127,28 @@ async def _remote(
         await running
 
 
-def test_requests_of_an_ingress_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else would reveal it: its system cannot close the stream. Those of other ingresses continue."""
+def test_requests_of_an_ingress_whose_node_has_died_are_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else would reveal it: its system cannot close the stream. Those of other ingresses
+    continue.
+    """
     monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.001)
     dead: set[str] = set()
 
     async def scenario() -> None:
         chain = StepByStep()
-        async with _remote(chain, nodes=DeadNodeWatcher(lambda: dead), node="far") as (dying, router, handle):
-            staying = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
-            going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, dying))
+        async with _remote(chain, nodes=DeadNodeWatcher(lambda: dead), node="far") as (
+            dying,
+            router,
+            handle,
+        ):
+            staying = RouterClient(
+                cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near"
+            )
+            going, lost = (
+                asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, dying)
+            )
             await _until(lambda: router.num_requests == 2)
             dead.add("far")
             await _until(lambda: router.num_requests == 1)
@@ -135,16 +161,21 @@ def test_requests_of_an_ingress_whose_node_has_died_are_aborted(monkeypatch: pyt
 
 
 def test_an_ingress_says_how_often_it_writes_to_each_stream() -> None:
-    """Requests that are not streamed do not count: many of them would let streams wait for their tokens."""
+    """Requests that are not streamed do not count: many of them would let streams wait for their
+    tokens.
+    """
 
     async def scenario() -> None:
         pacer = Pacer(50, FixedLoad(0.5))  # now it writes twice as often
         pacer.num_streams = 3
         async with _remote(StepByStep()) as (_, _, handle):
             handle_of_any = cast("DeploymentHandle[Any]", handle)
-            routers = RouterClient(handle_of_any, max_unaccepted=100, write_interval_s=lambda: pacer.longest_interval_s)
+            routers = RouterClient(
+                handle_of_any, max_unaccepted=100, write_interval_s=lambda: pacer.longest_interval_s
+            )
             clients = [asyncio.create_task(_num_tokens(routers, LONG)) for _ in range(2)]
-            await _until(lambda: len(handle.write_intervals_s) == 4)  # each a second time, after the stream was opened
+            # each a second time, after the stream was opened
+            await _until(lambda: len(handle.write_intervals_s) == 4)
             assert handle.write_intervals_s == [0.06] * 4
             for client in clients:
                 client.cancel()
@@ -183,10 +214,14 @@ async def _as_b() -> str:
 
 
 @pytest.mark.parametrize("meant_for", ["another/" + wire.PROTOCOL_HASH, "/other"])
-def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
+def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(
+    meant_for: str,
+) -> None:
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
-            refusal, _ = wire.decode_error(await handle._generate("ingress", 1, b"no specs at all", meant_for))
+            refusal, _ = wire.decode_error(
+                await handle._generate("ingress", 1, b"no specs at all", meant_for)
+            )
             assert isinstance(refusal, ModelMismatchError)
             assert "another model or version" in str(refusal)
             assert router.num_requests == 0
@@ -195,16 +230,22 @@ def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(
 
 
 def test_the_call_of_a_request_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its sequences have failed, so that the router does not work on any. It is logged and traced as incomplete."""
+    """All of its sequences have failed, so that the router does not work on any. It is logged and
+    traced as incomplete.
+    """
     recorded = list[bool]()
     for name in ("log_ended", "record_spans"):
-        monkeypatch.setattr(token_channel, name, lambda *_, is_complete: recorded.append(is_complete))
+        monkeypatch.setattr(
+            token_channel, name, lambda *_, is_complete: recorded.append(is_complete)
+        )
 
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
             stream = aiter(handle._subscribe("ingress", "replica"))
             assert await anext(stream) == KEEPALIVE
-            response = handle._generate("ingress", 1, wire.encode_specs([LONG, LONG]), model_key(""))
+            response = handle._generate(
+                "ingress", 1, wire.encode_specs([LONG, LONG]), model_key("")
+            )
             await _until(lambda: router.num_requests == 1)
             router._fail(PipelineError("every stage has died"))
             for _ in range(9):
@@ -239,19 +280,28 @@ def test_tokens_come_back_to_whom_they_belong() -> None:
         chain.complete(10_000)
         async with _remote(chain) as (routers, router, handle):
             specs = [SequenceRequest((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
-            assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(range(1, 21))
+            assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(
+                range(1, 21)
+            )
             assert handle.num_calls == 40, "each was refused until a stream was open"
             assert await _num_tokens(routers, LONG) == 200
             assert handle.num_calls == 41
-            assert (routers.num_requests, router.num_requests, router.scheduler.is_idle) == (0, 0, True)
+            assert (routers.num_requests, router.num_requests, router.scheduler.is_idle) == (
+                0,
+                0,
+                True,
+            )
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("num_steps", [0, 2, 11, 40])
-def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flight_are_back(num_steps: int) -> None:
-    """From the moment in which the router gets it. The request that leaves has sequences 0 to 5, some of
-    them in flight and some not; the one that stays is 6."""
+def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flight_are_back(
+    num_steps: int,
+) -> None:
+    """From the moment in which the router gets it. The request that leaves has sequences 0 to 5,
+    some of them in flight and some not; the one that stays is 6.
+    """
     left = set(range(6))
 
     async def scenario() -> None:
@@ -274,7 +324,10 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
             await _until(lambda: router.scheduler.num_running == 1)
             router.scheduler.check_integrity()
             (other,) = router.scheduler._running.by_id.values()
-            assert len(other.pages[0]) == CACHE.classes[0].num_pages - router.scheduler.allocator.num_free[0]
+            assert (
+                len(other.pages[0])
+                == CACHE.classes[0].num_pages - router.scheduler.allocator.num_free[0]
+            )
 
             chain.complete(1000)
             assert await staying == 200
@@ -286,10 +339,14 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
     asyncio.run(scenario())
 
 
-def test_a_request_that_ends_is_complete_and_one_that_is_cancelled_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_is_complete_and_one_that_is_cancelled_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recorded = list[bool]()
     for name in ("log_ended", "record_spans"):
-        monkeypatch.setattr(token_channel, name, lambda *_, is_complete: recorded.append(is_complete))
+        monkeypatch.setattr(
+            token_channel, name, lambda *_, is_complete: recorded.append(is_complete)
+        )
 
     async def scenario() -> None:
         chain = StepByStep()
@@ -335,14 +392,18 @@ def test_a_request_whose_stream_breaks_continues_over_a_new_one() -> None:
             chain.complete(1000)
             assert await requested == 200
             await _until(lambda: router.scheduler.is_idle)
-            assert router.num_requests == 0, "what was requested over the first one has been given up"
+            assert router.num_requests == 0, (
+                "what was requested over the first one has been given up"
+            )
             assert handle.num_calls == 4, "no stream yet, the first; again none, and the second"
 
     asyncio.run(scenario())
 
 
 def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
-    """The requests of the older one are aborted, as nothing reads their tokens. Its end leaves the newer one open."""
+    """The requests of the older one are aborted, as nothing reads their tokens. Its end leaves the
+    newer one open.
+    """
     specs = wire.encode_specs([LONG])
 
     async def scenario() -> None:
@@ -360,12 +421,16 @@ def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
 
             await cast("AsyncGenerator[bytes, None]", older).aclose()
             chain.complete(10_000)
-            assert await handle._generate("node/ingress", 2, specs, model_key("")) == DONE, "through the newer stream"
+            assert await handle._generate("node/ingress", 2, specs, model_key("")) == DONE, (
+                "through the newer stream"
+            )
             numbers = [number for number, _ in wire.decode_outputs(await anext(newer))]
             assert numbers
             assert set(numbers) == {2}
             await cast("AsyncGenerator[bytes, None]", newer).aclose()
-            refusal, _ = wire.decode_error(await handle._generate("node/ingress", 3, specs, model_key("")))
+            refusal, _ = wire.decode_error(
+                await handle._generate("node/ingress", 3, specs, model_key(""))
+            )
             assert isinstance(refusal, StreamNotOpenError)
 
     asyncio.run(scenario())
@@ -379,7 +444,10 @@ def test_no_message_has_more_values_than_an_ingress_decodes_at_once() -> None:
         experts = ExpertChoices(0, 3, 0, ((1, 2),) * num_tokens)
         return number, RequestOutput((TokenEvent(0, 7),), times, (experts,))
 
-    ready = [output(number, size) for number, size in enumerate((1, 30_000, 5, 4096, 4097, 1, 80_000, 1, 1))]
+    ready = [
+        output(number, size)
+        for number, size in enumerate((1, 30_000, 5, 4096, 4097, 1, 80_000, 1, 1))
+    ]
 
     async def scenario() -> None:
         channel = IngressStream()
@@ -391,13 +459,17 @@ def test_no_message_has_more_values_than_an_ingress_decodes_at_once() -> None:
         while len(set(numbers)) < len(ready) or not queues[-1]._filled.is_set():
             received = wire.decode_outputs(await anext(messages))
             outputs = [each for _, each in received if isinstance(each, RequestOutput)]
-            assert len(outputs) == 1 or sum(each.num_values for each in outputs) <= MAX_MESSAGE_VALUES
+            assert (
+                len(outputs) == 1 or sum(each.num_values for each in outputs) <= MAX_MESSAGE_VALUES
+            )
             assert all(each.num_values <= MAX_MESSAGE_VALUES for each in outputs)
             for number, each in received:
                 queues[number].put(each)
                 numbers.append(number)
         assert numbers == sorted(numbers)
-        assert [(number, _joined(await queue.get())) for number, queue in enumerate(queues)] == ready
+        assert [
+            (number, _joined(await queue.get())) for number, queue in enumerate(queues)
+        ] == ready
         await messages.aclose()
 
     asyncio.run(scenario())
@@ -441,7 +513,9 @@ def _joined(output: RequestOutput) -> RequestOutput:
 
 
 def test_a_stream_ends_some_time_after_its_last_request() -> None:
-    """Until then there is a keepalive message every second, and tokens do not wait for the next one."""
+    """Until then there is a keepalive message every second, and tokens do not wait for the next
+    one.
+    """
 
     async def scenario() -> None:
         now, channel = asyncio.get_running_loop().time, IngressStream()
@@ -455,7 +529,9 @@ def test_a_stream_ends_some_time_after_its_last_request() -> None:
         await asyncio.sleep(IDLE_TIMEOUT_S - 0.5)
         channel.num_requests += 2
         await asyncio.sleep(1.75)
-        assert times == [0.0, 2.0, 3.0], "the first shows that it is open; it has no request at first"
+        assert times == [0.0, 2.0, 3.0], (
+            "the first shows that it is open; it has no request at first"
+        )
         channel.put(7, PipelineError("a failure"))
         await asyncio.sleep(0.25)
         channel.release()

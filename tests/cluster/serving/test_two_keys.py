@@ -1,4 +1,6 @@
-"""Two API keys at a server on a Ray cluster: batch jobs and files of one are not there for the other, over HTTP and gRPC."""
+"""Two API keys at a server on a Ray cluster: batch jobs and files of one are not there for the
+other, over HTTP and gRPC.
+"""
 
 import json
 import random
@@ -22,7 +24,12 @@ pytestmark = [
 ]
 
 ANNA, BERT = "sk-the-key-of-anna", "sk-the-key-of-bert"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "max_num_seqs": 8, "threads_per_stage": 1}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "stages": 1,
+    "max_num_seqs": 8,
+    "threads_per_stage": 1,
+}
 SETTINGS |= {"api_key": (ANNA, BERT), "public_metrics": True}
 
 
@@ -37,7 +44,10 @@ def _http(key: str) -> httpx.Client:
 
 
 def test_metrics_alone_are_public() -> None:
-    statuses = {path: httpx.get(f"{URL}{path}", timeout=60).status_code for path in ("/metrics", "/activity", "/v1/models")}
+    statuses = {
+        path: httpx.get(f"{URL}{path}", timeout=60).status_code
+        for path in ("/metrics", "/activity", "/v1/models")
+    }
     assert statuses == {"/metrics": 200, "/activity": 401, "/v1/models": 401}
 
 
@@ -84,22 +94,40 @@ def _check_unknown_over_grpc(client: Client, jobs: set[str]) -> None:
 
 
 def test_nothing_of_one_key_is_there_for_another() -> None:
-    with _http(ANNA) as anna, _http(BERT) as bert, Client(GRPC, ANNA) as grpc_anna, Client(GRPC, BERT) as grpc_bert:
+    with (
+        _http(ANNA) as anna,
+        _http(BERT) as bert,
+        Client(GRPC, ANNA) as grpc_anna,
+        Client(GRPC, BERT) as grpc_bert,
+    ):
         file = _upload(anna, requests(3))
         over_http = _create(anna, file).json()["id"]
         over_grpc = grpc_anna.submit_job(requests(4), request_key="nightly-2").job_id
         jobs = {over_http, over_grpc}
-        assert {[seen.state for seen in grpc_anna.watch_job(job)][-1] for job in jobs} == {JobState.COMPLETED}
+        assert {[seen.state for seen in grpc_anna.watch_job(job)][-1] for job in jobs} == {
+            JobState.COMPLETED
+        }
         files = _ids(anna, "/v1/files")
         assert len(files) == 3, "the input and the errors of two: a prompt is no number"
         _check_unknown(bert, jobs, files)
         _check_unknown_over_grpc(grpc_bert, jobs)
-        for path in ("/activity", "/experts", "/openapi.json", "/v1/models", "/ui", "/health", "/", "/version"):
+        for path in (
+            "/activity",
+            "/experts",
+            "/openapi.json",
+            "/v1/models",
+            "/ui",
+            "/health",
+            "/",
+            "/version",
+        ):
             text = bert.get(path, follow_redirects=True).text
             assert not [name for name in jobs | files if name in text]
         own = {_create(bert, _upload(bert, requests(3))).json()["id"]}
         own.add(grpc_bert.submit_job(requests(5), request_key="nightly-2").job_id)
-        assert {[seen.state for seen in grpc_bert.watch_job(job)][-1] for job in own} == {JobState.COMPLETED}
+        assert {[seen.state for seen in grpc_bert.watch_job(job)][-1] for job in own} == {
+            JobState.COMPLETED
+        }
         assert not own & jobs
         with pytest.raises(RequestError, match="other lines"):
             grpc_anna.submit_job(requests(5), request_key="nightly-2")
@@ -114,11 +142,22 @@ def test_nothing_of_one_key_is_there_for_another() -> None:
 
 
 def test_no_client_starts_sooner_because_of_the_text_of_another_one() -> None:
-    """Whichever way the text comes first; each client's own requests share it, lines of batch jobs included."""
+    """Whichever way the text comes first; each client's own requests share it, lines of batch jobs
+    included.
+    """
     rng = random.Random(5)
-    with _http(ANNA) as anna, _http(BERT) as bert, Client(GRPC, ANNA) as grpc_anna, Client(GRPC, BERT) as grpc_bert:
+    with (
+        _http(ANNA) as anna,
+        _http(BERT) as bert,
+        Client(GRPC, ANNA) as grpc_anna,
+        Client(GRPC, BERT) as grpc_bert,
+    ):
         for first in WAYS:
-            text = " ".join(rng.choices(("ROMEO:", "speak,", "my", "lord;", "what", "news", "from", "Rome"), k=60))
+            text = " ".join(
+                rng.choices(
+                    ("ROMEO:", "speak,", "my", "lord;", "what", "news", "from", "Rome"), k=60
+                )
+            )
             for http, client in ((anna, grpc_anna), (bert, grpc_bert)):
                 assert first(http, client, text) == 0
                 assert [way(http, client, text) > 64 for way in WAYS] == [True] * len(WAYS)

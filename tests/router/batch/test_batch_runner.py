@@ -32,7 +32,13 @@ from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S, Claim, Outcome, PendingLine
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.input_lines import COMPARED_CHARACTERS, SEARCHED_CHARACTERS, LineSplitter, ParsedLine, by_prefix
+from tramontane.router.batch.input_lines import (
+    COMPARED_CHARACTERS,
+    SEARCHED_CHARACTERS,
+    LineSplitter,
+    ParsedLine,
+    by_prefix,
+)
 from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, PAGE_SIZE, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
@@ -68,14 +74,17 @@ async def _whole(
     harness: BatchHarness,
     text: bytes,
     options: JobOptions = JobOptions(),  # noqa: B008
-    **more: Any,  # noqa: ANN401
+    **more: Any,
 ) -> tuple[Job, list[tuple[Any, ...]]]:
-    """Submit and run; returns the job at its end and (line, custom_id, is_error) with the bodies."""
+    """Submit and run; returns the job at its end and (line, custom_id, is_error) with the
+    bodies.
+    """
     service = harness.service()
     job = await service.submit(pieces(text), options)
     async with harness.running(harness.runner(**more)):
         reported = [
-            (line.line, line.custom_id, line.is_error, json.loads(line.body)) for line in await all_results(service, job.job_id)
+            (line.line, line.custom_id, line.is_error, json.loads(line.body))
+            for line in await all_results(service, job.job_id)
         ]
     return await service.get(job.job_id), reported
 
@@ -99,17 +108,29 @@ def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness)
         async with harness.running(harness.runner(answer)):
             await all_results(service, job.job_id)
         stored = service._jobs.get(job.job_id)
-        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400, 503]
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [
+            200,
+            400,
+            503,
+        ]
         assert num_failed == 10
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("length", "is_refused"), [(0, True), (1, False), (256, False), (257, True)])
-def test_a_request_key_has_1_to_256_characters(harness: BatchHarness, length: int, is_refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "is_refused"), [(0, True), (1, False), (256, False), (257, True)]
+)
+def test_a_request_key_has_1_to_256_characters(
+    harness: BatchHarness, length: int, is_refused: bool
+) -> None:
     async def scenario() -> None:
         service = harness.service()
-        with pytest.raises(JobRefusedError, match="1 to 256 characters") if is_refused else nullcontext():
+        with (
+            pytest.raises(JobRefusedError, match="1 to 256 characters")
+            if is_refused
+            else nullcontext()
+        ):
             await service.submit(pieces(GOOD), JobOptions(), "k" * length)
         assert len(await service.list(9)) == (not is_refused)
 
@@ -136,9 +157,15 @@ def test_what_ends_leaves_no_thread_and_no_connection(harness: BatchHarness) -> 
     assert [file for file in opened if file.startswith(database)] == []
 
 
-@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
+@given(
+    st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8),
+    st.integers(1, 9),
+    st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: int, ends: bool) -> None:
+def test_lines_are_the_same_wherever_the_text_is_cut(
+    lines: list[bytes], size: int, ends: bool
+) -> None:
     text = b"\n".join(lines) + (b"\n" if ends else b"")
     splitter = LineSplitter(max_bytes=6)
     cut = [text[i : i + size] for i in range(0, len(text), size)]
@@ -152,10 +179,16 @@ def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: i
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_bad_lines_are_reported_by_number_and_affect_no_other(harness: BatchHarness, keeps_order: bool) -> None:
+def test_bad_lines_are_reported_by_number_and_affect_no_other(
+    harness: BatchHarness, keeps_order: bool
+) -> None:
     text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
     job, reported = asyncio.run(_whole(harness, text, JobOptions(keeps_order=keeps_order)))
-    assert (job.state, job.num_lines, job.num_invalid) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
+    assert (job.state, job.num_lines, job.num_invalid) == (
+        JobState.COMPLETED,
+        len(BAD) + 2,
+        len(BAD),
+    )
     assert (job.num_done, job.num_failed) == (2, len(BAD))
     good = {custom_id: body for _, custom_id, is_error, body in reported if not is_error}
     assert good == {"a": {"said": 1}, "z": {"said": 2}}
@@ -167,19 +200,30 @@ def test_bad_lines_are_reported_by_number_and_affect_no_other(harness: BatchHarn
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarness, keeps_order: bool) -> None:
+def test_a_job_without_one_good_line_has_failed_and_says_why(
+    harness: BatchHarness, keeps_order: bool
+) -> None:
     async def scenario() -> None:
         service = harness.service()
         text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
         job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
-        assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
+        assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (
+            JobState.FAILED,
+            1200,
+            1200,
+            1200,
+        )
         assert job.ended_at == harness.clock.now
         assert job.error is not None
-        assert job.error.startswith("none of the 1200 lines is a request: line 2: url is '/v1/embeddings'")
+        assert job.error.startswith(
+            "none of the 1200 lines is a request: line 2: url is '/v1/embeddings'"
+        )
         assert job.error.count("/v1/embeddings") == 1, "what is wrong with all of them is said once"
         assert job.error.endswith("; and 1199 more")
         assert harness.claims().claim(5) == [], "there is nothing to run"
-        assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
+        assert [line.line for line in await all_results(service, job.job_id)] == list(
+            range(2, 1202)
+        )
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
         assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
@@ -188,14 +232,23 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarne
         assert two.startswith("none of the 2 lines is a request: line 1: it is not JSON")
         assert "; line 2: " in two
         assert not two.endswith(" more")
-        mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
+        mixed = (
+            b"x\n"
+            + request("a", 1, url="/v1/embeddings") * 2
+            + request("a", 1, method="GET")
+            + b"[]\n"
+        )
         several = (await service.submit(pieces(mixed), JobOptions())).error
         assert several is not None
-        assert [each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")] == [1, 1, 0, 1, 0]
+        assert [
+            each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")
+        ] == [1, 1, 0, 1, 0]
         assert several.endswith("; and 2 more")
         many = await service.submit(pieces(b"x\n" * 21), JobOptions())
         shown = (await service.get_stored(many.job_id)).problems
-        assert [problem.line for problem in shown] == list(range(1, 21)), "the first twenty, one by one"
+        assert [problem.line for problem in shown] == list(range(1, 21)), (
+            "the first twenty, one by one"
+        )
 
     asyncio.run(scenario())
 
@@ -215,7 +268,9 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: Batc
             with pytest.raises(UnknownJobError):
                 await unknown
         assert await service.list(5) == []
-        assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
+        assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), (
+            "looking makes nothing"
+        )
         with pytest.raises(ConnectionError):
             await service.submit(breaks_off(), JobOptions())
         for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
@@ -227,7 +282,10 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: Batc
             await service.submit(pieces(GOOD), JobOptions(metadata={"k": "v" * 513}))
         assert await service.list(5) == []
         with service._database.reading() as connection:
-            assert [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar() for t in ("jobs", "lines")] == [
+            assert [
+                connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar()
+                for t in ("jobs", "lines")
+            ] == [
                 0,
                 0,
             ]
@@ -244,7 +302,9 @@ def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> N
             service._submissions.create(JobOptions(), request_key="k")
         harness.clock.now += 600
         await service.collect_garbage()
-        assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], "it may still go on"
+        assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], (
+            "it may still go on"
+        )
         harness.clock.now += 1
         await service.collect_garbage()
         with pytest.raises(RequestError, match="made no progress"):
@@ -280,7 +340,11 @@ def test_a_slow_submission_does_not_stand_still(harness: BatchHarness, text: byt
     """A line a second, or a line of which a byte comes every second."""
 
     async def slow() -> AsyncIterator[bytes]:
-        for piece in text.splitlines(keepends=True) if b"\n" in text else (text[i : i + 1] for i in range(len(text))):
+        for piece in (
+            text.splitlines(keepends=True)
+            if b"\n" in text
+            else (text[i : i + 1] for i in range(len(text)))
+        ):
             harness.clock.now += 1
             if harness.clock.now % 60 == 0:
                 await service.collect_garbage()
@@ -325,10 +389,23 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(
         return {"said": prompt}
 
     names = ["refused", "busy", "fails", "hopeless", "defect", "fine"]
-    job, reported = asyncio.run(_whole(harness, b"".join(request(name, name) for name in names), answer=answer))
-    assert requested == {"refused": 1, "busy": 3 * MAX_TRIES, "fails": 4, "hopeless": MAX_TRIES, "defect": MAX_TRIES, "fine": 1}
+    job, reported = asyncio.run(
+        _whole(harness, b"".join(request(name, name) for name in names), answer=answer)
+    )
+    assert requested == {
+        "refused": 1,
+        "busy": 3 * MAX_TRIES,
+        "fails": 4,
+        "hopeless": MAX_TRIES,
+        "defect": MAX_TRIES,
+        "fine": 1,
+    }
     assert {name for _, name, is_error, _ in reported if not is_error} == {"busy", "fails", "fine"}
-    assert {name: body["message"] for _, name, is_error, body in reported if is_error and name != "defect"} == {
+    assert {
+        name: body["message"]
+        for _, name, is_error, body in reported
+        if is_error and name != "defect"
+    } == {
         "refused": "no such thing",
         "hopeless": "a stage died again",
     }
@@ -346,7 +423,9 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(
         (PipelineError("a stage died"), [0.5, 1.0, 2.0, 4.0, 8.0]),
     ],
 )
-def test_a_line_waits_as_long_as_it_is_asked_to(harness: BatchHarness, error: Exception, waits: list[float]) -> None:
+def test_a_line_waits_as_long_as_it_is_asked_to(
+    harness: BatchHarness, error: Exception, waits: list[float]
+) -> None:
     """Longer each time, and never longer than half a minute."""
     slept: list[float] = []
 
@@ -363,7 +442,9 @@ def test_a_line_waits_as_long_as_it_is_asked_to(harness: BatchHarness, error: Ex
     async def scenario() -> None:
         service = harness.service()
         job = await service.submit(pieces(GOOD), JobOptions())
-        runner = BatchRunner(harness.claims(), JobStorage(harness.storage), answer, 1, poll_s=POLL_S, sleep=sleep)
+        runner = BatchRunner(
+            harness.claims(), JobStorage(harness.storage), answer, 1, poll_s=POLL_S, sleep=sleep
+        )
         async with harness.running(runner):
             assert len(await all_results(service, job.job_id)) == 1
 
@@ -371,7 +452,9 @@ def test_a_line_waits_as_long_as_it_is_asked_to(harness: BatchHarness, error: Ex
     assert slept == waits
 
 
-def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(harness: BatchHarness) -> None:
+def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(
+    harness: BatchHarness,
+) -> None:
     """Its line was cancelled, or its job lost, while the outcome was on its way to the disk."""
 
     async def scenario() -> None:
@@ -388,7 +471,10 @@ def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(harne
         claims.finish = finish  # type: ignore[method-assign]
         writer = OutcomeWriter(claims, asyncio.sleep, threads)
         running = asyncio.create_task(writer.run())
-        waiting = [asyncio.create_task(writer.write(claim, Outcome(place, False, 200, "{}"))) for place in range(2)]
+        waiting = [
+            asyncio.create_task(writer.write(claim, Outcome(place, False, 200, "{}")))
+            for place in range(2)
+        ]
         await asyncio.to_thread(there.wait)
         waiting[0].cancel()
         await asyncio.wait([waiting[0]])
@@ -439,7 +525,9 @@ async def _result(results: AsyncIterator[Any]) -> int:
     raise AssertionError("the job has ended")
 
 
-def test_a_full_disk_is_not_filled_further(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_filled_further(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full three times, in the middle of the second file."""
     real, num_full = StorageFile.close, 0
 
@@ -460,7 +548,9 @@ def test_a_full_disk_is_not_filled_further(harness: BatchHarness, monkeypatch: p
 
 
 def test_a_small_job_does_not_wait_for_a_large_one(harness: BatchHarness) -> None:
-    """Lines of both are begun in turns, the large one's in no greater number than slots were given in that time."""
+    """Lines of both are begun in turns, the large one's in no greater number than slots were given
+    in that time.
+    """
     begun: list[str] = []
 
     async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
@@ -470,8 +560,12 @@ def test_a_small_job_does_not_wait_for_a_large_one(harness: BatchHarness) -> Non
 
     async def scenario() -> None:
         service = harness.service()
-        large = await service.submit(pieces(b"".join(request(f"l{i}", "large") for i in range(200))), JobOptions())
-        small = await service.submit(pieces(b"".join(request(f"s{i}", "small") for i in range(10))), JobOptions())
+        large = await service.submit(
+            pieces(b"".join(request(f"l{i}", "large") for i in range(200))), JobOptions()
+        )
+        small = await service.submit(
+            pieces(b"".join(request(f"s{i}", "small") for i in range(10))), JobOptions()
+        )
         async with harness.running(harness.runner(answer, concurrency=4)):
             await all_results(service, small.job_id)
             await all_results(service, large.job_id)
@@ -498,7 +592,9 @@ def test_no_more_lines_are_in_progress_than_were_allowed(harness: BatchHarness) 
 
 
 def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarness) -> None:
-    """Those of one job are refused until another job is done; no more of them wait than may be in progress."""
+    """Those of one job are refused until another job is done; no more of them wait than may be in
+    progress.
+    """
     refused: set[int] = set()
     is_room = asyncio.Event()
 
@@ -515,7 +611,9 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarnes
         async with harness.running(runner):
             while len(refused) < 3:
                 await asyncio.sleep(0)
-            fine = await service.submit(pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions())
+            fine = await service.submit(
+                pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions()
+            )
             assert len(await asyncio.wait_for(all_results(service, fine.job_id), 20)) == 9
             assert refused == {0, 1, 2}
             is_room.set()
@@ -529,7 +627,9 @@ TEXTS = {name: name * 2 * COMPARED_CHARACTERS for name in "abc"}
 
 
 def _lines(*bodies: object) -> list[PendingLine]:
-    texts = (json.dumps({"custom_id": f"r{place}", "body": body}) for place, body in enumerate(bodies))
+    texts = (
+        json.dumps({"custom_id": f"r{place}", "body": body}) for place, body in enumerate(bodies)
+    )
     return [PendingLine(place, text) for place, text in enumerate(texts)]
 
 
@@ -548,22 +648,39 @@ def test_lines_that_begin_alike_come_together_in_the_order_of_the_first() -> Non
     short = [{"prompt": TEXTS[name][:30] + str(number)} for number, name in enumerate("abacb")]
     assert _places(_lines(*short)) == [0, 1, 2, 3, 4], "they have too little in common"
     assert _places(_lines({}, {"prompt": "x"}, {})) == [0, 1, 2]
-    behind = [{"suffix": str(number) * (SEARCHED_CHARACTERS - 99), "prompt": TEXTS[name]} for number, name in enumerate("abacb")]
+    behind = [
+        {"suffix": str(number) * (SEARCHED_CHARACTERS - 99), "prompt": TEXTS[name]}
+        for number, name in enumerate("abacb")
+    ]
     assert _places(_lines(*behind)) == [0, 2, 1, 4, 3]
     far_behind = [{"suffix": each["suffix"] * 2, "prompt": each["prompt"]} for each in behind]
-    assert _places(_lines(*far_behind)) == [0, 1, 2, 3, 4], "so long a line is not searched to its end"
+    assert _places(_lines(*far_behind)) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ], "so long a line is not searched to its end"
     assert by_prefix(_lines()) == []
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(0, 3))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_every_line_is_there_once_whatever_they_have_in_common(names: list[str], num_others: int) -> None:
-    bodies = [{"prompt": TEXTS[name]} for name in names] + [{"prompt": number} for number in range(num_others)]
+def test_every_line_is_there_once_whatever_they_have_in_common(
+    names: list[str], num_others: int
+) -> None:
+    bodies = [{"prompt": TEXTS[name]} for name in names] + [
+        {"prompt": number} for number in range(num_others)
+    ]
     places = _places(_lines(*bodies))
     assert sorted(places) == list(range(len(bodies)))
     of = [(*names, *range(num_others))[place] for place in places]
-    assert sum(one != other for one, other in pairwise(of)) == max(len(set(of)) - 1, 0), "each group is together"
-    assert all(one < other for one, other in pairwise(places) if bodies[one] == bodies[other]), "and in its own order"
+    assert sum(one != other for one, other in pairwise(of)) == max(len(set(of)) - 1, 0), (
+        "each group is together"
+    )
+    assert all(one < other for one, other in pairwise(places) if bodies[one] == bodies[other]), (
+        "and in its own order"
+    )
 
 
 def test_lines_of_a_job_are_started_after_those_that_begin_alike(harness: BatchHarness) -> None:
@@ -581,12 +698,16 @@ def test_lines_of_a_job_are_started_after_those_that_begin_alike(harness: BatchH
         job = await service.submit(pieces(text), JobOptions())
         async with harness.running(harness.runner(answer, concurrency=1)):
             results = await all_results(service, job.job_id)
-        assert [line.custom_id for line in results] == [f"r{number}" for number in range(len(prompts))]
+        assert [line.custom_id for line in results] == [
+            f"r{number}" for number in range(len(prompts))
+        ]
         return list(begun)
 
     alike = [TEXTS["abc"[number % 3]] + str(number) for number in range(PAGE_SIZE + 9)]
     pages = alike[:PAGE_SIZE], alike[PAGE_SIZE:]
-    assert asyncio.run(order(alike)) == [prompt for page in pages for first in range(3) for prompt in page[first::3]]
+    assert asyncio.run(order(alike)) == [
+        prompt for page in pages for first in range(3) for prompt in page[first::3]
+    ]
     different = [f"{number} {TEXTS['a']}" for number in range(40)]
     assert asyncio.run(order(different)) == different
 
@@ -612,13 +733,17 @@ def test_an_answer_is_for_the_tenant_of_the_job(harness: BatchHarness) -> None:
 
 
 def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
-    """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
+    """Lines of it end together, and others take their slots in the turn in which their job turns
+    out to be another runner's.
+    """
 
     async def scenario() -> None:
         claims, go_on = harness.claims(), asyncio.Event()
         begun = 0
 
-        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        async def answer(
+            _endpoint: str, _body: dict[str, Any], _tenant: str = ""
+        ) -> dict[str, Any]:
             nonlocal begun
             begun += 1
             await go_on.wait()
@@ -730,18 +855,28 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarn
     asyncio.run(scenario())
 
 
-def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(harness: BatchHarness) -> None:
+def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(
+    harness: BatchHarness,
+) -> None:
     """The documentation says how many an ingress replica and the Batch replica have: 12 and 18."""
 
     async def scenario() -> None:
         service, runner, go_on = harness.service(), harness.runner(), threading.Event()
-        pools = (service._threads, service._writes, runner._threads, runner._lease_thread, runner._file_thread)
+        pools = (
+            service._threads,
+            service._writes,
+            runner._threads,
+            runner._lease_thread,
+            runner._file_thread,
+        )
         tenants = itertools.cycle("abcd")
         counts, waiting = list[int](), list[asyncio.Task[bool]]()
         for pool in pools:
             before = set(threading.enumerate())
             if isinstance(pool, StorageThreads):
-                waiting += [asyncio.create_task(pool.run(next(tenants), go_on.wait)) for _ in range(20)]
+                waiting += [
+                    asyncio.create_task(pool.run(next(tenants), go_on.wait)) for _ in range(20)
+                ]
             else:
                 waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
             await asyncio.sleep(0)
@@ -757,14 +892,22 @@ def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_
 
 def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
     async def scenario() -> None:
-        pool, begun, go_on, made = JobThreadPool(1), threading.Event(), threading.Event(), list[str]()
+        pool, begun, go_on, made = (
+            JobThreadPool(1),
+            threading.Event(),
+            threading.Event(),
+            list[str](),
+        )
 
         def first() -> None:
             begun.set()
             go_on.wait()
             made.append("first")
 
-        calls = [asyncio.create_task(pool.run(first)), asyncio.create_task(pool.run(made.append, "second"))]
+        calls = [
+            asyncio.create_task(pool.run(first)),
+            asyncio.create_task(pool.run(made.append, "second")),
+        ]
         await asyncio.to_thread(begun.wait)
         closing = asyncio.create_task(asyncio.to_thread(pool.close))
         await asyncio.wait([calls[1]], timeout=20)
@@ -792,9 +935,13 @@ def test_metadata_has_16_keys_of_64_characters_with_values_of_512(harness: Batch
     async def scenario() -> None:
         service = harness.service()
         most = {f"{number:064}": "v" * 512 for number in range(16)}
-        assert (await service.submit(pieces(GOOD), JobOptions(metadata=most))).options.metadata == most
+        assert (
+            await service.submit(pieces(GOOD), JobOptions(metadata=most))
+        ).options.metadata == most
         for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, most | {"k": ""}):
-            with pytest.raises(JobRefusedError, match="16 keys of 64 characters, with texts of 512"):
+            with pytest.raises(
+                JobRefusedError, match="16 keys of 64 characters, with texts of 512"
+            ):
                 await service.submit(pieces(GOOD), JobOptions(metadata=metadata))
 
     asyncio.run(scenario())

@@ -38,7 +38,7 @@ def _cannot_release(claims: JobClaimStore) -> None:
     real_end, real_release = claims.end, claims.release
     ended: list[Any] = []
 
-    def end(*arguments: Any) -> None:  # noqa: ANN401
+    def end(*arguments: Any) -> None:
         ended.append(arguments)
         if len(ended) == 1:
             raise ValueError("a defect")
@@ -95,7 +95,9 @@ def test_a_runner_renews_and_claims_by_what_it_runs(harness: BatchHarness) -> No
     (again,) = claims.claim(5, [known.number])
     assert (again.number, again.epoch) == (lost.number, lost.epoch + 1)
     harness.clock.now += 2 * LEASE_S
-    assert claims.claim(5, [known.number, again.number]) == [], "what it runs it does not begin again, however late it is"
+    assert claims.claim(5, [known.number, again.number]) == [], (
+        "what it runs it does not begin again, however late it is"
+    )
     claims.release(known)
     assert claims.claim(5, [known.number, again.number]) == []
 
@@ -134,7 +136,9 @@ def test_a_cancelled_job_does_not_wait_for_lines_that_wait(harness: BatchHarness
 
 
 def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> None:
-    """More than a lease passes while a line is answered, and the runner looks at the clock in between."""
+    """More than a lease passes while a line is answered, and the runner looks at the clock in
+    between.
+    """
 
     async def scenario() -> None:
         service, claims, elsewhere = harness.service(), harness.claims(), harness.claims()
@@ -171,9 +175,16 @@ def test_a_job_that_another_runner_holds_is_left_at_once(harness: BatchHarness) 
     """Its lines are not computed twice for longer than the runner needs to notice."""
 
     async def scenario() -> None:
-        service, elsewhere, has_begun, has_left = harness.service(), harness.claims(), asyncio.Event(), asyncio.Event()
+        service, elsewhere, has_begun, has_left = (
+            harness.service(),
+            harness.claims(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
 
-        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        async def answer(
+            _endpoint: str, _body: dict[str, Any], _tenant: str = ""
+        ) -> dict[str, Any]:
             has_begun.set()
             try:
                 await asyncio.Event().wait()
@@ -195,7 +206,12 @@ def test_a_lease_is_renewed_after_a_third_of_its_time(harness: BatchHarness) -> 
     """So that two attempts may fail."""
 
     async def scenario() -> None:
-        service, claims, renewals, lapses = harness.service(), harness.claims(), list[bool](), (0, 5.0, 0.5, 5.0, 0.5)
+        service, claims, renewals, lapses = (
+            harness.service(),
+            harness.claims(),
+            list[bool](),
+            (0, 5.0, 0.5, 5.0, 0.5),
+        )
         go_on, real = asyncio.Event(), claims.claimed
 
         def claimed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
@@ -225,7 +241,7 @@ def test_a_runner_holds_256_lines_of_a_job(harness: BatchHarness) -> None:
         service, claims, fetched = harness.service(), harness.claims(), list[int]()
         real = claims.next_lines
 
-        def next_lines(*arguments: Any) -> Sequence[PendingLine]:  # noqa: ANN401
+        def next_lines(*arguments: Any) -> Sequence[PendingLine]:
             found = real(*arguments)
             fetched.append(len(found))
             return found
@@ -239,7 +255,9 @@ def test_a_runner_holds_256_lines_of_a_job(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(harness: BatchHarness) -> None:
+def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(
+    harness: BatchHarness,
+) -> None:
     async def scenario() -> None:
         go_on, has_slots = asyncio.Event(), 0
 
@@ -261,7 +279,9 @@ def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(harness: B
             while not any(run.is_cancelled for run in runner._runs.values()):
                 await asyncio.sleep(0)
             go_on.set()
-            assert [line.is_error for line in await all_results(service, waits.job_id)] == [True] * 3
+            assert [line.is_error for line in await all_results(service, waits.job_id)] == [
+                True
+            ] * 3
             while runner._runs:
                 await asyncio.sleep(0)
         assert (has_slots, runner._slots.num_free) == (2, 2)
@@ -269,12 +289,16 @@ def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(harness: B
     asyncio.run(scenario())
 
 
-def test_a_job_that_cannot_be_released_is_a_warning(harness: BatchHarness, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_cannot_be_released_is_a_warning(
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     """And not the end of a task with an error that nothing handles."""
 
     async def scenario() -> list[Any]:
         unhandled: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _loop, context: unhandled.append(context)
+        )
         service, claims = harness.service(), harness.claims()
         job = await service.submit(pieces(requests(1)), JobOptions())
         tried = asyncio.Event()
@@ -295,4 +319,7 @@ def test_a_job_that_cannot_be_released_is_a_warning(harness: BatchHarness, caplo
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(scenario()) == []
-    assert any("could not be released and stays until its lease expires" in message for message in caplog.messages)
+    assert any(
+        "could not be released and stays until its lease expires" in message
+        for message in caplog.messages
+    )

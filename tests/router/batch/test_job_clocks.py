@@ -1,4 +1,6 @@
-"""Clocks of runners and ingresses that are wrong, or set: who holds a job, and what counts as abandoned."""
+"""Clocks of runners and ingresses that are wrong, or set: who holds a job, and what counts as
+abandoned.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,7 +13,11 @@ from tramontane.proto.errors import OverloadedError, RequestError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch.claims import LEASE_S, JobClaimStore
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.submissions import ABANDONED_TIMEOUT_S, TAKEOVER_TIMEOUT_S, JobSubmissions
+from tramontane.router.batch.submissions import (
+    ABANDONED_TIMEOUT_S,
+    TAKEOVER_TIMEOUT_S,
+    JobSubmissions,
+)
 
 HOUR, DAY = 3600.0, 86_400.0
 
@@ -29,7 +35,9 @@ class Machine:
         return self.harness.clock.now - 1e6
 
     def claims(self, service: BatchService) -> JobClaimStore:
-        return JobClaimStore(service._database, service._settings.queue, self.wall, steady_clock=self.steady)
+        return JobClaimStore(
+            service._database, service._settings.queue, self.wall, steady_clock=self.steady
+        )
 
     def submissions(self, service: BatchService) -> JobSubmissions:
         return JobSubmissions(service._database, service._quota, self.wall, self.steady)
@@ -49,7 +57,9 @@ def _submitted(harness: BatchHarness) -> tuple[BatchService, int]:
 
 
 @pytest.mark.parametrize("ahead_s", [DAY, HOUR])
-def test_a_lease_of_a_clock_that_was_ahead_has_expired(harness: BatchHarness, ahead_s: float) -> None:
+def test_a_lease_of_a_clock_that_was_ahead_has_expired(
+    harness: BatchHarness, ahead_s: float
+) -> None:
     service, number = _submitted(harness)
     assert len(Machine(harness, ahead_s).claims(service).claim(5)) == 1
     harness.clock.now += 20
@@ -57,7 +67,9 @@ def test_a_lease_of_a_clock_that_was_ahead_has_expired(harness: BatchHarness, ah
 
 
 @pytest.mark.parametrize("off_s", [-0.9 * LEASE_S, 0.9 * LEASE_S])
-def test_clocks_within_one_lease_of_each_other_agree_on_a_living_one(harness: BatchHarness, off_s: float) -> None:
+def test_clocks_within_one_lease_of_each_other_agree_on_a_living_one(
+    harness: BatchHarness, off_s: float
+) -> None:
     service, number = _submitted(harness)
     holder = Machine(harness).claims(service)
     assert len(holder.claim(5)) == 1
@@ -68,7 +80,9 @@ def test_clocks_within_one_lease_of_each_other_agree_on_a_living_one(harness: Ba
 
 @pytest.mark.parametrize("jump_s", [-DAY, -HOUR, HOUR, DAY])
 @pytest.mark.parametrize("whose", ["holder", "other"])
-def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(harness: BatchHarness, whose: str, jump_s: float) -> None:
+def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(
+    harness: BatchHarness, whose: str, jump_s: float
+) -> None:
     """The other runner has seen the lease being renewed."""
     service, number = _submitted(harness)
     machines = {"holder": Machine(harness), "other": Machine(harness)}
@@ -78,7 +92,9 @@ def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(harness: BatchHar
         machines[whose].off_s = jump_s if step > 5 else 0.0
         assert other.claim(5) == []
         harness.clock.now += LEASE_S / 3
-        assert [epoch for epoch, _ in holder.claimed([number], renew=True).values()] == [claim.epoch]
+        assert [epoch for epoch, _ in holder.claimed([number], renew=True).values()] == [
+            claim.epoch
+        ]
     harness.clock.now += LEASE_S / 2  # the holder dies
     assert other.claim(5) == [], "the last renewal is seen"
     harness.clock.now += LEASE_S
@@ -88,8 +104,12 @@ def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(harness: BatchHar
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_a_runner_that_has_dropped_a_job_claims_it_again_when_its_lease_ends(harness: BatchHarness, whose: str) -> None:
-    """It has seen its own renewals, which prove that another runner lives and not that it works on the job itself."""
+def test_a_runner_that_has_dropped_a_job_claims_it_again_when_its_lease_ends(
+    harness: BatchHarness, whose: str
+) -> None:
+    """It has seen its own renewals, which prove that another runner lives and not that it works on
+    the job itself.
+    """
     service, number = _submitted(harness)
     holder, other = Machine(harness).claims(service), Machine(harness).claims(service)
     looks = holder if whose == "its own" else other
@@ -103,7 +123,9 @@ def test_a_runner_that_has_dropped_a_job_claims_it_again_when_its_lease_ends(har
     assert [claim.number for claim in looks.claim(5)] == ([number] if whose == "its own" else [])
 
 
-def test_a_lease_that_is_renewed_while_it_is_claimed_stays(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_renewed_while_it_is_claimed_stays(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service, number = _submitted(harness)
     holder, other = Machine(harness).claims(service), Machine(harness).claims(service)
     (claim,) = holder.claim(5)
@@ -122,7 +144,9 @@ def test_a_lease_that_is_renewed_while_it_is_claimed_stays(harness: BatchHarness
 
 
 @pytest.mark.parametrize("jump_s", [-HOUR, HOUR, DAY])
-def test_a_submission_that_makes_progress_is_not_abandoned_whatever_the_clock_says(harness: BatchHarness, jump_s: float) -> None:
+def test_a_submission_that_makes_progress_is_not_abandoned_whatever_the_clock_says(
+    harness: BatchHarness, jump_s: float
+) -> None:
     service = harness.service()
     ours, collector = Machine(harness), Machine(harness)
     store = ours.submissions(service)
@@ -137,7 +161,9 @@ def test_a_submission_that_makes_progress_is_not_abandoned_whatever_the_clock_sa
 
 
 @pytest.mark.parametrize("off_s", [-HOUR, 0.0, HOUR])
-def test_a_submission_without_progress_is_deleted_however_wrong_its_clock_was(harness: BatchHarness, off_s: float) -> None:
+def test_a_submission_without_progress_is_deleted_however_wrong_its_clock_was(
+    harness: BatchHarness, off_s: float
+) -> None:
     service = harness.service()
     store = Machine(harness, off_s).submissions(service)
     job = store.create(JobOptions(), request_key="k")
@@ -150,7 +176,9 @@ def test_a_submission_without_progress_is_deleted_however_wrong_its_clock_was(ha
         store.accept(job)
 
 
-def test_a_submission_of_a_clock_that_was_ahead_gives_way_to_its_repetition(harness: BatchHarness) -> None:
+def test_a_submission_of_a_clock_that_was_ahead_gives_way_to_its_repetition(
+    harness: BatchHarness,
+) -> None:
     service = harness.service()
     dead = Machine(harness, HOUR).submissions(service).create(JobOptions(), request_key="k")
     again = Machine(harness).submissions(service)
@@ -160,8 +188,12 @@ def test_a_submission_of_a_clock_that_was_ahead_gives_way_to_its_repetition(harn
 
 
 @pytest.mark.parametrize("off_s", [HOUR, -HOUR, 25.0])
-def test_two_living_runners_do_not_take_a_job_from_each_other_again_and_again(harness: BatchHarness, off_s: float) -> None:
-    """Each believes the time in the other's lease once, as it may be of a runner that is gone; then it sees the lease change."""
+def test_two_living_runners_do_not_take_a_job_from_each_other_again_and_again(
+    harness: BatchHarness, off_s: float
+) -> None:
+    """Each believes the time in the other's lease once, as it may be of a runner that is gone; then
+    it sees the lease change.
+    """
     service, _ = _submitted(harness)
     runners = [Machine(harness, off).claims(service) for off in (0.0, off_s)]
     held: list[set[int]] = [set(), set()]
@@ -169,7 +201,8 @@ def test_two_living_runners_do_not_take_a_job_from_each_other_again_and_again(ha
     for tick in range(240):
         harness.clock.now += 0.5
         for store, mine in zip(runners, held, strict=True):
-            claimed = {claim.number for claim in store.claim(5, mine)}  # also while it does not know yet that it has lost one
+            # also while it does not know yet that it has lost one
+            claimed = {claim.number for claim in store.claim(5, mine)}
             mine.intersection_update(store.claimed(mine, renew=tick % 10 == 0))
             mine.update(claimed)
             num_claims += len(claimed)

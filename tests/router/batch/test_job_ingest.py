@@ -60,7 +60,10 @@ def cut_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_many_small_pieces_are_cut_together(harness: BatchHarness, cut_sizes: list[int]) -> None:
-    assert asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
+    assert (
+        asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines
+        == 500
+    )
     assert len(cut_sizes) == 1
 
 
@@ -73,14 +76,18 @@ def test_an_input_may_have_as_many_bytes_as_the_limit_says(harness: BatchHarness
     """Also when its request is repeated, and its bytes are compared."""
     text = requests(3)
     service = harness.service(limits=replace(LIMITS, max_bytes=len(text)))
-    made = {asyncio.run(service.submit(pieces(text, 50), JobOptions(), "key")).job_id for _ in range(2)}
+    made = {
+        asyncio.run(service.submit(pieces(text, 50), JobOptions(), "key")).job_id for _ in range(2)
+    }
     assert len(made) == 1
     for key in ("key", None):
         with pytest.raises(FileTooLargeError, match="the input is larger than"):
             asyncio.run(service.submit(pieces(text + b"\n", 50), JobOptions(), key))
 
 
-def test_pieces_of_64_kibibytes_are_compared_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_64_kibibytes_are_compared_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, on_loop, loop_thread = hashlib.sha256, list[int](), threading.get_ident()
 
     class Digest:
@@ -111,15 +118,27 @@ _OF_2048 = "x" * (2048 - len(request("0000", "").strip()))  # with it 512 lines 
 
 @pytest.mark.parametrize(
     ("count", "prompt", "sizes"),
-    [(2500, "x", [1000, 1000, 500]), (1200, "x" * 1900, [528, 528, 144]), (1100, _OF_2048, [513, 513, 74])],
+    [
+        (2500, "x", [1000, 1000, 500]),
+        (1200, "x" * 1900, [528, 528, 144]),
+        (1100, _OF_2048, [513, 513, 74]),
+    ],
 )
 def test_a_transaction_adds_a_thousand_lines_or_a_mebibyte(
-    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, count: int, prompt: str, sizes: list[int]
+    harness: BatchHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    prompt: str,
+    sizes: list[int],
 ) -> None:
-    """Other writers wait for it. The line with which there is more than a mebibyte is the last one."""
+    """Other writers wait for it. The line with which there is more than a mebibyte is the last
+    one.
+    """
     real, added = JobSubmissions.add_lines, list[int]()
 
-    def add_lines(submissions: JobSubmissions, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
+    def add_lines(
+        submissions: JobSubmissions, job: StoredJob, first_place: int, new: Sequence[ParsedLine]
+    ) -> None:
         added.append(len(new))
         real(submissions, job, first_place, new)
 
@@ -165,8 +184,12 @@ def _count_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 _KINDS: dict[str, Callable[[int], bytes]] = {
     "distinct": lambda count: requests(2 * count),
     "all the same": lambda count: request("a", 1) * 2 * count,
-    "valid after invalid": lambda count: request("a", 1, method="GET") * count + request("a", 1) * count,
-    "invalid after valid": lambda count: request("a", 1) * count + request("a", 1, method="GET") * count,
+    "valid after invalid": lambda count: (
+        request("a", 1, method="GET") * count + request("a", 1) * count
+    ),
+    "invalid after valid": lambda count: (
+        request("a", 1) * count + request("a", 1, method="GET") * count
+    ),
 }
 
 
@@ -181,7 +204,9 @@ def test_custom_ids_are_compared_in_work_linear_in_the_lines(
     for count in (1000, 2000):
         harness, before = new_batch_harness(tmp_path / str(count)), num_steps()
         text = _KINDS[kind](count)
-        job = asyncio.run(harness.service().submit(pieces(text, 100_000), JobOptions(keeps_order=keeps_order)))
+        job = asyncio.run(
+            harness.service().submit(pieces(text, 100_000), JobOptions(keeps_order=keeps_order))
+        )
         assert job.num_lines == 2 * count
         assert job.num_invalid == (0 if kind == "distinct" else 2 * count - 1)
         harness.close()
@@ -191,11 +216,16 @@ def test_custom_ids_are_compared_in_work_linear_in_the_lines(
 
 
 def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
-    """Half a million lists have room in a line, and a parser would hold the interpreter lock for as long as they take."""
+    """Half a million lists have room in a line, and a parser would hold the interpreter lock for as
+    long as they take.
+    """
     text = request("a", "b", extra=[[]] * MAX_GROUPS).strip()
     line = parse_line(InputLine(7, text), "/v1/completions", 2**20)
     assert (line.custom_id, line.text) == (None, None)
-    assert line.problem == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"
+    assert (
+        line.problem
+        == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"
+    )
 
 
 def test_a_custom_id_has_1_to_256_characters() -> None:

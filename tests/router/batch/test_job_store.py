@@ -19,7 +19,17 @@ from typing import Any
 
 import psycopg
 import pytest
-from batch_jobs import LIMITS, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
+from batch_jobs import (
+    LIMITS,
+    BatchHarness,
+    all_results,
+    echo,
+    new_batch_harness,
+    pieces,
+    request,
+    requests,
+    run_until_killed,
+)
 from postgres import new_database
 from sqlalchemy import event, select, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -52,14 +62,21 @@ def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
 _PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "journal_size_limit": 64 * 2**20}
 
 
-def _submitted(harness: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
+def _submitted(
+    harness: BatchHarness, count: int, keeps_order: bool = True
+) -> tuple[BatchService, Job]:
     service = harness.service()
-    return service, asyncio.run(service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order)))
+    return service, asyncio.run(
+        service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order))
+    )
 
 
 def _stored_results(service: BatchService, job: Job) -> list[tuple[int, int, str]]:
     stored = service._jobs.get(job.job_id)
-    return [(each.line.offset, each.line.line, each.line.body) for each in service._jobs.results(stored, 0, 100)]
+    return [
+        (each.line.offset, each.line.line, each.line.body)
+        for each in service._jobs.results(stored, 0, 100)
+    ]
 
 
 def _done(*places: int, said: str = "{}") -> list[Outcome]:
@@ -80,7 +97,9 @@ def test_a_line_ends_by_its_first_outcome(harness: BatchHarness, keeps_order: bo
     by_line = {line: body for _, line, body in _stored_results(service, job)}
     assert by_line == {1: "{}", 2: "{}", 3: "{}", 4: '"another"'}
     assert [offset for offset, *_ in _stored_results(service, job)] == [0, 1, 2, 3]
-    assert [line for _, line, _ in _stored_results(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
+    assert [line for _, line, _ in _stored_results(service, job)] == (
+        [1, 2, 3, 4] if keeps_order else [3, 1, 4, 2]
+    )
 
 
 def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: BatchHarness) -> None:
@@ -121,7 +140,12 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: Ba
 def test_jobs_are_claimed_and_listed_by_age(harness: BatchHarness) -> None:
     async def submitted() -> list[str]:
         service = harness.service()
-        return [(await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))).job_id for n in range(5)]
+        return [
+            (
+                await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))
+            ).job_id
+            for n in range(5)
+        ]
 
     ids = asyncio.run(submitted())
     assert [claim.job_id for claim in harness.claims().claim(2)] == ids[:2]
@@ -129,7 +153,10 @@ def test_jobs_are_claimed_and_listed_by_age(harness: BatchHarness) -> None:
     service = harness.service()
     listed = asyncio.run(service.list(3))
     assert [job.job_id for job in listed] == ids[:1:-1]
-    assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [{"n": "1"}, {"n": "0"}]
+    assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [
+        {"n": "1"},
+        {"n": "0"},
+    ]
     with pytest.raises(UnknownJobError):
         asyncio.run(service.list(3, "batch_unknown"))
 
@@ -137,24 +164,38 @@ def test_jobs_are_claimed_and_listed_by_age(harness: BatchHarness) -> None:
 def _rows(service: BatchService) -> tuple[int, int]:
     """How many jobs and lines there are, those included that no client sees."""
     with service._database.reading() as connection:
-        jobs, lines = [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar_one() for t in ("jobs", "lines")]
+        jobs, lines = [
+            connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar_one()
+            for t in ("jobs", "lines")
+        ]
     return jobs, lines
 
 
 @pytest.mark.parametrize(
     ("step", "is_late", "left"),
-    [("create", True, (0, 0)), ("create", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
+    [
+        ("create", True, (0, 0)),
+        ("create", False, (0, 0)),
+        ("accept", True, (0, 0)),
+        ("accept", False, (1, 5)),
+    ],
 )
 def test_a_client_that_leaves_while_the_database_works(
     harness: BatchHarness, step: str, is_late: bool, left: tuple[int, int]
 ) -> None:
-    """The thread continues, and writes before that is noticed or after. A job has all of its lines or is not there."""
+    """The thread continues, and writes before that is noticed or after. A job has all of its lines
+    or is not there.
+    """
 
     async def scenario() -> None:
         service = harness.service()
-        work, there, go_on = getattr(service._submissions, step), threading.Event(), threading.Event()
+        work, there, go_on = (
+            getattr(service._submissions, step),
+            threading.Event(),
+            threading.Event(),
+        )
 
-        def defer_signals(*arguments: Any) -> Any:  # noqa: ANN401
+        def defer_signals(*arguments: Any) -> Any:
             done = None if is_late else work(*arguments)
             there.set()
             go_on.wait()
@@ -178,11 +219,16 @@ def test_a_client_that_leaves_while_the_database_works(
     asyncio.run(scenario())
 
 
-def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continued_stays(harness: BatchHarness) -> None:
+def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continued_stays(
+    harness: BatchHarness,
+) -> None:
     service = harness.service()
     store = service._submissions
     line = ParsedLine(1, "a", "{}", None)
-    slow, half = store.create(JobOptions(), request_key="slow"), store.create(JobOptions(), request_key="half")
+    slow, half = (
+        store.create(JobOptions(), request_key="slow"),
+        store.create(JobOptions(), request_key="half"),
+    )
     store.add_lines(half, 0, [line])
     harness.clock.now += 10
     store.add_lines(slow, 0, [line])
@@ -212,18 +258,25 @@ def test_numbers_of_jobs_are_not_used_again(harness: BatchHarness) -> None:
 
 
 def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
-    """Its request is cancelled again while what it left is being deleted, as by a server that stops."""
+    """Its request is cancelled again while what it left is being deleted, as by a server that
+    stops.
+    """
 
     async def scenario() -> None:
-        service, there, go_on, gone = harness.service(), threading.Event(), threading.Event(), threading.Event()
+        service, there, go_on, gone = (
+            harness.service(),
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         create, delete = service._submissions.create, service._submissions.delete
 
-        def slow_create(*arguments: Any) -> Any:  # noqa: ANN401
+        def slow_create(*arguments: Any) -> Any:
             there.set()
             go_on.wait()
             return create(*arguments)
 
-        def noted_delete(*arguments: Any) -> None:  # noqa: ANN401
+        def noted_delete(*arguments: Any) -> None:
             delete(*arguments)
             gone.set()
 
@@ -245,7 +298,9 @@ def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> Non
 
 @pytest.mark.parametrize("keeps_order", [True, False])
 @pytest.mark.parametrize("num_between", [0, 1100], ids=["in one transaction", "in two"])
-def test_the_first_line_that_is_valid_has_the_custom_id(harness: BatchHarness, keeps_order: bool, num_between: int) -> None:
+def test_the_first_line_that_is_valid_has_the_custom_id(
+    harness: BatchHarness, keeps_order: bool, num_between: int
+) -> None:
     """Invalid ones before it do not take it away, and valid ones behind it do not get it."""
     between = b"".join(request(f"b{i}", i) for i in range(num_between))
     bad, good = request("a", 1, method="GET"), request("a", 2)
@@ -280,7 +335,9 @@ def test_a_page_of_results_is_bounded_in_characters(harness: BatchHarness) -> No
     for max_chars, num_results in ((1, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4)):
         assert len(service._jobs.results(stored, 0, 100, max_chars)) == num_results
     assert [result.line.offset for result in service._jobs.results(stored, 1, 100, 200)] == [1, 2]
-    assert len(service._jobs.results(stored, 0, 100)) == 4, "where no bound is given there is room for short ones"
+    assert len(service._jobs.results(stored, 0, 100)) == 4, (
+        "where no bound is given there is room for short ones"
+    )
 
 
 def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
@@ -291,7 +348,13 @@ def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
     claims = harness.claims()
     (claim,) = claims.claim(1)
     sizes = [len(line) for line in text.splitlines()]
-    for most, num_lines in ((1, 1), (sizes[0], 1), (sum(sizes[:2]), 2), (sum(sizes[:2]) + 1, 2), (sum(sizes), 8)):
+    for most, num_lines in (
+        (1, 1),
+        (sizes[0], 1),
+        (sum(sizes[:2]), 2),
+        (sum(sizes[:2]) + 1, 2),
+        (sum(sizes), 8),
+    ):
         assert len(claims.next_lines(claim, -1, 100, most)) == num_lines
     assert [line.place for line in claims.next_lines(claim, 1, 100, sizes[2] + sizes[3])] == [2, 3]
 
@@ -321,7 +384,12 @@ def test_5000_lines_are_cancelled_at_once(harness: BatchHarness) -> None:
     asyncio.run(service.submit(pieces(requests(5002)), JobOptions()))
     claims = harness.claims()
     (claim,) = claims.claim(1)
-    assert [claims.cancel_some(claim, after) for after in (5000, -1, 4999, 5001)] == [5001, 4999, 5000, None]
+    assert [claims.cancel_some(claim, after) for after in (5000, -1, 4999, 5001)] == [
+        5001,
+        4999,
+        5000,
+        None,
+    ]
 
 
 def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:
@@ -332,7 +400,7 @@ def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:
         new = [ParsedLine(1, None, None, "invalid") for _ in range(min(1000, 10_001 - first))]
         service._submissions.add_lines(job, first, new)
 
-    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:  # noqa: ANN401
+    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:
         if statement.startswith("DELETE FROM tramontane_lines"):
             num_deleted.append(cursor.rowcount)
 
@@ -342,12 +410,16 @@ def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:
     assert _rows(service) == (0, 0)
 
 
-def test_a_runner_does_not_wait_for_jobs_that_others_hold_up(request: pytest.FixtureRequest) -> None:
+def test_a_runner_does_not_wait_for_jobs_that_others_hold_up(
+    request: pytest.FixtureRequest,
+) -> None:
     """As PostgreSQL's row locks do."""
     harness = _on_postgres(request)
     _submitted(harness, 1)
     _, free = _submitted(harness, 1)
-    claims = JobClaimStore(Database(f"{harness.database}&options=-c lock_timeout=1"), "tiny", harness.clock)
+    claims = JobClaimStore(
+        Database(f"{harness.database}&options=-c lock_timeout=1"), "tiny", harness.clock
+    )
     with psycopg.connect(harness.database) as connection:
         connection.execute("SELECT * FROM tramontane_jobs WHERE number = 1 FOR UPDATE")
         assert [claim.job_id for claim in claims.claim(5)] == [free.job_id]
@@ -355,13 +427,15 @@ def test_a_runner_does_not_wait_for_jobs_that_others_hold_up(request: pytest.Fix
     harness.close()
 
 
-def test_rows_of_postgresql_are_fetched_64_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_postgresql_are_fetched_64_at_a_time(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row may have megabytes, and most readers do not need all."""
     harness = _on_postgres(request)
     service, _ = _submitted(harness, 200)
     real, sizes = psycopg.ServerCursor.fetchmany, list[int]()
 
-    def fetchmany(cursor: Any, size: int = 0) -> Any:  # noqa: ANN401
+    def fetchmany(cursor: Any, size: int = 0) -> Any:
         sizes.append(size)
         return real(cursor, size)
 
@@ -372,7 +446,9 @@ def test_rows_of_postgresql_are_fetched_64_at_a_time(request: pytest.FixtureRequ
     harness.close()
 
 
-def test_servers_of_all_versions_create_the_tables_one_at_a_time(request: pytest.FixtureRequest) -> None:
+def test_servers_of_all_versions_create_the_tables_one_at_a_time(
+    request: pytest.FixtureRequest,
+) -> None:
     """They wait for the same lock of PostgreSQL, whose number therefore stays."""
     harness = _on_postgres(request)
     database, waiting = Database(harness.database), 0
@@ -381,7 +457,9 @@ def test_servers_of_all_versions_create_the_tables_one_at_a_time(request: pytest
         thread = threading.Thread(target=database.read, args=(select(lines),))
         thread.start()
         while thread.is_alive() and not waiting:
-            found = connection.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted").fetchone()
+            found = connection.execute(
+                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            ).fetchone()
             assert found is not None
             (waiting,) = found
     thread.join()
@@ -394,7 +472,10 @@ def test_only_the_user_can_read_the_folder_of_the_database(tmp_path: Path) -> No
     before = os.umask(0)
     try:
         for _ in range(2):
-            with closing(Database(f"sqlite:///{tmp_path}/a/b/jobs.sqlite")) as database, database.writing():
+            with (
+                closing(Database(f"sqlite:///{tmp_path}/a/b/jobs.sqlite")) as database,
+                database.writing(),
+            ):
                 pass
     finally:
         os.umask(before)
@@ -409,7 +490,11 @@ def test_sqlite_has_one_writer_from_its_begin_and_readers_hold_it_up_in_no_way(
     with closing(Database(url)) as first, closing(Database(url)) as second:
         with first.writing(), first.stream_rows(select(lines)):
             pass
-        with first.writing(), pytest.raises(JobStoreError, match="database is locked"), second.writing():
+        with (
+            first.writing(),
+            pytest.raises(JobStoreError, match="database is locked"),
+            second.writing(),
+        ):
             pass
         with first.stream_rows(select(lines)), second.writing():
             pass
@@ -417,7 +502,10 @@ def test_sqlite_has_one_writer_from_its_begin_and_readers_hold_it_up_in_no_way(
 
 def test_what_sqlite_has_committed_survives_a_loss_of_power(tmp_path: Path) -> None:
     """And its log does not stay large."""
-    with closing(Database(f"sqlite:///{tmp_path}/jobs.sqlite")) as database, database.reading() as connection:
+    with (
+        closing(Database(f"sqlite:///{tmp_path}/jobs.sqlite")) as database,
+        database.reading() as connection,
+    ):
         found = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in _PRAGMAS]
     assert dict(zip(_PRAGMAS, found, strict=True)) == _PRAGMAS
 
@@ -442,11 +530,17 @@ def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
         assert sorted(line.line for line in results) == list(range(1, 41))
         assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
         ended = await service.get_stored(job.job_id)
-        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 40, 0)
+        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (
+            JobState.COMPLETED,
+            40,
+            0,
+        )
         assert ended.error_file is None
         assert ended.output_file is not None
         output = b"".join([piece async for piece in await service.content(ended.output_file)])
-        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(f"r{i}" for i in range(40))
+        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
+            f"r{i}" for i in range(40)
+        )
 
     asyncio.run(scenario())
 
@@ -454,7 +548,9 @@ def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
 def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
     async def scenario() -> None:
         service = harness.service()
-        made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
+        made = [
+            await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)
+        ]
         assert [file.num_bytes for file in made] == [1, 2, 3, 4]
         with pytest.raises(RequestError, match="larger"):
             await service.upload("x", "batch", iter([b"x" * 2**20, b"x"]))
@@ -462,7 +558,9 @@ def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
         await service.delete_file(largest.file_id)
         ids = [file.file_id for file in made]
         assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
-        assert [file.file_id for file in await service.list_files(2, ids[1], newest_first=False)] == ids[2:]
+        assert [
+            file.file_id for file in await service.list_files(2, ids[1], newest_first=False)
+        ] == ids[2:]
         assert [file.file_id for file in await service.list_files(9, ids[2])] == ids[1::-1]
         assert await service.list_files(9, purpose="batch_output") == []
         assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
@@ -498,7 +596,11 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(harness: BatchH
         assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
         assert _rows(service) == (1, 2)
         assert await service.list_files(9) == []
-        for removed in (service.get(done.job.job_id), service.get(bad.job_id), service.content(ended.output_file)):
+        for removed in (
+            service.get(done.job.job_id),
+            service.get(bad.job_id),
+            service.content(ended.output_file),
+        ):
             with pytest.raises(RequestError):
                 await removed
         keeping_all = harness.service()
@@ -507,7 +609,9 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(harness: BatchH
         async with harness.running(harness.runner()):
             assert len(await all_results(service, waiting.job_id)) == 2
         again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
-        assert (await service.submit_file(again.file_id, JobOptions(), "k")).job.job_id != done.job.job_id
+        assert (
+            await service.submit_file(again.file_id, JobOptions(), "k")
+        ).job.job_id != done.job.job_id
 
     asyncio.run(scenario())
 
@@ -540,7 +644,11 @@ def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
         return b"".join([piece async for piece in UrlReader(prefixes).read(url)])
 
     good, prefix = f"file://{allowed}/a.jsonl", f"file://{allowed}"
-    assert asyncio.run(read(good, prefix)) == asyncio.run(read(good, "memory://b/", f"file://{allowed}/../in/")) == b"hello"
+    assert (
+        asyncio.run(read(good, prefix))
+        == asyncio.run(read(good, "memory://b/", f"file://{allowed}/../in/"))
+        == b"hello"
+    )
     for url, prefixes in [
         (good, ()),
         (f"{allowed}/a.jsonl", (prefix,)),
@@ -585,32 +693,42 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         (f"sqlite:///{tmp_path}", "cannot be used now: unable to open database file"),
         ("postgresql://u:secret@/none?host=/nowhere", "cannot be used now: "),
     ):
-        with pytest.raises(JobStoreError, match=f"the jobs' database {reason}") as reported, Database(url).writing():
+        with (
+            pytest.raises(JobStoreError, match=f"the jobs' database {reason}") as reported,
+            Database(url).writing(),
+        ):
             pass
         assert "secret" not in str(reported.value)
 
 
 def test_an_error_of_the_database_shows_no_values(harness: BatchHarness) -> None:
     """They may be prompts, and errors are logged with those that they come from."""
-    value = " ".join(("a", "private", "prompt"))  # so that the lines of the traceback do not contain it
+    # so that the lines of the traceback do not contain it
+    value = " ".join(("a", "private", "prompt"))
     with (
         closing(Database(harness.database)) as database,
         pytest.raises((JobStoreError, SQLAlchemyError)) as raised,
         database.writing() as connection,
     ):
-        connection.execute(text("SELECT place FROM no_such_table WHERE place = :value"), {"value": value})
+        connection.execute(
+            text("SELECT place FROM no_such_table WHERE place = :value"), {"value": value}
+        )
     logged = "".join(traceback.format_exception(raised.value))
     assert "no_such_table" in logged
     assert value not in logged
 
 
-def test_a_connection_that_the_server_has_closed_while_it_was_idle_is_replaced(request: pytest.FixtureRequest) -> None:
+def test_a_connection_that_the_server_has_closed_while_it_was_idle_is_replaced(
+    request: pytest.FixtureRequest,
+) -> None:
     """As by a restart of PostgreSQL: the next call works."""
     harness = _on_postgres(request)
     service, job = _submitted(harness, 1)
     with psycopg.connect(harness.database, autocommit=True) as connection:
         others = "datname = current_database() AND pid != pg_backend_pid()"
-        closed = connection.execute(f"SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE {others}").fetchall()
+        closed = connection.execute(
+            f"SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE {others}"
+        ).fetchall()
         assert set(closed) == {(True,)}
     assert service._jobs.get(job.job_id).job.num_lines == 1
     harness.close()
@@ -621,7 +739,10 @@ def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.Fixtur
     harness = _on_postgres(request)
     service = harness.service()
     submissions = service._submissions
-    for call in (lambda: submissions.find_by_request_key("a\0"), lambda: submissions.create(JobOptions(), request_key="k" * 300)):
+    for call in (
+        lambda: submissions.find_by_request_key("a\0"),
+        lambda: submissions.create(JobOptions(), request_key="k" * 300),
+    ):
         with pytest.raises(RequestError, match="the database cannot hold"):
             call()
     assert _rows(service) == (0, 0)
@@ -629,7 +750,9 @@ def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.Fixtur
 
 
 def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
-    """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
+    """kill -9 at random moments while lines are unfinished; then every line once, in the results
+    and in the file.
+    """
     harness = new_batch_harness(tmp_path)
     service, job = _submitted(harness, 400)
     rng = random.Random(7)
@@ -637,11 +760,13 @@ def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     start.set_forkserver_preload(["jobs"])
     done_before = num_killed = 0
     while num_killed < 8:
-        later = harness.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
+        # the one that was killed holds the lease
+        later = harness.clock.now + 2 * LEASE_S * num_killed
         arguments = (harness.database, harness.storage, later, 400 // 8 - 1)
         process = start.Process(target=run_until_killed, args=arguments, daemon=True)
         process.start()
-        while service._jobs.get(job.job_id).job.num_done == done_before:  # it is at work, however slow the machine is
+        # it is at work, however slow the machine is
+        while service._jobs.get(job.job_id).job.num_done == done_before:
             assert process.is_alive(), f"it has ended by itself: {process.exitcode}"
             time.sleep(0.002)
         time.sleep(rng.random() / 50)

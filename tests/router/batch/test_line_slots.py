@@ -1,4 +1,6 @@
-"""Slots for lines: never more than there are, in turns by tenant, and none lost by a cancellation."""
+"""Slots for lines: never more than there are, in turns by tenant, and none lost by a
+cancellation.
+"""
 
 import asyncio
 from collections import Counter
@@ -16,7 +18,9 @@ async def _settle() -> None:
 
 
 async def _order(num_slots: int, waiting: str, first: str = "") -> str:
-    """Return the tenants (letters) in the order in which they get slots; those of ``first`` hold some. One is freed at a time."""
+    """Return the tenants (letters) in the order in which they get slots; those of ``first`` hold
+    some. One is freed at a time.
+    """
     slots = LineSlots(num_slots)
     held = [await slots.acquire(tenant) for tenant in first]
     order: list[str] = []
@@ -48,7 +52,9 @@ async def _order(num_slots: int, waiting: str, first: str = "") -> str:
         (3, "", "aaabbb", "aaabbb"),  # three are free when only a waits
     ],
 )
-def test_the_next_slot_is_for_whom_has_the_fewest(num_slots: int, first: str, waiting: str, order: str) -> None:
+def test_the_next_slot_is_for_whom_has_the_fewest(
+    num_slots: int, first: str, waiting: str, order: str
+) -> None:
     assert asyncio.run(_order(num_slots, waiting, first)) == order
 
 
@@ -61,7 +67,11 @@ class _Tenants:
         self.released: set[asyncio.Task[LineSlot]] = set()
 
     def holding(self) -> list["asyncio.Task[LineSlot]"]:
-        return [task for task in self.tasks if task.done() and not task.cancelled() and task not in self.released]
+        return [
+            task
+            for task in self.tasks
+            if task.done() and not task.cancelled() and task not in self.released
+        ]
 
     def waiting(self) -> list["asyncio.Task[LineSlot]"]:
         return [task for task in self.tasks if not task.done()]
@@ -84,9 +94,14 @@ class _Tenants:
 
 @given(
     st.integers(1, 4),
-    st.lists(st.tuples(st.sampled_from(["acquire", "cancel", "release", "settle"]), st.integers(0, 9)), max_size=60),
+    st.lists(
+        st.tuples(st.sampled_from(["acquire", "cancel", "release", "settle"]), st.integers(0, 9)),
+        max_size=60,
+    ),
 )
-def test_no_slot_is_lost_and_none_is_given_twice(num_slots: int, steps: list[tuple[str, int]]) -> None:
+def test_no_slot_is_lost_and_none_is_given_twice(
+    num_slots: int, steps: list[tuple[str, int]]
+) -> None:
     async def scenario() -> None:
         tenants = _Tenants(num_slots)
         for what, number in steps:

@@ -51,7 +51,9 @@ async def _wait_until_done(service: BatchService, *jobs: str) -> None:
             await asyncio.sleep(0)
 
 
-def test_large_jobs_that_end_together_hold_up_no_line(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_jobs_that_end_together_hold_up_no_line(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their files are not written before another job has run all of its lines."""
     real, go_on = StorageFile.write, threading.Event()
 
@@ -72,12 +74,16 @@ def test_large_jobs_that_end_together_hold_up_no_line(harness: BatchHarness, mon
             states = [(await service.get(job)).state for job in [*large, other]]
             assert states == [JobState.RUNNING] * (NUM_LARGE + 1), "no file was written"
             go_on.set()
-            assert [len(await all_results(service, job)) for job in [*large, other]] == [30] * NUM_LARGE + [600]
+            assert [len(await all_results(service, job)) for job in [*large, other]] == [
+                30
+            ] * NUM_LARGE + [600]
 
     asyncio.run(scenario())
 
 
-def test_a_small_job_does_not_wait_for_the_files_of_large_ones(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_job_does_not_wait_for_the_files_of_large_ones(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ask for the thread before its first page is written; then each has a page in turn."""
     monkeypatch.setattr(outcomes, "RESULTS_AT_ONCE", 1)
     real, go_on, log = _ResultFiles.write_page, threading.Event(), list[tuple[str, bool]]()
@@ -94,7 +100,7 @@ def test_a_small_job_does_not_wait_for_the_files_of_large_ones(harness: BatchHar
         service, runner, asked = harness.service(), harness.runner(), set[object]()
         run = runner._file_thread.run
 
-        async def counted(call: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        async def counted(call: Any, *arguments: Any) -> Any:
             asked.add(call.__self__)
             if len(asked) == NUM_LARGE + 1:
                 go_on.set()
@@ -114,7 +120,9 @@ def test_a_small_job_does_not_wait_for_the_files_of_large_ones(harness: BatchHar
 
 
 def test_pages_make_whole_files(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers in one, errors in the other, in order; and the store that fails between pages leaves nothing of an attempt."""
+    """Answers in one, errors in the other, in order; and the store that fails between pages leaves
+    nothing of an attempt.
+    """
     monkeypatch.setattr(outcomes, "RESULTS_AT_ONCE", 3)
     real, num_failed = StorageFile.write, 0
 
@@ -152,10 +160,19 @@ def test_pages_make_whole_files(harness: BatchHarness, monkeypatch: pytest.Monke
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("num_lines", "size", "pages"), [(1001, 2, [1000, 1, 0]), (9, 2**20, [8, 1, 0])])
-def test_a_page_has_1000_results_or_8_mebibytes(harness: BatchHarness, num_lines: int, size: int, pages: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_lines", "size", "pages"), [(1001, 2, [1000, 1, 0]), (9, 2**20, [8, 1, 0])]
+)
+def test_a_page_has_1000_results_or_8_mebibytes(
+    harness: BatchHarness, num_lines: int, size: int, pages: list[int]
+) -> None:
     async def scenario() -> None:
-        service, claims, threads, read = harness.service(), harness.claims(), JobThreadPool(1), list[int]()
+        service, claims, threads, read = (
+            harness.service(),
+            harness.claims(),
+            JobThreadPool(1),
+            list[int](),
+        )
         await _submit(service, requests(num_lines))
         (claim,) = claims.claim(1)
         body = json.dumps("x" * (size - 2))
@@ -169,7 +186,9 @@ def test_a_page_has_1000_results_or_8_mebibytes(harness: BatchHarness, num_lines
 
         claims.results = results  # type: ignore[method-assign]
         storage = JobStorage(harness.storage)
-        output, errors = await outcomes.write_result_files(claims, storage, claim, asyncio.sleep, threads)
+        output, errors = await outcomes.write_result_files(
+            claims, storage, claim, asyncio.sleep, threads
+        )
         threads.close()
         assert (output is None, errors) == (False, None)
         assert read == pages
@@ -181,7 +200,12 @@ def test_500_outcomes_are_written_at_once(harness: BatchHarness) -> None:
     """In one transaction, for which other writers wait."""
 
     async def scenario() -> None:
-        service, claims, threads, written = harness.service(), harness.claims(), JobThreadPool(1), list[int]()
+        service, claims, threads, written = (
+            harness.service(),
+            harness.claims(),
+            JobThreadPool(1),
+            list[int](),
+        )
         job = await _submit(service, requests(501))
         (claim,) = claims.claim(1)
         real = claims.finish
@@ -192,7 +216,10 @@ def test_500_outcomes_are_written_at_once(harness: BatchHarness) -> None:
 
         claims.finish = finish  # type: ignore[method-assign]
         writer = OutcomeWriter(claims, asyncio.sleep, threads)
-        writes = [asyncio.ensure_future(writer.write(claim, Outcome(place, False, 200, "{}"))) for place in range(501)]
+        writes = [
+            asyncio.ensure_future(writer.write(claim, Outcome(place, False, 200, "{}")))
+            for place in range(501)
+        ]
         await asyncio.sleep(0)
         running = asyncio.create_task(writer.run())
         await asyncio.gather(*writes)
@@ -204,12 +231,18 @@ def test_500_outcomes_are_written_at_once(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_outcomes_of_several_jobs_that_are_ready_at_once_are_written_to_each(harness: BatchHarness) -> None:
+def test_outcomes_of_several_jobs_that_are_ready_at_once_are_written_to_each(
+    harness: BatchHarness,
+) -> None:
     async def scenario() -> None:
         service, claims, threads = harness.service(), harness.claims(), JobThreadPool(1)
         jobs = [await _submit(service, requests(2)) for _ in range(2)]
         writer, held = OutcomeWriter(claims, asyncio.sleep, threads), claims.claim(2)
-        outcomes = [(claim, Outcome(place, False, 200, json.dumps(claim.job_id))) for place in range(2) for claim in held]
+        outcomes = [
+            (claim, Outcome(place, False, 200, json.dumps(claim.job_id)))
+            for place in range(2)
+            for claim in held
+        ]
         writes = [asyncio.ensure_future(writer.write(*each)) for each in outcomes]
         await asyncio.sleep(0)
         running = asyncio.create_task(writer.run())
@@ -223,8 +256,12 @@ def test_outcomes_of_several_jobs_that_are_ready_at_once_are_written_to_each(har
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("num_lines", "size", "pages"), [(501, 2, [500, 1, 0]), (5, 2**17, [2, 2, 1, 0])])
-def test_a_stream_holds_500_results_or_256_kibibytes(harness: BatchHarness, num_lines: int, size: int, pages: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_lines", "size", "pages"), [(501, 2, [500, 1, 0]), (5, 2**17, [2, 2, 1, 0])]
+)
+def test_a_stream_holds_500_results_or_256_kibibytes(
+    harness: BatchHarness, num_lines: int, size: int, pages: list[int]
+) -> None:
     """While its reader is slow."""
 
     async def scenario() -> None:
@@ -248,11 +285,18 @@ def test_a_stream_holds_500_results_or_256_kibibytes(harness: BatchHarness, num_
     asyncio.run(scenario())
 
 
-def test_a_stream_waits_only_when_there_are_no_results(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_waits_only_when_there_are_no_results(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time for half a second: it queries the database."""
 
     async def scenario() -> None:
-        service, claims, slept, real = harness.service(), harness.claims(), list[float](), asyncio.sleep
+        service, claims, slept, real = (
+            harness.service(),
+            harness.claims(),
+            list[float](),
+            asyncio.sleep,
+        )
         service._poll_s = batch_service.POLL_INTERVAL_S
         job = await _submit(service, requests(2))
         (claim,) = claims.claim(1)
@@ -281,7 +325,9 @@ def test_a_file_that_is_withdrawn_takes_no_other_with_it(harness: BatchHarness) 
         claims.announce_file(claim, result)
         claims.withdraw_file(result)
         with service._database.reading() as connection:
-            assert connection.exec_driver_sql("SELECT file_id FROM tramontane_files").scalars().all() == [upload.file_id]
+            assert connection.exec_driver_sql(
+                "SELECT file_id FROM tramontane_files"
+            ).scalars().all() == [upload.file_id]
 
     asyncio.run(scenario())
 
@@ -290,13 +336,21 @@ def test_a_file_is_read_a_mebibyte_at_a_time(harness: BatchHarness) -> None:
     async def scenario() -> None:
         service = harness.service(limits=replace(LIMITS, max_bytes=2**22))
         file = await service.upload("in.jsonl", "batch", iter([b"x" * (2**21 + 1)]))
-        assert [len(piece) async for piece in await service.content(file.file_id)] == [2**20, 2**20, 1]
+        assert [len(piece) async for piece in await service.content(file.file_id)] == [
+            2**20,
+            2**20,
+            1,
+        ]
 
     asyncio.run(scenario())
 
 
-def test_a_local_file_that_is_complete_survives_a_loss_of_power(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its bytes are with the disk before anyone knows of them. A storage elsewhere has no disk here."""
+def test_a_local_file_that_is_complete_survives_a_loss_of_power(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its bytes are with the disk before anyone knows of them. A storage elsewhere has no
+    disk here.
+    """
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     assert JobStorage(harness.storage).write("batch/a", iter([b"x" * 3000, b"y"])) == 3001
@@ -309,14 +363,18 @@ def test_results_are_no_input_of_another_job(harness: BatchHarness) -> None:
     async def scenario() -> None:
         service = harness.service()
         output = await service.upload("out.jsonl", "batch_output", iter([requests(1)]))
-        with pytest.raises(JobRefusedError, match=f"{output.file_id} was not uploaded with purpose batch"):
+        with pytest.raises(
+            JobRefusedError, match=f"{output.file_id} was not uploaded with purpose batch"
+        ):
             await service.submit_file(output.file_id, JobOptions())
         assert await service.list(9) == []
 
     asyncio.run(scenario())
 
 
-def test_a_runner_that_stops_does_not_finish_a_file_first(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_stops_does_not_finish_a_file_first(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends after the page at hand, and what it has written is deleted."""
     monkeypatch.setattr(outcomes, "RESULTS_AT_ONCE", 1)
     real, num_pages = _ResultFiles.write_page, 0

@@ -1,4 +1,6 @@
-"""Threads for the storage and URLs: one tenant cannot have all, what hangs counts, and prompts never wait for them."""
+"""Threads for the storage and URLs: one tenant cannot have all, what hangs counts, and prompts
+never wait for them.
+"""
 
 import asyncio
 import gc
@@ -68,7 +70,9 @@ async def _read(threads: StorageThreads, tenant: str, pieces: Pieces) -> bytes:
 def test_a_tenant_has_some_of_the_threads_only(gate: Gate) -> None:
     async def scenario() -> None:
         threads = StorageThreads(5, 2)
-        own = [asyncio.create_task(_read(threads, "own", HangingFile(gate).pieces())) for _ in range(9)]
+        own = [
+            asyncio.create_task(_read(threads, "own", HangingFile(gate).pieces())) for _ in range(9)
+        ]
         await gate.until(2)
         assert await threads.run("other", lambda: "done") == "done"
         assert gate.num_waiting == 2
@@ -119,7 +123,9 @@ def test_a_file_is_closed_wherever_its_reader_stops(gate: Gate) -> None:
 
 
 def test_the_limit_is_of_a_whole_file_and_not_of_each_piece() -> None:
-    """Each of six pieces takes 10 s of the 25 s that the file may take, by a clock that only the pieces move."""
+    """Each of six pieces takes 10 s of the 25 s that the file may take, by a clock that only the
+    pieces move.
+    """
     passed_s = [0.0]
 
     def pieces() -> Pieces:
@@ -155,7 +161,9 @@ def test_all_the_waiting_for_a_file_is_bounded(gate: Gate) -> None:
 
 
 def test_time_that_a_reader_takes_for_itself_does_not_count() -> None:
-    """The clock of this loop jumps while a piece is used; the time between two pieces is what counts."""
+    """The clock of this loop jumps while a piece is used; the time between two pieces is what
+    counts.
+    """
 
     class Clock(asyncio.SelectorEventLoop):
         jump = 0.0
@@ -223,9 +231,16 @@ def test_prompts_do_not_wait_for_slow_urls(gate: Gate) -> None:
 
     async def scenario() -> None:
         reader = UrlReader(["hanging://in"])
-        reads = [asyncio.create_task(read(reader, str(number % 16))) for number in range(NUM_HANGING)]
+        reads = [
+            asyncio.create_task(read(reader, str(number % 16))) for number in range(NUM_HANGING)
+        ]
         await gate.until(32)
-        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S) == "tokens"
+        assert (
+            await asyncio.wait_for(
+                offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S
+            )
+            == "tokens"
+        )
         assert gate.num_waiting == 32
         assert all(name.startswith("storage") for name in gate.names)
         gate.open.set()
@@ -242,12 +257,20 @@ def test_prompts_and_other_keys_do_not_wait_for_slow_storage(gate: Gate, tmp_pat
     async def scenario() -> None:
         shared = harness.service()
         own, other = shared.for_tenant("own"), shared.for_tenant("other")
-        files = [await service.upload("in.jsonl", "batch", iter([requests(1)])) for service in (own, other)]
+        files = [
+            await service.upload("in.jsonl", "batch", iter([requests(1)]))
+            for service in (own, other)
+        ]
         reads = [asyncio.create_task(own.content(files[0].file_id)) for _ in range(NUM_HANGING)]
         await gate.until(4)
         reads.append(asyncio.create_task(other.content(files[1].file_id)))
         await gate.until(5)
-        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S) == "tokens"
+        assert (
+            await asyncio.wait_for(
+                offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S
+            )
+            == "tokens"
+        )
         assert gate.num_waiting == 5
         gate.open.set()
         for pieces in await asyncio.gather(*reads):

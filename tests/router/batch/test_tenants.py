@@ -1,4 +1,6 @@
-"""Tenants of batch jobs: what belongs to one is not there for another, bounds count by tenant, and they take turns."""
+"""Tenants of batch jobs: what belongs to one is not there for another, bounds count by tenant, and
+they take turns.
+"""
 
 import asyncio
 import threading
@@ -71,7 +73,10 @@ def test_what_belongs_to_another_tenant_is_not_there(harness: BatchHarness) -> N
                 pass
         ended = await own.get_stored(job)
         assert ended.job.state == JobState.COMPLETED, "another key has not cancelled it"
-        assert {each.file_id for each in await own.list_files(9)} == {file.file_id, ended.output_file}
+        assert {each.file_id for each in await own.list_files(9)} == {
+            file.file_id,
+            ended.output_file,
+        }
         assert ended.output_file is not None
         for other_key in (other, keyless):
             with pytest.raises(UnknownFileError):
@@ -85,7 +90,9 @@ def test_tenants_may_use_the_same_request_key(harness: BatchHarness) -> None:
         keyless = harness.service()
         services = [keyless, keyless.for_tenant("own"), keyless.for_tenant("other")]
         begun = services[1]._submissions.create(JobOptions(), request_key="half")
-        made = {(await each.submit(pieces(GOOD), JobOptions(), "nightly-1")).job_id for each in services}
+        made = {
+            (await each.submit(pieces(GOOD), JobOptions(), "nightly-1")).job_id for each in services
+        }
         assert len(made) == 3
         await services[2].submit(pieces(GOOD), JobOptions(), "half")
         with pytest.raises(OverloadedError, match="being submitted"):
@@ -95,14 +102,18 @@ def test_tenants_may_use_the_same_request_key(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_a_used_request_key_with_other_lines_or_another_url_is_refused(harness: BatchHarness, tmp_path: Path) -> None:
+def test_a_used_request_key_with_other_lines_or_another_url_is_refused(
+    harness: BatchHarness, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(requests(2))
     (tmp_path / "b.jsonl").write_bytes(requests(2))
 
     async def scenario() -> None:
         service = harness.service(url_prefixes=(f"file://{tmp_path}",)).for_tenant("own")
         job = await service.submit(pieces(requests(300)), JobOptions(), "text")
-        assert await service.submit(pieces(requests(300), 100_000), JobOptions(), "text") == job, "however it is cut"
+        assert await service.submit(pieces(requests(300), 100_000), JobOptions(), "text") == job, (
+            "however it is cut"
+        )
         for other in (requests(299), requests(299) + request("r299", 300), b"", requests(301)):
             with pytest.raises(JobRefusedError, match="other lines"):
                 await service.submit(pieces(other), JobOptions(), "text")
@@ -130,7 +141,10 @@ def test_open_jobs_are_bounded_by_tenant(harness: BatchHarness) -> None:
         keyless = harness.service(limits=replace(LIMITS, max_open_jobs=3))
         own, other = keyless.for_tenant("own"), keyless.for_tenant("other")
         made = [await own.submit(pieces(GOOD), JobOptions()) for _ in range(3)]
-        with pytest.raises(OverloadedError, match=r"^3 of your batch jobs have not ended, and at most 3 may be open") as refused:
+        with pytest.raises(
+            OverloadedError,
+            match=r"^3 of your batch jobs have not ended, and at most 3 may be open",
+        ) as refused:
             await own.submit(pieces(GOOD), JobOptions())
         assert refused.value.retry_after_s == 30
         for service in (other, keyless):
@@ -151,7 +165,10 @@ def test_lines_of_open_jobs_are_bounded_by_tenant(harness: BatchHarness) -> None
         keyless = harness.service(limits=replace(LIMITS, max_open_lines=2500))
         own, other = keyless.for_tenant("own"), keyless.for_tenant("other")
         first = await own.submit(pieces(requests(1500)), JobOptions())
-        with pytest.raises(OverloadedError, match=r"have 2501 lines with this one, and at most 2500 may be open \(--jobs-max"):
+        with pytest.raises(
+            OverloadedError,
+            match=r"have 2501 lines with this one, and at most 2500 may be open \(--jobs-max",
+        ):
             await own.submit(pieces(requests(1001)), JobOptions())
         assert [job.job_id for job in await own.list(9)] == [first.job_id], "nothing is left of it"
         await own.submit(pieces(requests(1000)), JobOptions())
@@ -177,7 +194,10 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         full = await own.upload("in", "batch", iter([b"x" * 10_000]))
         await own.delete_file(full.file_id)
         file = await own.upload("in", "batch", iter([b"x" * 6000]))
-        with pytest.raises(QuotaExceededError, match=r"would hold 10\.7 KiB with this one, and at most 9\.77 KiB may be stored"):
+        with pytest.raises(
+            QuotaExceededError,
+            match=r"would hold 10\.7 KiB with this one, and at most 9\.77 KiB may be stored",
+        ):
             await own.upload("in", "batch", iter([b"x" * 2500] * 2))
         assert len(await own.list_files(9)) == 1
         assert own._quota.usage().num_bytes == 6000, "nothing is left of it"
@@ -193,7 +213,9 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         assert num_bytes == 6000 + len(text) - 2, "without line ends"
         await other.upload("in", "batch", iter([b"x" * 9000]))
 
-        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        async def answer(
+            _endpoint: str, _body: dict[str, Any], _tenant: str = ""
+        ) -> dict[str, Any]:
             return {"said": "y" * 10_000}
 
         async with harness.running(harness.runner(answer)):
@@ -203,7 +225,10 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         (output,) = await own.list_files(9, purpose="batch_output")
         results = 2 * len('{"said": ""}') + 20_000
         assert own._quota.usage().num_bytes == num_bytes + results + output.num_bytes
-        for call in (own.submit(pieces(GOOD), JobOptions()), own.upload("in", "batch", iter([b"x"]))):
+        for call in (
+            own.submit(pieces(GOOD), JobOptions()),
+            own.upload("in", "batch", iter([b"x"])),
+        ):
             with pytest.raises(QuotaExceededError):
                 await call
         for each in (file, output):
@@ -219,7 +244,9 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_uploads_at_the_same_time_are_counted_while_they_grow(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_at_the_same_time_are_counted_while_they_grow(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_files, "RECORD_BYTES", 1000)
     service = harness.service(limits=replace(LIMITS, max_stored_bytes=10_000)).for_tenant("own")
     read = [0, 0]
@@ -250,8 +277,14 @@ def test_the_size_of_an_upload_is_recorded_every_64_mebibytes(
             return 2**22
 
     recorded: list[int] = []
-    monkeypatch.setattr(batch_files.FileStore, "_record_size", lambda _files, _record, num_bytes: recorded.append(num_bytes))
-    service = sqlite_harness.service(limits=replace(LIMITS, max_bytes=2**30, max_stored_bytes=2**30))
+    monkeypatch.setattr(
+        batch_files.FileStore,
+        "_record_size",
+        lambda _files, _record, num_bytes: recorded.append(num_bytes),
+    )
+    service = sqlite_harness.service(
+        limits=replace(LIMITS, max_bytes=2**30, max_stored_bytes=2**30)
+    )
     service._files.write("large", "batch", iter([Large()] * 40))
     assert recorded == [2**26, 2**27, 40 * 2**22], "and when it is complete"
 
@@ -286,7 +319,9 @@ def test_an_upload_that_has_not_grown_for_a_day_is_deleted(sqlite_harness: Batch
 
     def count() -> int:
         with service._database.reading() as connection:
-            return int(connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar_one())
+            return int(
+                connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar_one()
+            )
 
     with pytest.raises(UnknownFileError):
         files.write("incomplete", "batch", part())
@@ -303,7 +338,10 @@ def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> Non
     async def scenario() -> None:
         keyless = sqlite_harness.service()
         own, other = keyless.for_tenant("own"), keyless.for_tenant("other")
-        uploads = [asyncio.create_task(own.upload("in", "batch", endless())) for _ in range(2 * batch_service.THREADS)]
+        uploads = [
+            asyncio.create_task(own.upload("in", "batch", endless()))
+            for _ in range(2 * batch_service.THREADS)
+        ]
         try:
             await asyncio.sleep(0)
             async with asyncio.timeout(20):
@@ -316,7 +354,9 @@ def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> Non
     asyncio.run(scenario())
 
 
-def test_streams_of_a_tenant_leave_room_for_others(sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_a_tenant_leave_room_for_others(
+    sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One may have half of what the others leave of eight."""
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 8)
 
@@ -324,18 +364,25 @@ def test_streams_of_a_tenant_leave_room_for_others(sqlite_harness: BatchHarness,
         keyless = sqlite_harness.service()
         jobs = {}
         for tenant in ("one", "two", "three", "four"):
-            jobs[tenant] = (await keyless.for_tenant(tenant).submit(pieces(GOOD), JobOptions())).job_id
+            jobs[tenant] = (
+                await keyless.for_tenant(tenant).submit(pieces(GOOD), JobOptions())
+            ).job_id
 
         async def open_streams(tenant: str, most: int) -> list[Any]:
             service = keyless.for_tenant(tenant)  # another object for every request
             opened = [service.watch(jobs[tenant]) for _ in range(most)]
             for stream in opened:
                 await anext(stream)
-            with pytest.raises(OverloadedError, match=f"^{most} of your streams of batch jobs are open"):
+            with pytest.raises(
+                OverloadedError, match=f"^{most} of your streams of batch jobs are open"
+            ):
                 await anext(keyless.for_tenant(tenant).watch(jobs[tenant]))
             return opened
 
-        opened = [await open_streams(*each) for each in (("one", 4), ("two", 2), ("three", 1), ("four", 1))]
+        opened = [
+            await open_streams(*each)
+            for each in (("one", 4), ("two", 2), ("three", 1), ("four", 1))
+        ]
         for stream in opened[0]:
             await stream.aclose()
         await open_streams("one", 2)
@@ -349,7 +396,10 @@ def test_streams_of_a_tenant_leave_room_for_others(sqlite_harness: BatchHarness,
 def _submit_jobs(service: BatchService, tenant: str, count: int, num_lines: int = 1) -> list[str]:
     async def submitted() -> list[str]:
         own = service.for_tenant(tenant)
-        return [(await own.submit(pieces(requests(num_lines)), JobOptions())).job_id for _ in range(count)]
+        return [
+            (await own.submit(pieces(requests(num_lines)), JobOptions())).job_id
+            for _ in range(count)
+        ]
 
     return asyncio.run(submitted())
 
@@ -369,11 +419,15 @@ def test_a_runner_claims_by_tenant_and_not_by_age_alone(harness: BatchHarness) -
     for tenant in range(20):
         _submit_jobs(service, f"t{tenant}", 2)
     held += claims.claim(8, [claim.number for claim in held])
-    assert [claim.tenant for claim in held[9:]] == [f"t{tenant}" for tenant in range(20)], "each has one at least"
+    assert [claim.tenant for claim in held[9:]] == [f"t{tenant}" for tenant in range(20)], (
+        "each has one at least"
+    )
     running = [claim.number for claim in held if claim.tenant == "first"][:2]
     others = harness.claims()
     others.clock = lambda: harness.clock.now + 1000
-    assert {claim.tenant for claim in others.claim(8, running)} == {claim.tenant for claim in held} - {"first"}
+    assert {claim.tenant for claim in others.claim(8, running)} == {
+        claim.tenant for claim in held
+    } - {"first"}
 
 
 def test_a_tenant_alone_has_all_places(harness: BatchHarness) -> None:
@@ -386,7 +440,9 @@ def test_a_tenant_alone_has_all_places(harness: BatchHarness) -> None:
     assert [claim.job_id for claim in held] == made[1:5]
 
 
-def test_a_runner_claims_64_jobs_at_once(sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_claims_64_jobs_at_once(
+    sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And more when some of these have ended."""
     made = _submit_jobs(sqlite_harness.service(limits=replace(LIMITS, max_open_jobs=66)), "own", 66)
     claims, held = sqlite_harness.claims(), list[list[str]]()
@@ -416,7 +472,9 @@ def test_a_runner_claims_64_jobs_at_once(sqlite_harness: BatchHarness, monkeypat
 def test_lines_of_a_tenant_do_not_wait_for_the_many_jobs_of_another(
     sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, concurrency: int
 ) -> None:
-    """One has more open jobs than a runner takes at once; of the lines that begin every second one is the other tenant's."""
+    """One has more open jobs than a runner takes at once; of the lines that begin every second one
+    is the other tenant's.
+    """
     monkeypatch.setattr(batch_runner, "MAX_JOBS", 10)
     service, begun = sqlite_harness.service(), list[str]()
     _submit_jobs(service, "many", 18, num_lines=20)
@@ -428,7 +486,9 @@ def test_lines_of_a_tenant_do_not_wait_for_the_many_jobs_of_another(
 
     async def scenario() -> None:
         few = service.for_tenant("few")
-        job = await few.submit(pieces(b"".join(request(f"f{i}", "few") for i in range(40))), JobOptions())
+        job = await few.submit(
+            pieces(b"".join(request(f"f{i}", "few") for i in range(40))), JobOptions()
+        )
         async with sqlite_harness.running(sqlite_harness.runner(answer, concurrency)):
             assert len(await all_results(few, job.job_id)) == 40
 

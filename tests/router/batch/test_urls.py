@@ -1,4 +1,6 @@
-"""URLs that clients submit: what is read is below an allowed prefix, wherever links and redirects lead in the end."""
+"""URLs that clients submit: what is read is below an allowed prefix, wherever links and redirects
+lead in the end.
+"""
 
 import asyncio
 import os
@@ -58,7 +60,10 @@ def folders(tmp_path: Path) -> Folders:
 
 def test_each_of_several_folders_may_be_read(folders: Folders) -> None:
     prefixes = [folders.prefix, f"file://{folders.outside}"]
-    assert [asyncio.run(_read(f"{prefix}/sub/a", *prefixes)) for prefix in prefixes] == [b"hello", SECRET]
+    assert [asyncio.run(_read(f"{prefix}/sub/a", *prefixes)) for prefix in prefixes] == [
+        b"hello",
+        SECRET,
+    ]
 
 
 def _swap_file(folders: Folders) -> None:
@@ -95,20 +100,27 @@ def test_a_link_that_appears_after_the_check_leads_nowhere(
         asyncio.run(_read(f"{prefix}/sub/a", prefix))
 
 
-@pytest.mark.parametrize("prefix", ["", "/data/in", "file:/data/in", "://data/in", "nonsense://data/in"])
+@pytest.mark.parametrize(
+    "prefix", ["", "/data/in", "file:/data/in", "://data/in", "nonsense://data/in"]
+)
 def test_a_prefix_is_a_url_with_a_scheme_that_is_known(prefix: str) -> None:
     with pytest.raises(ConfigError, match="prefix of URLs"):
         UrlReader(["file:///data/in", prefix])
 
 
-@pytest.mark.parametrize("prefix", ["ftp://127.0.0.1:1/x", "ftp://no-such-host.invalid/x", "zip://x"])
+@pytest.mark.parametrize(
+    "prefix", ["ftp://127.0.0.1:1/x", "ftp://no-such-host.invalid/x", "zip://x"]
+)
 def test_a_prefix_or_a_storage_that_cannot_be_used_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     """Some file systems connect, or open a file, as soon as they are made."""
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path)
-    for make, name in ((lambda: UrlReader([prefix]), "jobs_url_prefixes"), (lambda: JobStorage(prefix), "jobs_storage")):
+    for make, name in (
+        (lambda: UrlReader([prefix]), "jobs_url_prefixes"),
+        (lambda: JobStorage(prefix), "jobs_storage"),
+    ):
         with pytest.raises(ConfigError) as refused:
             make()
         assert f"({name}) is {prefix!r}, which cannot be used: " in str(refused.value)
@@ -139,7 +151,9 @@ def test_what_is_no_file_is_refused_and_not_waited_for(folders: Folders) -> None
 
 @dataclass
 class Site:
-    """A server whose pages are texts, or redirects if they begin with an arrow. It has two names, ``HOST`` and ``OTHER``."""
+    """A server whose pages are texts, or redirects if they begin with an arrow. It has two names,
+    ``HOST`` and ``OTHER``.
+    """
 
     pages: dict[str, str]
     asked: list[str] = field(default_factory=list)  # METHOD PATH
@@ -196,7 +210,12 @@ def site() -> Iterator[Site]:
             self.send_header("content-encoding", site.encoding)
             if target := text.removeprefix("->").strip() if is_redirect else "":
                 port = site.url.rpartition(":")[2]
-                self.send_header("location", target.replace("HOST", f"127.0.0.1:{port}").replace("OTHER", f"localhost:{port}"))
+                self.send_header(
+                    "location",
+                    target.replace("HOST", f"127.0.0.1:{port}").replace(
+                        "OTHER", f"localhost:{port}"
+                    ),
+                )
             body = b"redirected" if is_redirect else text.encode()
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -220,7 +239,20 @@ def test_a_redirect_to_an_allowed_url_is_followed(site: Site, page: str) -> None
 
 
 @pytest.mark.parametrize(
-    "page", ["out", "up", "sibling", "hidden", "late", "user", "other", "file", "nowhere", "changes", *HOSTILE_PAGES]
+    "page",
+    [
+        "out",
+        "up",
+        "sibling",
+        "hidden",
+        "late",
+        "user",
+        "other",
+        "file",
+        "nowhere",
+        "changes",
+        *HOSTILE_PAGES,
+    ],
 )
 def test_a_redirect_elsewhere_is_not_followed(site: Site, page: str) -> None:
     """Whether it comes when the file is looked up or when it is read."""
@@ -228,7 +260,9 @@ def test_a_redirect_elsewhere_is_not_followed(site: Site, page: str) -> None:
         asyncio.run(_read(f"{site.url}/in/{page}", f"{site.url}/in"))
     assert "not among the URLs" in str(refused.value)
     assert "secret" not in str(refused.value), "where it leads is not for the client"
-    assert {line.split(" ", 1)[1] for line in site.asked} <= {f"127.0.0.1 /in/{name}" for name in (page, "out")}
+    assert {line.split(" ", 1)[1] for line in site.asked} <= {
+        f"127.0.0.1 /in/{name}" for name in (page, "out")
+    }
 
 
 def test_a_page_of_another_allowed_host_may_be_led_to(site: Site) -> None:
@@ -242,8 +276,12 @@ def test_redirects_end(site: Site) -> None:
     assert len(site.asked) == 11
 
 
-@pytest.mark.parametrize(("status", "encoding", "words"), [(404, "identity", "404"), (200, "gzip", "compressed")])
-def test_an_error_of_a_server_comes_without_its_words(site: Site, status: int, encoding: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "encoding", "words"), [(404, "identity", "404"), (200, "gzip", "compressed")]
+)
+def test_an_error_of_a_server_comes_without_its_words(
+    site: Site, status: int, encoding: str, words: str
+) -> None:
     site.status, site.encoding = status, encoding
     with pytest.raises(JobRefusedError, match=words) as refused:
         asyncio.run(_read(f"{site.url}/in/a", f"{site.url}/in"))
@@ -322,17 +360,31 @@ def test_a_url_is_compared_as_it_was_parsed(site: Site, tail: str) -> None:
 
 
 def test_the_port_of_a_scheme_may_be_named() -> None:
-    """So that a prefix with it covers URLs without it. No server is asked: there is none, and the prefix is not it."""
+    """So that a prefix with it covers URLs without it. No server is asked: there is none, and the
+    prefix is not it.
+    """
     covered = [
         urls._http_prefix(prefix).covers(urls._parse_http(url))
         for prefix in ("https://h/in", "https://h:443/in")
-        for url in ("https://h/in/a", "https://h:443/in/a", "HTTPS://H:443/in/a", "https://h:80/in/a", "http://h/in/a")
+        for url in (
+            "https://h/in/a",
+            "https://h:443/in/a",
+            "HTTPS://H:443/in/a",
+            "https://h:80/in/a",
+            "http://h/in/a",
+        )
     ]
     assert covered == [True, True, True, False, False] * 2
 
 
 @pytest.mark.parametrize(
-    "url", ["FILE://IN/sub/a", "file:IN/sub/a", "file://localhostIN/sub/a", "file://IN/%2e%2e/in-secret/sub/a"]
+    "url",
+    [
+        "FILE://IN/sub/a",
+        "file:IN/sub/a",
+        "file://localhostIN/sub/a",
+        "file://IN/%2e%2e/in-secret/sub/a",
+    ],
 )
 def test_other_spellings_of_files_are_not_read(folders: Folders, url: str) -> None:
     with pytest.raises(JobRefusedError):
@@ -340,7 +392,13 @@ def test_other_spellings_of_files_are_not_read(folders: Folders, url: str) -> No
 
 
 @pytest.mark.parametrize(
-    "url", ["memory://in/%2e%2e/secret", "memory://in/.\t./secret", "MEMORY://in/a", "memory:///in/../secret"]
+    "url",
+    [
+        "memory://in/%2e%2e/secret",
+        "memory://in/.\t./secret",
+        "MEMORY://in/a",
+        "memory:///in/../secret",
+    ],
 )
 def test_a_store_is_asked_for_what_is_below_the_prefix(url: str) -> None:
     MemoryFileSystem().pipe({"/in/a": b"hello", "/secret": SECRET})
@@ -351,10 +409,19 @@ def test_a_store_is_asked_for_what_is_below_the_prefix(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "is_allowed"),
-    [("odd://in/a", True), ("odd://in/elsewhere", False), ("odd://in/a?version=/../secret", False), ("odd://in", False)],
+    [
+        ("odd://in/a", True),
+        ("odd://in/elsewhere", False),
+        ("odd://in/a?version=/../secret", False),
+        ("odd://in", False),
+    ],
 )
-def test_the_path_that_a_file_system_has_parsed_is_compared(monkeypatch: pytest.MonkeyPatch, url: str, is_allowed: bool) -> None:
-    """A file system may read a URL in a way of its own, as this one does: it puts one folder elsewhere."""
+def test_the_path_that_a_file_system_has_parsed_is_compared(
+    monkeypatch: pytest.MonkeyPatch, url: str, is_allowed: bool
+) -> None:
+    """A file system may read a URL in a way of its own, as this one does: it puts one folder
+    elsewhere.
+    """
 
     class Odd(MemoryFileSystem):
         protocol = "odd"
@@ -373,7 +440,8 @@ def test_the_path_that_a_file_system_has_parsed_is_compared(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "prefix", ["http://u@h/in", "http:///in", "http://h:x/in", "file:///d\u00e4ta", "http://h/\t", "c:///in"]
+    "prefix",
+    ["http://u@h/in", "http:///in", "http://h:x/in", "file:///d\u00e4ta", "http://h/\t", "c:///in"],
 )
 def test_a_prefix_of_no_url_is_refused(prefix: str) -> None:
     with pytest.raises(ConfigError, match="is a prefix of no URL"):
@@ -408,14 +476,23 @@ PARTS = (
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=8).map("".join), st.booleans())
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=8).map("".join),
+    st.booleans(),
+)
 def test_what_a_server_sees_lies_below_the_prefix(site: Site, tail: str, is_redirect: bool) -> None:
-    """However a server reads a path: it may decode it again and again, drop controls and parameters, and turn backslashes."""
+    """However a server reads a path: it may decode it again and again, drop controls and
+    parameters, and turn backslashes.
+    """
     site.asked.clear()
     url = f"{site.url}/in/{tail}"
     if is_redirect:
-        site.pages["/in/there"] = f"-> {url.translate(dict.fromkeys((10, 13))).encode().decode('latin-1')}"
+        site.pages["/in/there"] = (
+            f"-> {url.translate(dict.fromkeys((10, 13))).encode().decode('latin-1')}"
+        )
         url = f"{site.url}/in/there"
     with suppress(JobRefusedError):
         asyncio.run(_read(url, f"{site.url}/in"))
@@ -441,17 +518,24 @@ SECRET_LINES = [
 
 
 def test_errors_of_lines_repeat_nothing_that_was_read_from_a_url(tmp_path: Path) -> None:
-    """Not all that lies below a prefix was made for the client; of a text that it has sent itself they quote the fault."""
+    """Not all that lies below a prefix was made for the client; of a text that it has sent itself
+    they quote the fault.
+    """
     (tmp_path / "in").write_bytes(b"\n".join(SECRET_LINES))
 
     async def sent() -> AsyncIterator[bytes]:
         yield b"\n".join(SECRET_LINES)
 
     async def errors() -> list[str]:
-        with closing(new_batch_harness(tmp_path).service(url_prefixes=(f"file://{tmp_path}",))) as service:
+        with closing(
+            new_batch_harness(tmp_path).service(url_prefixes=(f"file://{tmp_path}",))
+        ) as service:
             of_url = await service.submit_url(f"file://{tmp_path}/in", JobOptions())
             of_text = await service.submit(sent(), JobOptions())
-            return [str([await all_results(service, job.job_id), job.error]) for job in (of_url, of_text)]
+            return [
+                str([await all_results(service, job.job_id), job.error])
+                for job in (of_url, of_text)
+            ]
 
     of_url, of_text = asyncio.run(errors())
     assert "SECRET" not in of_url

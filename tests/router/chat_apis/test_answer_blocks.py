@@ -1,4 +1,6 @@
-"""Blocks of answers: whatever way tokens arrive in, they are the same, and so are the items and messages of both APIs."""
+"""Blocks of answers: whatever way tokens arrive in, they are the same, and so are the items and
+messages of both APIs.
+"""
 
 import asyncio
 import itertools
@@ -13,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.chat_apis.block_answer import BlockAnswer
 from tramontane.router.chat_apis.blocks import Block, Blocks, Piece, Step
 from tramontane.router.chat_apis.messages_answer import MessagesAnswers, parse_input
@@ -34,9 +42,12 @@ FORMAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 CALLS = 5  # [TOOL_CALLS]
 
 TEXTS = st.text("ab", max_size=2)
-HEADS = st.builds(lambda id, arguments: CallDelta(0, arguments, id, "f"), st.sampled_from(["x", "y"]), TEXTS)
+HEADS = st.builds(
+    lambda id, arguments: CallDelta(0, arguments, id, "f"), st.sampled_from(["x", "y"]), TEXTS
+)
 PIECES = st.lists(
-    st.builds(Piece, TEXTS, TEXTS) | st.builds(lambda head, rest: Piece(calls=(head, CallDelta(0, rest))), HEADS, TEXTS),
+    st.builds(Piece, TEXTS, TEXTS)
+    | st.builds(lambda head, rest: Piece(calls=(head, CallDelta(0, rest))), HEADS, TEXTS),
     max_size=12,
 )
 
@@ -90,14 +101,19 @@ class BatchedSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         [spec] = specs
         ids = self._token_ids[: spec.sampling.max_tokens]
         start, sizes = len(spec.output_ids), [*self._sizes, *[1] * len(ids)]
         finish = FinishReason.LENGTH if len(ids) == spec.sampling.max_tokens else FinishReason.STOP
         for size in sizes:
             end = min(start + size, len(ids))
-            events = tuple(TokenEvent(0, ids[i], finish if i == len(ids) - 1 else None) for i in range(start, end))
+            events = tuple(
+                TokenEvent(0, ids[i], finish if i == len(ids) - 1 else None)
+                for i in range(start, end)
+            )
             if events:
                 yield RequestOutput(events, RequestTimings(0.0, 0.0, 0.0))
             start = end
@@ -108,7 +124,11 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 CALLED = '[{"name": "f", "arguments": {"in": "\u00e9t\u00e9"}}, {"name": "f", "arguments": {}}]'
-ANSWERS = {"text": _ids("Bon \u00e9t\u00e9 \U0001f642 STO"), "calls": (*_ids("Oui STO"), CALLS, *_ids(CALLED)), "nothing": (2,)}
+ANSWERS = {
+    "text": _ids("Bon \u00e9t\u00e9 \U0001f642 STO"),
+    "calls": (*_ids("Oui STO"), CALLS, *_ids(CALLED)),
+    "nothing": (2,),
+}
 STATE = partial(ResumeState, id="0" * 32, created=7, seed=1)
 
 
@@ -116,14 +136,31 @@ async def _prepared(api: str, state: ResumeState, max_tokens: int) -> BlockAnswe
     hello: dict[str, Any] = {"role": "user", "content": "Hello!"}
     if api == "responses":
         function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-        body: dict[str, Any] = {"input": [hello], "tools": [function], "max_output_tokens": max_tokens, "stream": True}
-        return await ResponsesAnswers.prepare(MODEL, FORMAT, parse_responses(json.dumps(body).encode()), 0.0, state)
+        body: dict[str, Any] = {
+            "input": [hello],
+            "tools": [function],
+            "max_output_tokens": max_tokens,
+            "stream": True,
+        }
+        return await ResponsesAnswers.prepare(
+            MODEL, FORMAT, parse_responses(json.dumps(body).encode()), 0.0, state
+        )
     tool = {"name": "f", "input_schema": {"type": "object"}}
-    body = {"messages": [hello], "tools": [tool], "max_tokens": max_tokens, "stop_sequences": ["STOP"], "stream": True}
-    return await MessagesAnswers.prepare(MODEL, FORMAT, parse_messages(json.dumps(body).encode()), 0.0, state)
+    body = {
+        "messages": [hello],
+        "tools": [tool],
+        "max_tokens": max_tokens,
+        "stop_sequences": ["STOP"],
+        "stream": True,
+    }
+    return await MessagesAnswers.prepare(
+        MODEL, FORMAT, parse_messages(json.dumps(body).encode()), 0.0, state
+    )
 
 
-async def _streamed(api: str, token_ids: Sequence[int], sizes: Sequence[int], dies_after: int, max_tokens: int) -> list[Event]:
+async def _streamed(
+    api: str, token_ids: Sequence[int], sizes: Sequence[int], dies_after: int, max_tokens: int
+) -> list[Event]:
     """Return the events of a stream whose first ingress dies after so many writes."""
     state, events = STATE(), list[Event]()
     for life in (dies_after, 1000):
@@ -153,7 +190,9 @@ def test_the_last_event_has_the_whole_answer_whatever_way_tokens_arrive(
 ) -> None:
     async def scenario() -> None:
         events = await _streamed(api, ANSWERS[name], sizes, dies_after, max_tokens)
-        whole = await (await _prepared(api, STATE(), max_tokens)).run(BatchedSource(ANSWERS[name], []))
+        whole = await (await _prepared(api, STATE(), max_tokens)).run(
+            BatchedSource(ANSWERS[name], [])
+        )
         if api == "responses":
             assert events[-1].data["response"] == whole
             numbers = [event.data["sequence_number"] for event in events]
@@ -161,15 +200,25 @@ def test_the_last_event_has_the_whole_answer_whatever_way_tokens_arrive(
             return
         texts: dict[int, str] = {}
         for event in events:
-            for kind, text in event.data.get("delta", {}).items() if event.name == "content_block_delta" else ():
-                texts[event.data["index"]] = texts.get(event.data["index"], "") + text * (kind != "type")
-        blocks = [event.data["content_block"] for event in events if event.name == "content_block_start"]
-        assert events[-2].data["delta"] == {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+            for kind, text in (
+                event.data.get("delta", {}).items() if event.name == "content_block_delta" else ()
+            ):
+                texts[event.data["index"]] = texts.get(event.data["index"], "") + text * (
+                    kind != "type"
+                )
+        blocks = [
+            event.data["content_block"] for event in events if event.name == "content_block_start"
+        ]
+        assert events[-2].data["delta"] == {
+            key: whole[key] for key in ("stop_reason", "stop_sequence")
+        }
         for index, block in enumerate(whole["content"]):
             assert block.keys() == blocks[index].keys()
             given_text = texts.get(index, "")
             assert block == blocks[index] | (
-                {"text": given_text} if block["type"] == "text" else {"input": json.loads(given_text)}
+                {"text": given_text}
+                if block["type"] == "text"
+                else {"input": json.loads(given_text)}
             )
 
     asyncio.run(scenario())
@@ -198,7 +247,9 @@ class WatchedSource(BatchedSource):
 
     is_open = False
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.is_open = True
         try:
             async with aclosing(super().generate(specs)) as outputs:
@@ -226,8 +277,12 @@ def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: 
 
 
 @given(PIECES, st.lists(st.integers(1, 4), max_size=12))
-def test_numbers_of_events_are_below_what_another_ingress_begins_with(pieces: list[Piece], sizes: list[int]) -> None:
-    """Every piece is of one token. Blocks of an ingress that continues are those of the same pieces."""
+def test_numbers_of_events_are_below_what_another_ingress_begins_with(
+    pieces: list[Piece], sizes: list[int]
+) -> None:
+    """Every piece is of one token. Blocks of an ingress that continues are those of the same
+    pieces.
+    """
     blocks, num_events, start = Blocks(), 2, 0
     for size in [*sizes, *[1] * len(pieces)]:
         for step in blocks.push(pieces[start : start + size]):
@@ -252,12 +307,21 @@ def test_numbers_of_events_are_below_what_another_ingress_begins_with(pieces: li
     ],
     ids=lambda value: f"{value!s:.20}",
 )
-def test_the_input_of_a_call_is_json_that_can_be_written_again(text: str, value: Any) -> None:  # noqa: ANN401
+def test_the_input_of_a_call_is_json_that_can_be_written_again(text: str, value: Any) -> None:
     assert parse_input(text) == value
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"Internal Server Error", b"[1]", b'{"error": 1}', b'{"error": {}}', b"\xff", b"[" * 10_000]
+    "body",
+    [
+        b"",
+        b"Internal Server Error",
+        b"[1]",
+        b'{"error": 1}',
+        b'{"error": {}}',
+        b"\xff",
+        b"[" * 10_000,
+    ],
 )
 def test_an_error_of_something_else_is_an_event_too(body: bytes) -> None:
     assert error_event(body, 7).data == {

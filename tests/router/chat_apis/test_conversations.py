@@ -1,4 +1,6 @@
-"""Conversations of both APIs as messages of a chat, in their order, with the client's place of each message."""
+"""Conversations of both APIs as messages of a chat, in their order, with the client's place of each
+message.
+"""
 
 import json
 from typing import Any
@@ -17,12 +19,31 @@ TEXT = {"type": "text", "text": "a"}
 
 
 def test_items_of_an_answer_are_one_message() -> None:
-    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
     said = {"type": "message", "role": "assistant", "content": "a"}
-    items = [{"role": "user", "content": "q"}, thought, said, CALL, CALL, RESULT, RESULT, thought, said, thought, CALL]
+    items = [
+        {"role": "user", "content": "q"},
+        thought,
+        said,
+        CALL,
+        CALL,
+        RESULT,
+        RESULT,
+        thought,
+        said,
+        thought,
+        CALL,
+    ]
     conversation = parse_responses(json.dumps({"input": items}).encode())
     messages = [message.message() for message in conversation.request.messages]
-    assert [(each.role, each.content, each.thoughts, len(each.tool_calls)) for each in messages] == [
+    assert [
+        (each.role, each.content, each.thoughts, len(each.tool_calls)) for each in messages
+    ] == [
         ("user", "q", "", 0),
         ("assistant", "a", "hm", 2),
         ("tool", "x", "", 0),
@@ -30,12 +51,27 @@ def test_items_of_an_answer_are_one_message() -> None:
         ("assistant", "a", "hm", 0),
         ("assistant", "", "hm", 1),
     ]
-    assert conversation.places == ("input[0]", "input[1]", "input[5]", "input[6]", "input[7]", "input[9]")
+    assert conversation.places == (
+        "input[0]",
+        "input[1]",
+        "input[5]",
+        "input[6]",
+        "input[7]",
+        "input[9]",
+    )
 
 
 def test_texts_and_results_of_a_user_keep_their_order() -> None:
-    result = {"type": "tool_result", "tool_use_id": "123456789", "content": [TEXT, TEXT], "is_error": True}
-    turns = [{"role": "assistant", "content": [TEXT, TEXT, USE]}, {"role": "user", "content": [TEXT, TEXT, result, TEXT]}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "123456789",
+        "content": [TEXT, TEXT],
+        "is_error": True,
+    }
+    turns = [
+        {"role": "assistant", "content": [TEXT, TEXT, USE]},
+        {"role": "user", "content": [TEXT, TEXT, result, TEXT]},
+    ]
     conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
     messages = [message.message() for message in conversation.request.messages]
     assert [(each.role, each.content) for each in messages] == [
@@ -49,14 +85,19 @@ def test_texts_and_results_of_a_user_keep_their_order() -> None:
 
 
 def test_a_result_may_have_the_name_of_its_function_and_no_content() -> None:
-    [call, named] = parse_responses(json.dumps({"input": [CALL, RESULT | {"name": "f"}]}).encode()).request.messages
+    [call, named] = parse_responses(
+        json.dumps({"input": [CALL, RESULT | {"name": "f"}]}).encode()
+    ).request.messages
     assert (call.message().name, named.message().name) == ("", "f")
-    turns = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]
+    turns = [
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+    ]
     conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
     assert conversation.request.messages[1].message().content == ""
 
 
-def _deep(depth: int) -> Any:  # noqa: ANN401
+def _deep(depth: int) -> Any:
     return {"a": _deep(depth - 1)} if depth else 1
 
 
@@ -70,7 +111,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("content", "parameter"), BAD)
-def test_blocks_that_no_format_has_are_refused(content: Any, parameter: str) -> None:  # noqa: ANN401
+def test_blocks_that_no_format_has_are_refused(content: Any, parameter: str) -> None:
     turns = [{"role": "assistant", "content": content}, {"role": "user", "content": "a"}]
     with pytest.raises(ParameterError) as refused:
         parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
@@ -78,12 +119,19 @@ def test_blocks_that_no_format_has_are_refused(content: Any, parameter: str) -> 
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 10**500])
-def test_numbers_that_cannot_be_written_are_refused_wherever_an_answer_may_repeat_them(number: float) -> None:
-    """Also where no grammar is made of them: in tools that are not to be called, and in a schema of an answer that is a call."""
+def test_numbers_that_cannot_be_written_are_refused_wherever_an_answer_may_repeat_them(
+    number: float,
+) -> None:
+    """Also where no grammar is made of them: in tools that are not to be called, and in a schema of
+    an answer that is a call.
+    """
     schema = {"type": "object", "maximum": number}
     function = {"type": "function", "name": "f", "parameters": schema}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    uncalled, called = {"tools": [function], "tool_choice": "none"}, {"tools": [function | {"parameters": {}}]}
+    uncalled, called = (
+        {"tools": [function], "tool_choice": "none"},
+        {"tools": [function | {"parameters": {}}]},
+    )
     for more, parameter in (
         (uncalled, "tools[0].parameters"),
         (called | {"tool_choice": "required", "text": form}, "text.format.schema"),
@@ -99,16 +147,26 @@ def test_calls_in_a_row_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("content", [None, []])
-def test_thoughts_of_nothing_are_no_conversation(content: Any) -> None:  # noqa: ANN401
+def test_thoughts_of_nothing_are_no_conversation(content: Any) -> None:
     with pytest.raises(ParameterError, match="no message"):
-        parse_responses(json.dumps({"input": [{"type": "reasoning", "summary": [], "content": content}]}).encode())
+        parse_responses(
+            json.dumps(
+                {"input": [{"type": "reasoning", "summary": [], "content": content}]}
+            ).encode()
+        )
 
 
 def test_an_error_names_the_place_of_the_client() -> None:
     conversation = parse_responses(
-        json.dumps({"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}).encode()
+        json.dumps(
+            {"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}
+        ).encode()
     )
-    renamed = conversation.renamed(ParameterError("look at messages[2], not messages[3]", "messages"))
+    renamed = conversation.renamed(
+        ParameterError("look at messages[2], not messages[3]", "messages")
+    )
     assert (str(renamed), renamed.parameter) == ("look at input[1], not messages[3]", "input")
-    named = conversation.renamed(ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters"))
+    named = conversation.renamed(
+        ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters")
+    )
     assert (str(named), named.parameter) == ("tools[1].parameters: no", "tools[1].parameters")

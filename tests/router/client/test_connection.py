@@ -1,4 +1,6 @@
-"""What the Python client says where no server can be reached: one line, with the cause and what to do."""
+"""What the Python client says where no server can be reached: one line, with the cause and what to
+do.
+"""
 
 import asyncio
 import socket
@@ -15,13 +17,30 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import ConfigError, ConnectionLostError, TramontaneError
 from tramontane.router.client.connection import DEFAULT_PORT, check_target
 
-WHAT_TO_DO = f"the gRPC API is at --grpc-port of tramontane serve ({DEFAULT_PORT} by default), not at its HTTP port"
+WHAT_TO_DO = (
+    f"the gRPC API is at --grpc-port of tramontane serve ({DEFAULT_PORT} by default), not at its"
+    " HTTP port"
+)
 NO_TARGETS = [
-    *("http://127.0.0.1:9000", "https://model.example.com/v1", "127.0.0.1", "localhost:", "localhost:http", ":9000", ""),
+    *(
+        "http://127.0.0.1:9000",
+        "https://model.example.com/v1",
+        "127.0.0.1",
+        "localhost:",
+        "localhost:http",
+        ":9000",
+        "",
+    ),
     *("127.0.0.1:65536", "127.0.0.1:0", "::1", "a host:9000", "user@host:9000"),
 ]
 TARGETS = [
-    *("127.0.0.1:9000", "localhost:1", "model.example.com:65535", "[::1]:9000", "[fe80::1%eth0]:9000"),
+    *(
+        "127.0.0.1:9000",
+        "localhost:1",
+        "model.example.com:65535",
+        "[::1]:9000",
+        "[fe80::1%eth0]:9000",
+    ),
     *("dns:///localhost:9000", "unix:/run/tramontane.sock", "ipv4:127.0.0.1:9000"),
 ]
 
@@ -29,7 +48,9 @@ TARGETS = [
 @pytest.fixture(scope="module")
 def http_port() -> Iterator[int]:
     """The port of a server that speaks HTTP/1 only, as a proxy of Ray Serve does."""
-    server = uvicorn.Server(uvicorn.Config(Starlette(), port=0, log_level="critical", lifespan="off", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(), port=0, log_level="critical", lifespan="off", ws="none")
+    )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     while not server.started:
@@ -57,7 +78,11 @@ def _errors(target: str) -> list[TramontaneError]:
 def test_an_address_other_than_host_and_port_is_refused_before_any_call(target: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Client(target)
-    assert str(refused.value) == f"the server's address is {target!r}; it must be host:port, without http://; {WHAT_TO_DO}"
+    assert (
+        str(refused.value)
+        == f"the server's address is {target!r}; it must be host:port, without http://;"
+        f" {WHAT_TO_DO}"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -68,7 +93,10 @@ def test_a_target_of_grpc_is_accepted(target: str) -> None:
 def test_the_http_port_is_named_as_the_wrong_one(http_port: int) -> None:
     for error in _errors(f"127.0.0.1:{http_port}"):
         assert isinstance(error, ConfigError)
-        assert str(error) == f"the server at 127.0.0.1:{http_port} speaks HTTP/1, not gRPC; {WHAT_TO_DO}"
+        assert (
+            str(error)
+            == f"the server at 127.0.0.1:{http_port} speaks HTTP/1, not gRPC; {WHAT_TO_DO}"
+        )
 
 
 def test_a_refused_connection_is_one_line_with_what_to_do() -> None:
@@ -77,7 +105,11 @@ def test_a_refused_connection_is_one_line_with_what_to_do() -> None:
         target = f"127.0.0.1:{unused.getsockname()[1]}"
         for error in _errors(target):
             assert isinstance(error, ConnectionLostError)
-            assert str(error) == f"no server can be reached at {target}: Connection refused; is one running there? {WHAT_TO_DO}"
+            assert (
+                str(error)
+                == f"no server can be reached at {target}: Connection refused; is one running"
+                f" there? {WHAT_TO_DO}"
+            )
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "clé"])

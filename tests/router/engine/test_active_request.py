@@ -1,11 +1,19 @@
-"""What waits for the next token of its sequence: values in order of positions, each once and without a gap; cached tokens."""
+"""What waits for the next token of its sequence: values in order of positions, each once and
+without a gap; cached tokens.
+"""
 
 import re
 
 import pytest
 
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.request import ExpertChoices, Logprobs, RequestOutput, SamplingParams, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    Logprobs,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+)
 from tramontane.router.engine.active_request import ActiveRequest, PositionBuffer
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -27,7 +35,9 @@ def test_positions_may_begin_anywhere_and_then_have_no_gap(num_missing: int) -> 
     with pytest.raises(AssertionError, match=GAP):
         held.add(_logprobs(7 + num_missing, 20))
     held.add(_logprobs(7, 8))
-    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_logprobs(4, 7), _logprobs(7, 8)), "what was refused is not held"
+    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_logprobs(4, 7), _logprobs(7, 8)), (
+        "what was refused is not held"
+    )
 
 
 def test_what_another_router_has_emitted_is_skipped_and_no_more() -> None:
@@ -46,11 +56,20 @@ def test_every_layer_has_positions_of_its_own() -> None:
     with pytest.raises(AssertionError, match=GAP):
         held.add(_experts(2, 4, 9), 2)
     held.add(_experts(2, 2, 4), 2)
-    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_experts(2, 0, 3), _experts(5, 6, 9), _experts(2, 3, 4))
+    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (
+        _experts(2, 0, 3),
+        _experts(5, 6, 9),
+        _experts(2, 3, 4),
+    )
 
 
-@pytest.mark.parametrize(("num_known", "expected"), [(8, (_logprobs(4, 7), _logprobs(7, 8))), (6, (_logprobs(4, 6),)), (4, ())])
-def test_what_follows_the_last_token_is_dropped(num_known: int, expected: tuple[Logprobs, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_known", "expected"),
+    [(8, (_logprobs(4, 7), _logprobs(7, 8))), (6, (_logprobs(4, 6),)), (4, ())],
+)
+def test_what_follows_the_last_token_is_dropped(
+    num_known: int, expected: tuple[Logprobs, ...]
+) -> None:
     """Drafts after the token that ends a sequence may be right, and have values."""
     held = PositionBuffer[Logprobs]()
     held.add(_logprobs(4, 7))
@@ -59,7 +78,9 @@ def test_what_follows_the_last_token_is_dropped(num_known: int, expected: tuple[
 
 
 class Delivered:
-    """A request, its sequences being numbered from 10 on, and how many cached tokens each of its outputs has."""
+    """A request, its sequences being numbered from 10 on, and how many cached tokens each of its
+    outputs has.
+    """
 
     def __init__(self, *sequences: tuple[tuple[int, ...], list[int]]) -> None:
         self.num_cached: list[int] = []

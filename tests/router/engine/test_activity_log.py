@@ -28,11 +28,18 @@ class Clock:
         return self.now
 
 
-def _batch(step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 2, busy_s: float = 0.5) -> tuple[Any, Any]:
+def _batch(
+    step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 2, busy_s: float = 0.5
+) -> tuple[Any, Any]:
     chunk = Chunk(9, 0, (1,) * prefill, ((),), None, needs_sample=True)
     seq_ids = tuple(range(decodes))
-    batch = MicroBatch(1, step, (chunk,) if prefill else (), (), DecodeColumns(seq_ids, seq_ids, seq_ids))
-    timings = tuple(StageTiming(stage, 990.0 + stage, busy_s, 7, elapsed_s=2 * busy_s) for stage in range(num_stages))
+    batch = MicroBatch(
+        1, step, (chunk,) if prefill else (), (), DecodeColumns(seq_ids, seq_ids, seq_ids)
+    )
+    timings = tuple(
+        StageTiming(stage, 990.0 + stage, busy_s, 7, elapsed_s=2 * busy_s)
+        for stage in range(num_stages)
+    )
     return batch, StepResult(1, step, (5,) * (decodes + bool(prefill)), timings)
 
 
@@ -46,7 +53,14 @@ def test_a_micro_batch_is_logged_as_it_was() -> None:
     log.record(*_batch(step=4))
     data = log.as_data(2)
     stages = [(0, 990.0, 0.5, 1.0), (1, 991.0, 0.5, 1.0)]
-    expected = {"number": 1, "step": 4, "epoch": 1, "prefill_tokens": 3, "decodes": 2, "stages": stages}
+    expected = {
+        "number": 1,
+        "step": 4,
+        "epoch": 1,
+        "prefill_tokens": 3,
+        "decodes": 2,
+        "stages": stages,
+    }
     assert [batch.model_dump() for batch in data["micro_batches"]] == [expected]
     assert data["last"] == 1
     assert data["first_token_s"] is data["inter_token_s"] is None
@@ -66,7 +80,9 @@ def test_repeated_queries_return_every_new_micro_batch_once() -> None:
     assert _numbers(log.as_data(2, after=0)) == [1, 2, 3]
 
 
-def test_a_response_is_bounded_and_the_next_continues_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_is_bounded_and_the_next_continues_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(activity_module, "MAX_RETURNED", 4)
     log = ActivityLog(Clock())
     for step in range(10):
@@ -80,7 +96,9 @@ def test_a_response_is_bounded_and_the_next_continues_there(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("num_stages", "num_kept"), [(0, 100), (1, 50), (3, 25)])
-def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_kept: int) -> None:
+def test_what_is_kept_is_bounded_by_stages(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, num_kept: int
+) -> None:
     monkeypatch.setattr(activity_module, "MAX_RECORDS", 100)
     log = ActivityLog(Clock())
     for step in range(200):
@@ -115,14 +133,20 @@ def test_shares_are_of_what_is_kept_where_that_is_less(monkeypatch: pytest.Monke
     assert log.as_data(1)["busy"] == [pytest.approx(4 * 0.25 / 1.5)]
 
 
-def _request(now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = ()) -> ActiveRequest:
+def _request(
+    now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = ()
+) -> ActiveRequest:
     sampling = SamplingParams(max_tokens=9)
-    sequences = [Sequence(i, (1, 2), sampling, 16, output_ids=list(output_ids)) for i in range(num_choices)]
+    sequences = [
+        Sequence(i, (1, 2), sampling, 16, output_ids=list(output_ids)) for i in range(num_choices)
+    ]
     return ActiveRequest(sequences, lambda _: None, now)
 
 
 def test_waits_for_tokens() -> None:
-    """Pauses of a request with several sequences are not attributed; a resumed request had its first token elsewhere."""
+    """Pauses of a request with several sequences are not attributed; a resumed request had its
+    first token elsewhere.
+    """
     clock = Clock()
     log = ActivityLog(clock)
     requests = [_request(0.0), _request(1.0, num_choices=2), _request(2.0, output_ids=(7,))]
@@ -137,17 +161,25 @@ def test_waits_for_tokens() -> None:
     assert log.as_data(0)["first_token_s"] is None, "of the last minute"
 
 
-@pytest.mark.parametrize(("num", "p50", "p95"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)])
+@pytest.mark.parametrize(
+    ("num", "p50", "p95"),
+    [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)],
+)
 def test_percentiles(num: int, p50: int, p95: int) -> None:
     log = ActivityLog(Clock())
-    log.record_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
+    log.record_tokens(
+        [SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)],
+        num + 1.0,
+    )  # type: ignore[misc]
     assert log.as_data(0)["inter_token_s"] == Percentiles(p50=p50, p95=p95)
 
 
 def test_the_router_notes_what_comes_back() -> None:
     async def scenario() -> None:
         scheduler = Scheduler(
-            CachePlan(16, (WindowClass(64, 5, 10),)), SchedulerLimits(8, 4, 256, 1000), FixedInFlightPolicy(3, 4)
+            CachePlan(16, (WindowClass(64, 5, 10),)),
+            SchedulerLimits(8, 4, 256, 1000),
+            FixedInFlightPolicy(3, 4),
         )
         log = ActivityLog()
         router = Router(scheduler, ScriptedChain(no_gate), activity=log)
@@ -158,7 +190,11 @@ def test_the_router_notes_what_comes_back() -> None:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        assert [(b.prefill_tokens, b.decodes) for b in data["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
+        assert [(b.prefill_tokens, b.decodes) for b in data["micro_batches"]] == [
+            (4, 0),
+            (4, 0),
+            (2, 0),
+        ] + [(0, 1)] * 3
         assert len(log._first_tokens) == 1
         assert len(log._later_tokens) == 3
         assert data["tokens_per_s"] > 0

@@ -1,4 +1,6 @@
-"""How many tokens of a prompt were cached, from the router to an ingress: in one output, once, whatever is lost or merged."""
+"""How many tokens of a prompt were cached, from the router to an ingress: in one output, once,
+whatever is lost or merged.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -30,8 +32,12 @@ PROMPT = tuple(range(100, 170))  # four pages and six tokens
 CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),))
 
 
-def _output(*seq_ids: int, num_cached: int = 0, finish: FinishReason | None = None) -> RequestOutput:
-    return RequestOutput(tuple(TokenEvent(seq_id, 7, finish) for seq_id in seq_ids), TIMES, num_cached=num_cached)
+def _output(
+    *seq_ids: int, num_cached: int = 0, finish: FinishReason | None = None
+) -> RequestOutput:
+    return RequestOutput(
+        tuple(TokenEvent(seq_id, 7, finish) for seq_id in seq_ids), TIMES, num_cached=num_cached
+    )
 
 
 def test_outputs_that_are_merged_have_the_sum() -> None:
@@ -60,10 +66,15 @@ def test_an_output_in_parts_has_its_cached_tokens_once() -> None:
     assert asyncio.run(scenario()).num_cached == 48
 
 
-@pytest.mark.parametrize("output", [_output(0), _output(0, num_cached=1), _output(0, 1, num_cached=2**20)])
+@pytest.mark.parametrize(
+    "output", [_output(0), _output(0, num_cached=1), _output(0, 1, num_cached=2**20)]
+)
 def test_outputs_keep_them_over_the_wire(output: RequestOutput) -> None:
     """Also those of one token, which have a short form."""
-    assert wire.decode_outputs(wire.encode_outputs([(5, output), (6, output)])) == [(5, output), (6, output)]
+    assert wire.decode_outputs(wire.encode_outputs([(5, output), (6, output)])) == [
+        (5, output),
+        (6, output),
+    ]
 
 
 def test_a_request_that_continues_elsewhere_keeps_them() -> None:
@@ -89,19 +100,29 @@ async def _num_cached(router: Router, specs: Sequence[SequenceRequest]) -> list[
     return [batch.num_cached async for batch in router.generate(specs)]
 
 
-def _spec(prompt: tuple[int, ...], tenant: str = "", output: tuple[int, ...] = ()) -> SequenceRequest:
-    return SequenceRequest(prompt, SamplingParams(max_tokens=4), output_ids=output, cache_salt=tenant)
+def _spec(
+    prompt: tuple[int, ...], tenant: str = "", output: tuple[int, ...] = ()
+) -> SequenceRequest:
+    return SequenceRequest(
+        prompt, SamplingParams(max_tokens=4), output_ids=output, cache_salt=tenant
+    )
 
 
 def test_a_router_reports_what_a_request_finds() -> None:
     async def scenario() -> None:
         async with _running(StatefulChain(no_gate)) as router:
-            assert sum(await _num_cached(router, [_spec(PROMPT)] * 2)) == 0, "one choice finds the other's"
+            assert sum(await _num_cached(router, [_spec(PROMPT)] * 2)) == 0, (
+                "one choice finds the other's"
+            )
             assert router.scheduler.allocator.num_hit == 64
             assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
             assert sum(await _num_cached(router, [_spec(PROMPT)] * 3)) == 64
-            assert sum(await _num_cached(router, [_spec(PROMPT), _spec((*PROMPT[:40], 1))])) == 64 + 32
-            assert sum(await _num_cached(router, [_spec(PROMPT, output=(7, 7))])) == 0, "another router has counted it"
+            assert (
+                sum(await _num_cached(router, [_spec(PROMPT), _spec((*PROMPT[:40], 1))])) == 64 + 32
+            )
+            assert sum(await _num_cached(router, [_spec(PROMPT, output=(7, 7))])) == 0, (
+                "another router has counted it"
+            )
 
     asyncio.run(scenario())
 
@@ -118,7 +139,9 @@ def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None
 
 
 def test_the_model_is_a_part_of_every_key() -> None:
-    """Also where tenants share: an ingress of other weights must not take this router's pages for its own."""
+    """Also where tenants share: an ingress of other weights must not take this router's pages for
+    its own.
+    """
     salts = [
         SchedulerLimits(8, 64, 256, 1000, shares_prefixes=shares, model=model).cache_salt(tenant)
         for model, shares, tenant in (
@@ -130,11 +153,16 @@ def test_the_model_is_a_part_of_every_key() -> None:
         )
     ]
     assert len(set(salts)) == 5
-    assert SchedulerLimits(8, 64, 256, 1000, shares_prefixes=True, model="m1").cache_salt("u") == salts[2]
+    assert (
+        SchedulerLimits(8, 64, 256, 1000, shares_prefixes=True, model="m1").cache_salt("u")
+        == salts[2]
+    )
 
 
 def test_a_failure_does_not_count_twice_what_was_cached() -> None:
-    """The pipeline fails before the first token: all is computed again, and the first start counts."""
+    """The pipeline fails before the first token: all is computed again, and the first start
+    counts.
+    """
 
     async def scenario() -> None:
         chain = StatefulChain(no_gate)
@@ -149,6 +177,8 @@ def test_a_failure_does_not_count_twice_what_was_cached() -> None:
             chain.gate = fail_once
             assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
             assert chain.num_failed == 1
-            assert router.scheduler.allocator.num_hit == 64, "after the failure there was nothing to find"
+            assert router.scheduler.allocator.num_hit == 64, (
+                "after the failure there was nothing to find"
+            )
 
     asyncio.run(scenario())

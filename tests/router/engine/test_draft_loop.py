@@ -20,14 +20,21 @@ class Port:
 
     def __init__(self, num_failures: int = 0) -> None:
         self.gate = asyncio.Event()
-        self.calls: list[tuple[list[int], list[int]]] = []  # sequences that asked, and those that had ended
+        # sequences that asked, and those that had ended
+        self.calls: list[tuple[list[int], list[int]]] = []
         self._num_failures = num_failures
 
-    async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+    async def draft(
+        self, requests: Sequence[DraftRequest], ended: Sequence[int]
+    ) -> list[tuple[int, ...] | None]:
         self.calls.append(([request.seq_id for request in requests], list(ended)))
         await self.gate.wait()
         if len(self.calls) <= self._num_failures:
-            raise PipelineError("the draft model does not answer") if len(self.calls) > 1 else KeyError("a defect")
+            raise (
+                PipelineError("the draft model does not answer")
+                if len(self.calls) > 1
+                else KeyError("a defect")
+            )
         return [(1,) * request.num_tokens for request in requests]
 
 
@@ -56,7 +63,9 @@ def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> N
         third.draft(4)
         while len(third.draft(4)) < 4:
             await asyncio.sleep(0)
-        assert port.calls == [([0], []), ([1, 2], []), ([2], [0])], "it never knew the one that ended before its first call"
+        assert port.calls == [([0], []), ([1, 2], []), ([2], [0])], (
+            "it never knew the one that ended before its first call"
+        )
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
@@ -64,7 +73,9 @@ def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> N
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_after_an_error_the_model_is_called_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_an_error_the_model_is_called_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
 
     async def scenario() -> None:
@@ -97,7 +108,9 @@ def test_an_answer_of_another_length_does_not_end_the_drafts(
     monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
 
     class Short(Port):
-        async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+        async def draft(
+            self, requests: Sequence[DraftRequest], ended: Sequence[int]
+        ) -> list[tuple[int, ...] | None]:
             answers = await super().draft(requests, ended)
             return answers if len(self.calls) > 1 else []
 

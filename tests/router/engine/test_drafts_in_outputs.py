@@ -1,4 +1,6 @@
-"""How many drafts were right, from the router to an ingress: each draft in one output, whatever is merged, split or lost."""
+"""How many drafts were right, from the router to an ingress: each draft in one output, whatever is
+merged, split or lost.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -34,16 +36,24 @@ CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),), 19)
 FOUR = SpeculativeConfig(4, 1, 3)
 
 
-def _output(*seq_ids: int, drafts: tuple[SequenceDrafts, ...] = (), finish: FinishReason | None = None) -> RequestOutput:
-    return RequestOutput(tuple(TokenEvent(seq_id, 7, finish) for seq_id in seq_ids), TIMES, drafts=drafts)
+def _output(
+    *seq_ids: int, drafts: tuple[SequenceDrafts, ...] = (), finish: FinishReason | None = None
+) -> RequestOutput:
+    return RequestOutput(
+        tuple(TokenEvent(seq_id, 7, finish) for seq_id in seq_ids), TIMES, drafts=drafts
+    )
 
 
 class Delivered:
-    """A request whose sequences are numbered from 10 on, and the drafts that each of its outputs has."""
+    """A request whose sequences are numbered from 10 on, and the drafts that each of its outputs
+    has.
+    """
 
     def __init__(self, num_sequences: int, *, counts_drafts: bool) -> None:
         self.drafts: list[tuple[SequenceDrafts, ...]] = []
-        self.live = [LiveSequence(10 + index, (5, 6), SamplingParams(), 99) for index in range(num_sequences)]
+        self.live = [
+            LiveSequence(10 + index, (5, 6), SamplingParams(), 99) for index in range(num_sequences)
+        ]
         self.request = ActiveRequest(self.live, self._sink, 0.0, counts_drafts=counts_drafts)
 
     def _sink(self, output: RequestOutput | TramontaneError) -> None:
@@ -66,7 +76,14 @@ def test_the_first_output_of_a_sequence_has_drafts_and_later_ones_what_is_new() 
     made.deliver(10, 10, 11, num_drafts=3, num_right=1)
     made.deliver(11)
     made.deliver(11, 10, num_drafts=1, num_right=1)
-    assert made.drafts == [((0, 0, 0),), ((0, 4, 0),), (), ((0, 3, 1), (1, 3, 1)), (), ((1, 1, 1), (0, 1, 1))]
+    assert made.drafts == [
+        ((0, 0, 0),),
+        ((0, 4, 0),),
+        (),
+        ((0, 3, 1), (1, 3, 1)),
+        (),
+        ((1, 1, 1), (0, 1, 1)),
+    ]
 
 
 def test_without_speculation_no_output_has_any() -> None:
@@ -79,7 +96,11 @@ def test_without_speculation_no_output_has_any() -> None:
 def test_outputs_that_are_merged_have_the_sums() -> None:
     async def scenario() -> None:
         queue = OutputQueue()
-        for output in (_output(0, drafts=((0, 4, 2),)), _output(1), _output(0, 1, drafts=((1, 3, 0), (0, 4, 4)))):
+        for output in (
+            _output(0, drafts=((0, 4, 2),)),
+            _output(1),
+            _output(0, 1, drafts=((1, 3, 0), (0, 4, 4))),
+        ):
             queue.put(output)
         assert (await queue.get()).drafts == ((0, 8, 6), (1, 3, 0))
         queue.put(_output(0))
@@ -113,14 +134,18 @@ def test_outputs_keep_them_over_the_wire(drafts: tuple[SequenceDrafts, ...]) -> 
 
 def test_a_request_that_continues_elsewhere_keeps_them() -> None:
     progress = ResumableRequest([SequenceRequest((5, 6), SamplingParams())] * 3)
-    assert progress.record(_output(1, drafts=((1, 4, 2),), finish=FinishReason.STOP)).drafts == ((1, 4, 2),)
+    assert progress.record(_output(1, drafts=((1, 4, 2),), finish=FinishReason.STOP)).drafts == (
+        (1, 4, 2),
+    )
     assert len(progress.remaining_specs()) == 2
     continued = progress.record(_output(1, drafts=((1, 3, 0), (0, 1, 1))))
     assert continued.drafts == ((2, 3, 0), (0, 1, 1))
 
 
 @asynccontextmanager
-async def _running(gate: Gate, speculative: SpeculativeConfig | None = FOUR) -> AsyncIterator[Router]:
+async def _running(
+    gate: Gate, speculative: SpeculativeConfig | None = FOUR
+) -> AsyncIterator[Router]:
     settings = SchedulerLimits(8, 64, 256, 1000, speculative=speculative)
     router = Router(Scheduler(CACHE, settings, FixedInFlightPolicy(2, 64)), VerifyingChain(gate))
     task = asyncio.create_task(router.run())
@@ -153,14 +178,19 @@ def test_a_router_reports_the_drafts_of_each_sequence(monkeypatch: pytest.Monkey
             assert sum(num for _, num, _ in found) == counts.num_draft_tokens
             assert sum(right for *_, right in found) == counts.num_accepted_tokens
             again = await _drafts(router, [_spec(9, output=(7,) * 7)])
-            assert sum(num for _, num, _ in again) + sum(num for _, num, _ in found) == counts.num_draft_tokens
+            assert (
+                sum(num for _, num, _ in again) + sum(num for _, num, _ in found)
+                == counts.num_draft_tokens
+            )
         async with _running(no_gate, speculative=None) as router:
             assert await _drafts(router, [_spec(60)]) == []
 
     asyncio.run(scenario())
 
 
-def test_a_failure_neither_loses_drafts_nor_counts_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_neither_loses_drafts_nor_counts_them_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 7, 0.6)
     num_steps = 0
 

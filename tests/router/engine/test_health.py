@@ -18,7 +18,9 @@ def test_a_recovery_is_noted_from_the_failure_to_the_first_token() -> None:
     progress.on_tokens()
     progress.on_tokens()
     progress.on_fenced()
-    assert progress.last_recovery == Recovery("stage 1 died", 3.0, fenced_at=4.0, resumed_at=5.0), "later ones change nothing"
+    assert progress.last_recovery == Recovery("stage 1 died", 3.0, fenced_at=4.0, resumed_at=5.0), (
+        "later ones change nothing"
+    )
     assert progress.num_recoveries == 1
 
 

@@ -1,4 +1,6 @@
-"""The choice of a pipeline by what it has cached and how busy it is: digests of real schedulers, and a clock of the test's."""
+"""The choice of a pipeline by what it has cached and how busy it is: digests of real schedulers,
+and a clock of the test's.
+"""
 
 import random
 from collections import Counter
@@ -32,7 +34,9 @@ ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 class Fleet:
-    """Pipelines by the names of their replicas, and an ingress. A token takes a pipeline a millisecond: no times are known."""
+    """Pipelines by the names of their replicas, and an ingress. A token takes a pipeline a
+    millisecond: no times are known.
+    """
 
     def __init__(self, *names: str, model: str = MODEL) -> None:
         self.pipes = {name: _pipeline() for name in names}
@@ -42,7 +46,9 @@ class Fleet:
         self._next_id = 0
 
     def digest(self, name: str) -> PrefixDigest:
-        return make_digest(name, self.routers[name], self.pipes[name].scheduler, self.routing.known.get(name))
+        return make_digest(
+            name, self.routers[name], self.pipes[name].scheduler, self.routing.known.get(name)
+        )
 
     def query(self, *names: str, after_s: float = TURN_S) -> None:
         """Query the digests of these pipelines, of all by default."""
@@ -53,11 +59,20 @@ class Fleet:
         self.pipes[name] = _pipeline()
         self.routers[name] += 1
 
-    def give(self, name: str, prompt: tuple[int, ...], tenant: str = "", priority: int = 0, num_new: int = 1) -> None:
+    def give(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        tenant: str = "",
+        priority: int = 0,
+        num_new: int = 1,
+    ) -> None:
         """Let a request reach a pipeline."""
         self._next_id += 1
         sampling, salt = SamplingParams(max_tokens=num_new), cache_salt(MODEL, tenant)
-        sequence = Sequence(self._next_id, prompt, sampling, len(prompt) + num_new, priority, cache_salt=salt)
+        sequence = Sequence(
+            self._next_id, prompt, sampling, len(prompt) + num_new, priority, cache_salt=salt
+        )
         self.pipes[name].scheduler.add(sequence)
 
     def cache(self, name: str, prompt: tuple[int, ...], tenant: str = "") -> None:
@@ -68,10 +83,17 @@ class Fleet:
         """Let a pipeline have work for so many milliseconds."""
         while num_tokens:
             part = min(num_tokens, 100)
-            self.give(name, (1, *random.Random(self._next_id).choices(range(2, 900), k=part - 2)), "busy", priority)
+            self.give(
+                name,
+                (1, *random.Random(self._next_id).choices(range(2, 900), k=part - 2)),
+                "busy",
+                priority,
+            )
             num_tokens -= part
 
-    def send(self, prompt: tuple[int, ...], *excluded: str, only: str = "", **fields: object) -> Choice | None:
+    def send(
+        self, prompt: tuple[int, ...], *excluded: str, only: str = "", **fields: object
+    ) -> Choice | None:
         return self.routing.choose([_request(prompt, **fields)], excluded, only)
 
     def choose(self, prompt: tuple[int, ...], *excluded: str, **fields: object) -> str | None:
@@ -106,7 +128,9 @@ def test_of_a_long_prompt_only_the_beginning_is_compared(monkeypatch: pytest.Mon
     fleet.cache("a", (*OTHER[: 5 * PAGE], *TEXT[:PAGE]))
     fleet.cache("b", (*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE]))
     fleet.query()
-    assert fleet.choose((*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE])) == "b", "of whose blocks all four are there"
+    assert fleet.choose((*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE])) == "b", (
+        "of whose blocks all four are there"
+    )
     assert {len(pipeline.sent_keys) for pipeline in fleet.routing._pipelines.values()} == {0, 4}
 
 
@@ -130,7 +154,10 @@ def test_a_prefix_is_worth_twice_the_work_that_it_saves(more_to_do: int, expecte
     assert fleet.choose(TEXT[:90]) == expected
 
 
-@pytest.mark.parametrize(("busy_s", "expected"), [((2.0, 1.0), "a"), ((3.0, 1.0), "b"), ((2.79, 1.0), "a"), ((2.81, 1.0), "b")])
+@pytest.mark.parametrize(
+    ("busy_s", "expected"),
+    [((2.0, 1.0), "a"), ((3.0, 1.0), "b"), ((2.79, 1.0), "a"), ((2.81, 1.0), "b")],
+)
 def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -> None:
     hasher = BlockHasher(cache_salt(MODEL, ""))
     prompt = tuple(range(1001))
@@ -138,7 +165,9 @@ def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -
     known = b"".join(key[:KEY_BYTES] for key in hasher.keys)
     routing = PrefixAwareRouting(partial(cache_salt, MODEL), lambda: 5.0)
     digests = [
-        PrefixDigest(name, 0, KeyChanges(9, True, keys, b""), 100, (busy,) * NUM_PRIORITIES, 1e-3, 1e-3)
+        PrefixDigest(
+            name, 0, KeyChanges(9, True, keys, b""), 100, (busy,) * NUM_PRIORITIES, 1e-3, 1e-3
+        )
         for name, busy, keys in zip("ab", busy_s, (known, b""), strict=True)
     ]
     routing.update(digests, 4.0)
@@ -151,18 +180,24 @@ def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -
 
 
 def test_a_burst_is_spread() -> None:
-    """Of other prompts evenly; of one prompt, too, as soon as what it saves is less than the work that waits."""
+    """Of other prompts evenly; of one prompt, too, as soon as what it saves is less than the work
+    that waits.
+    """
     fleet = Fleet("a", "b", "c")
     fleet.query()
     counts = Counter(fleet.choose((number, *OTHER[:99])) for number in range(30))
     assert counts == {"a": 10, "b": 10, "c": 10}
     fleet.query(after_s=LATE_S + TURN_S)
-    counts = Counter(fleet.choose(TEXT[:65], sampling=SamplingParams(max_tokens=30)) for _ in range(60))
+    counts = Counter(
+        fleet.choose(TEXT[:65], sampling=SamplingParams(max_tokens=30)) for _ in range(60)
+    )
     assert all(18 <= counts[name] <= 22 for name in "abc")
 
 
 def test_what_was_just_sent_is_a_prefix_for_the_next() -> None:
-    """It goes after the first one, 17 ms of work after 81, although the other pipeline would be idle in 50."""
+    """It goes after the first one, 17 ms of work after 81, although the other pipeline would be
+    idle in 50.
+    """
     fleet = Fleet("a", "b")
     fleet.busy("b", 50)
     fleet.query()
@@ -212,7 +247,9 @@ def test_what_has_ended_does_not_count_although_the_digest_has_it() -> None:
     fleet.now += 0.01
     fleet.routing.release(second)
     fleet.routing.update(digests, asked_at)
-    assert fleet.busy_s("a") == pytest.approx(0.107), "of these only the first had ended when the digest was queried"
+    assert fleet.busy_s("a") == pytest.approx(0.107), (
+        "of these only the first had ended when the digest was queried"
+    )
     fleet.pipes["a"].drain()
     fleet.query()
     assert not fleet.busy_s("a")
@@ -347,7 +384,9 @@ def test_a_prompt_of_several_choices_is_computed_once() -> None:
     fleet = Fleet("a", "b")
     fleet.query()
     choices = [_request(TEXT, sampling=SamplingParams(max_tokens=20)) for _ in range(3)]
-    choice = fleet.routing.choose([*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))])
+    choice = fleet.routing.choose(
+        [*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))]
+    )
     assert choice is not None
     assert fleet.busy_s(choice.replica) == pytest.approx(0.4 + 3 * 0.02 + 0.064)
 
@@ -360,7 +399,10 @@ def test_who_gets_changes_knows_what_is_cached() -> None:
     num_removed = 0
     for _ in range(150):
         name = rng.choice("ab")
-        prompt = (*rng.choice((TEXT, OTHER))[: rng.randrange(100)], *rng.choices(range(900, 999), k=9))
+        prompt = (
+            *rng.choice((TEXT, OTHER))[: rng.randrange(100)],
+            *rng.choices(range(900, 999), k=9),
+        )
         fleet.give(name, prompt, rng.choice(["", "mine"]), num_new=rng.randrange(1, 9))
         for _ in range(rng.randrange(4)):
             fleet.pipes[name].submit()
@@ -388,7 +430,9 @@ def _check_index(routing: PrefixAwareRouting) -> None:
 
 
 def test_the_index_follows_pipelines_that_come_and_go() -> None:
-    """Also what was only sent; of one that has gone nothing is left, and its bit is given to another one."""
+    """Also what was only sent; of one that has gone nothing is left, and its bit is given to
+    another one.
+    """
     rng, fleet, bits = random.Random(6), Fleet(*"abcde"), set[int]()
     for turn in range(80):
         name = rng.choice("abcde")
@@ -406,7 +450,9 @@ def test_the_index_follows_pipelines_that_come_and_go() -> None:
 
 
 def test_each_key_of_a_prompt_is_looked_up_once_for_all_pipelines() -> None:
-    """In one pipeline after the other, 64 of them would keep an ingress from its streams for tenths of a second."""
+    """In one pipeline after the other, 64 of them would keep an ingress from its streams for tenths
+    of a second.
+    """
 
     class Counting(dict[bytes, int]):
         num_gets = 0

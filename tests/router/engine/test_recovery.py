@@ -1,4 +1,6 @@
-"""The pipeline fails, and requests only wait: every token once and the right one, and who makes it fail is found."""
+"""The pipeline fails, and requests only wait: every token once and the right one, and who makes it
+fail is found.
+"""
 
 import asyncio
 import itertools
@@ -26,8 +28,15 @@ MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
 
 
 @asynccontextmanager
-async def _running(chain: ScriptedChain, num_places: int = 8, in_flight: int = 3) -> AsyncIterator[Router]:
-    router = Router(Scheduler(CACHE, SchedulerLimits(num_places, 64, 256, 1000), FixedInFlightPolicy(in_flight, 64)), chain)
+async def _running(
+    chain: ScriptedChain, num_places: int = 8, in_flight: int = 3
+) -> AsyncIterator[Router]:
+    router = Router(
+        Scheduler(
+            CACHE, SchedulerLimits(num_places, 64, 256, 1000), FixedInFlightPolicy(in_flight, 64)
+        ),
+        chain,
+    )
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()
@@ -41,7 +50,9 @@ async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> l
 
 
 def _prompts(rng: random.Random, num_prompts: int) -> list[tuple[int, ...]]:
-    return [tuple(rng.randrange(900) for _ in range(rng.randint(1, 100))) for _ in range(num_prompts)]
+    return [
+        tuple(rng.randrange(900) for _ in range(rng.randint(1, 100))) for _ in range(num_prompts)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,7 +64,8 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
     async def often(_batch: MicroBatch) -> None:
         for _ in range(rng.randrange(3)):
             await asyncio.sleep(0)
-        if rng.random() < 0.03 and router.scheduler.num_running > 1:  # who is alone when it fails again and again is to blame
+        # who is alone when it fails again and again is to blame
+        if rng.random() < 0.03 and router.scheduler.num_running > 1:
             raise PipelineError("stage 1 died")
 
     router: Router
@@ -73,7 +85,9 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
 
 
 @pytest.mark.parametrize("poisonous", [0, 17])
-def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_continue(poisonous: int) -> None:
+def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_continue(
+    poisonous: int,
+) -> None:
     """A prompt that no stage survives, or an answer of which none survives its 18th token."""
     prompts = _prompts(random.Random(poisonous), 8)
     poison = (*prompts[0], *answer(prompts[0], poisonous))
@@ -82,7 +96,8 @@ def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_contin
     async def scenario() -> None:
         def is_poison(batch: MicroBatch) -> bool:
             return any(
-                chain.known[c.seq_id][: len(poison)] == list(poison) and c.start <= position < c.start + c.num_tokens
+                chain.known[c.seq_id][: len(poison)] == list(poison)
+                and c.start <= position < c.start + c.num_tokens
                 for c in all_chunks(batch)
             )
 
@@ -98,7 +113,8 @@ def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_contin
             assert isinstance(refused, PoisonRequestError)
             assert "stage 1 died" in str(refused)
             assert results == [answer(prompt, 60) for prompt in prompts[1:]]
-            assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
+            # what was in flight at the same time has failed as well
+            assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3
             assert router.health.num_recoveries <= MOST_FAILURES_OF_ONE
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
@@ -108,7 +124,9 @@ def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_contin
 
 @pytest.mark.parametrize("faults", [1, 2])
 def test_two_independent_faults_within_one_token_convict_no_request(faults: int) -> None:
-    """The only request of its pipeline: nothing distinguishes the faults from its own until it runs once more."""
+    """The only request of its pipeline: nothing distinguishes the faults from its own until it runs
+    once more.
+    """
 
     async def scenario() -> None:
         async def dies(batch: MicroBatch) -> None:
@@ -124,7 +142,9 @@ def test_two_independent_faults_within_one_token_convict_no_request(faults: int)
 
 
 def test_deaths_of_nodes_do_not_count_against_a_request() -> None:
-    """Five nodes die one after the other under one request, whose first token comes from the sixth; then it fails twice."""
+    """Five nodes die one after the other under one request, whose first token comes from the sixth;
+    then it fails twice.
+    """
 
     class OnDyingNodes(StatefulChain):
         async def fence(self) -> int:
@@ -157,7 +177,12 @@ def test_two_poisons_in_company_are_both_found() -> None:
         async with _running(StatefulChain(dies_of_it)) as router:
             requested = [_tokens(router, prompt, 9) for prompt in prompts]
             results = await asyncio.gather(*requested, return_exceptions=True)
-            assert [isinstance(result, PoisonRequestError) for result in results] == [True, False, True, False]
+            assert [isinstance(result, PoisonRequestError) for result in results] == [
+                True,
+                False,
+                True,
+                False,
+            ]
             assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
 
     asyncio.run(scenario())
@@ -197,10 +222,19 @@ def test_a_pipeline_that_always_fails_blames_few_requests() -> None:
 
     async def scenario() -> None:
         async with _running(ScriptedChain(broken)) as router:
-            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
-            assert sum(isinstance(result, PoisonRequestError) for result in results) == MAX_CONSECUTIVE_POISON - 1
-            others = [str(result) for result in results if not isinstance(result, PoisonRequestError)]
-            assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
+            results = await asyncio.gather(
+                *(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True
+            )
+            assert (
+                sum(isinstance(result, PoisonRequestError) for result in results)
+                == MAX_CONSECUTIVE_POISON - 1
+            )
+            others = [
+                str(result) for result in results if not isinstance(result, PoisonRequestError)
+            ]
+            assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (
+                8 - MAX_CONSECUTIVE_POISON + 1
+            )
             with pytest.raises(PipelineError, match="disk is full"):
                 await _tokens(router, (1,), 1)
 
@@ -225,11 +259,17 @@ class LostChain(ScriptedChain):
         return await super()._run(batch)
 
 
-@pytest.mark.parametrize("error", [PipelineError("stage 1 is gone for good"), LeaseError("driven by another")])
-def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(error: PipelineError) -> None:
+@pytest.mark.parametrize(
+    "error", [PipelineError("stage 1 is gone for good"), LeaseError("driven by another")]
+)
+def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(
+    error: PipelineError,
+) -> None:
     async def scenario() -> None:
         async with _running(LostChain(error)) as router:
-            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True
+            )
             assert [str(result) for result in results] == [str(error)] * 3
             assert not router.is_ready
 
@@ -265,7 +305,9 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
 
 class StuckChain(StatefulChain):
-    """The first micro-batches of the first epoch never return; records the limits of its checks and returns the given reasons."""
+    """The first micro-batches of the first epoch never return; records the limits of its checks and
+    returns the given reasons.
+    """
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__(self._stuck_at_first)
@@ -284,7 +326,9 @@ class StuckChain(StatefulChain):
         return reason
 
 
-@pytest.mark.parametrize(("reasons", "num_recoveries"), [(["stage 1 did nothing"], 1), (["", "", ""], 0)])
+@pytest.mark.parametrize(
+    ("reasons", "num_recoveries"), [(["stage 1 did nothing"], 1), (["", "", ""], 0)]
+)
 def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,14 +351,18 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
         running = asyncio.create_task(router.run())
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
         assert router.health.num_recoveries == num_recoveries
-        assert chain.limits[: len(reasons)] == [4.0] * len(reasons), "the first micro-batch has four times as long"
+        assert chain.limits[: len(reasons)] == [4.0] * len(reasons), (
+            "the first micro-batch has four times as long"
+        )
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
 
 
-def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
@@ -325,7 +373,9 @@ def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(monkeypatch: 
     async def scenario() -> None:
         times = itertools.count()
         scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
-        router = Router(scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0)
+        router = Router(
+            scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0
+        )
         running = asyncio.create_task(router.run())
         with pytest.raises(PipelineError, match="ZeroDivisionError"):
             await _tokens(router, (1, 2), 9)
@@ -335,7 +385,9 @@ def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(monkeypatch: 
 
 
 def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
-    """A long prompt in many pieces, each of which takes most of its time; then one piece that never comes back."""
+    """A long prompt in many pieces, each of which takes most of its time; then one piece that never
+    comes back.
+    """
     now, gate = [0.0], asyncio.Event()
 
     async def slowly(_batch: MicroBatch) -> None:
@@ -373,7 +425,9 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
+    """Each step fails, or hangs until its stage is replaced: router follows router, as in a
+    replica, until the stage is well.
+    """
     monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     now, is_ill = [0.0], True
 
@@ -396,7 +450,9 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
         nonlocal is_ill
         chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
         while not was_ill:
-            scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
+            scheduler = Scheduler(
+                CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)
+            )
             router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, previous=before)
             running = asyncio.create_task(router.run())
             requested = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
@@ -436,7 +492,9 @@ def test_a_limit_follows_what_micro_batches_take() -> None:
 
 
 def test_the_most_advanced_are_computed_again_first() -> None:
-    """One is through its prompt, the next in the middle of its own, the third has waited for a place, and still does."""
+    """One is through its prompt, the next in the middle of its own, the third has waited for a
+    place, and still does.
+    """
 
     async def scenario() -> None:
         order: list[int] = []

@@ -10,7 +10,13 @@ from scripted_chain import ScriptedChain, all_chunks, no_gate
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import ExpertChoices, RequestOutput, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    RequestOutput,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -21,8 +27,15 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 
 @asynccontextmanager
-async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3, cache: CachePlan = CACHE) -> AsyncIterator[Router]:
-    router = Router(Scheduler(cache, SchedulerLimits(8, budget, 256, 1000), FixedInFlightPolicy(in_flight, budget)), chain)
+async def _running(
+    chain: ScriptedChain, budget: int = 64, in_flight: int = 3, cache: CachePlan = CACHE
+) -> AsyncIterator[Router]:
+    router = Router(
+        Scheduler(
+            cache, SchedulerLimits(8, budget, 256, 1000), FixedInFlightPolicy(in_flight, budget)
+        ),
+        chain,
+    )
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()
@@ -39,7 +52,9 @@ def test_many_at_once_fill_the_pipeline() -> None:
     async def scenario() -> None:
         chain = ScriptedChain(no_gate)
         async with _running(chain) as router:
-            results = await asyncio.gather(*(_all(router, (1,) * n, 5) for n in (1, 30, 100, 3, 3, 3)))
+            results = await asyncio.gather(
+                *(_all(router, (1,) * n, 5) for n in (1, 30, 100, 3, 3, 3))
+            )
             assert [len(r) for r in results] == [5] * 6
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
@@ -108,9 +123,13 @@ def test_a_failure_is_raised_anew_to_each() -> None:
 
     async def scenario() -> None:
         async with _running(ScriptedChain(broken)) as router:
-            results = await asyncio.gather(*(_all(router, (1,), 9) for _ in range(3)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(_all(router, (1,), 9) for _ in range(3)), return_exceptions=True
+            )
             assert len({id(r) for r in results}) == 3
-            late = await asyncio.gather(_all(router, (1,), 9), _all(router, (1,), 9), return_exceptions=True)
+            late = await asyncio.gather(
+                _all(router, (1,), 9), _all(router, (1,), 9), return_exceptions=True
+            )
             assert late[0] is not late[1]
 
     asyncio.run(scenario())
@@ -145,27 +164,45 @@ def test_a_refused_request_touches_nothing() -> None:
 
 
 class ExpertChain(ScriptedChain):
-    """Position p of any sequence chooses expert p + layer of layers 0 and 9, the second time as the first; counts how often."""
+    """Position p of any sequence chooses expert p + layer of layers 0 and 9, the second time as the
+    first; counts how often.
+    """
 
     num_returned = 0
 
     async def _run(self, batch: MicroBatch) -> StepResult:
         returned = [
-            ExpertChoices(c.seq_id, layer, c.start, tuple((p + layer,) for p in range(c.start, c.start + c.num_tokens)))
+            ExpertChoices(
+                c.seq_id,
+                layer,
+                c.start,
+                tuple((p + layer,) for p in range(c.start, c.start + c.num_tokens)),
+            )
             for layer in (0, 9)
             for c in all_chunks(batch)
         ]
-        self.num_returned += sum(len(choices.expert_ids) for choices in returned if choices.layer == 0)
+        self.num_returned += sum(
+            len(choices.expert_ids) for choices in returned if choices.layer == 0
+        )
         return replace(await super()._run(batch), expert_choices=tuple(returned))
 
 
-async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[RequestOutput]:
+async def _batches(
+    router: Router, prompts: list[tuple[int, ...]], max_tokens: int
+) -> list[RequestOutput]:
     sampling = SamplingParams(max_tokens=max_tokens, return_experts=(0, 9))
-    return [batch async for batch in router.generate([SequenceRequest(prompt, sampling) for prompt in prompts])]
+    return [
+        batch
+        async for batch in router.generate(
+            [SequenceRequest(prompt, sampling) for prompt in prompts]
+        )
+    ]
 
 
 def _check_experts(prompts: list[tuple[int, ...]], batches: list[RequestOutput]) -> None:
-    """After every delivery, those of every token of a sequence but the last are known, in order and once."""
+    """After every delivery, those of every token of a sequence but the last are known, in order and
+    once.
+    """
     known = {(index, layer): 0 for index in range(len(prompts)) for layer in (0, 9)}
     num_tokens = [0] * len(prompts)
     for batch in batches:
@@ -176,7 +213,9 @@ def _check_experts(prompts: list[tuple[int, ...]], batches: list[RequestOutput])
             assert expert_ids == tuple((start + place + layer,) for place in range(len(expert_ids)))
             known[index, layer] += len(expert_ids)
         for (index, _), num_known in known.items():
-            assert num_known == (len(prompts[index]) + num_tokens[index] - 1 if num_tokens[index] else 0)
+            assert num_known == (
+                len(prompts[index]) + num_tokens[index] - 1 if num_tokens[index] else 0
+            )
 
 
 def test_experts_of_a_prompt_in_pieces_come_with_its_first_token() -> None:
@@ -225,12 +264,18 @@ def test_extras_of_an_aborted_request_are_dropped() -> None:
 
 
 def test_rows_in_vain_are_no_tokens_per_second() -> None:
-    """A sequence ends by its first token. The decode after it is submitted before that is known, and returns a token."""
+    """A sequence ends by its first token. The decode after it is submitted before that is known,
+    and returns a token.
+    """
 
     async def scenario() -> None:
         limits = SchedulerLimits(8, 64, 256, 1000, async_scheduling=True)
         observed: list[StepResult] = []
-        router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(2, 64)), ScriptedChain(no_gate), observed.append)
+        router = Router(
+            Scheduler(CACHE, limits, FixedInFlightPolicy(2, 64)),
+            ScriptedChain(no_gate),
+            observed.append,
+        )
         task = asyncio.create_task(router.run())
         specs = [SequenceRequest((1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(7,)))]
         assert len([event async for batch in router.generate(specs) for event in batch.events]) == 1

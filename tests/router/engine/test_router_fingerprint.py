@@ -1,4 +1,6 @@
-"""The router says with a request's first tokens which pipeline makes them, and again when that has become another one."""
+"""The router says with a request's first tokens which pipeline makes them, and again when that has
+become another one.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +11,14 @@ from scripted_chain import ScriptedChain, no_gate
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent, announcement
+from tramontane.proto.request import (
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+    announcement,
+)
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.router import Router
@@ -56,7 +65,9 @@ class Pipeline:
 async def _seen(router: Router, num_tokens: int = 20) -> list[str]:
     """Return the fingerprint of each token, as one who reads the outputs knows it."""
     seen, current = list[str](), ""
-    async for batch in router.generate([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=num_tokens))]):
+    async for batch in router.generate(
+        [SequenceRequest((1, 2, 3), SamplingParams(max_tokens=num_tokens))]
+    ):
         current = batch.fingerprint or current
         seen += [current] * len(batch.events)
     return seen
@@ -65,7 +76,12 @@ async def _seen(router: Router, num_tokens: int = 20) -> list[str]:
 def test_the_first_tokens_of_a_request_name_the_pipeline() -> None:
     async def scenario() -> None:
         async with Pipeline("a").running() as router:
-            outputs = [output async for output in router.generate([SequenceRequest((1,), SamplingParams(max_tokens=5))])]
+            outputs = [
+                output
+                async for output in router.generate(
+                    [SequenceRequest((1,), SamplingParams(max_tokens=5))]
+                )
+            ]
             assert [output.fingerprint for output in outputs] == ["a", *[""] * (len(outputs) - 1)]
             assert len(outputs) > 1
 

@@ -1,4 +1,6 @@
-"""The gRPC servicer over a real server in this process: the same rules as over HTTP, for any input and any client that leaves."""
+"""The gRPC servicer over a real server in this process: the same rules as over HTTP, for any input
+and any client that leaves.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,12 @@ from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, add_batch_jobs, add_inference
 from tramontane.router.grpc.jobs import coalesce, submit
-from tramontane.router.grpc.messages import PIECE_TOKENS, parse_generate, to_score_response, token_logprobs
+from tramontane.router.grpc.messages import (
+    PIECE_TOKENS,
+    parse_generate,
+    to_score_response,
+    token_logprobs,
+)
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.completion import Completion
@@ -60,7 +67,9 @@ from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.fim import encode_fim
 
 CONTEXT = 256
-MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
+MODEL = ServedModel(
+    "tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000
+)
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),), 1)
 SHORT_RETRY = RetryPolicy(total_s=30, retry_s=0.01)
 
@@ -106,9 +115,17 @@ async def _harness(
     max_queued_seqs: int = 8,
     key: str | None = None,
     speculative: SpeculativeConfig | None = None,
-    **more: Any,  # noqa: ANN401
+    **more: Any,
 ) -> AsyncIterator[Harness]:
-    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs, reuses_prefixes=True, speculative=speculative)
+    limits = SchedulerLimits(
+        8,
+        64,
+        CONTEXT,
+        1000,
+        max_queued_seqs=max_queued_seqs,
+        reuses_prefixes=True,
+        speculative=speculative,
+    )
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), VerifyingChain(gate))
     running = asyncio.create_task(router.run())
     jobs = FakeJobService()
@@ -143,7 +160,11 @@ def test_what_made_the_tokens_is_in_the_trailing_metadata() -> None:
                 assert [response async for response in generating]
                 scoring = stub.Score(pb.ScoreRequest(text="What news?"))
                 await scoring
-                pairs = [pair for call in (generating, scoring) for pair in await call.trailing_metadata()]
+                pairs = [
+                    pair
+                    for call in (generating, scoring)
+                    for pair in await call.trailing_metadata()
+                ]
                 return [value for key, value in pairs if key == "x-tramontane-fingerprint"]
 
             assert await trailers() == [], "it is not known"
@@ -156,19 +177,36 @@ def test_what_made_the_tokens_is_in_the_trailing_metadata() -> None:
 def test_generate_streams_what_a_completion_is() -> None:
     async def scenario() -> None:
         async with _harness() as harness:
-            request = parse_completion(b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids": true}')
+            request = parse_completion(
+                b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids":'
+                b" true}"
+            )
             whole = await (await Completion.prepare(MODEL, request, 0.0)).run(harness.router)
-            pieces = [piece async for piece in harness.client.generate("What news?", max_tokens=9, n=2, seed=5, model="tiny")]
+            pieces = [
+                piece
+                async for piece in harness.client.generate(
+                    "What news?", max_tokens=9, n=2, seed=5, model="tiny"
+                )
+            ]
             for choice in whole["choices"]:
                 own = [piece for piece in pieces if piece.index == choice["index"]]
                 assert "".join(piece.text for piece in own) == choice["text"]
-                assert [token for piece in own for token in piece.token_ids] == choice["token_ids"] == [7] * 9
-                assert [piece.finish_reason for piece in own if piece.finish_reason] == [FinishReason.LENGTH]
+                assert (
+                    [token for piece in own for token in piece.token_ids]
+                    == choice["token_ids"]
+                    == [7] * 9
+                )
+                assert [piece.finish_reason for piece in own if piece.finish_reason] == [
+                    FinishReason.LENGTH
+                ]
             assert len(pieces) > 2, "they are streamed"
             usage, timings = pieces[-1].usage, pieces[-1].timings
             assert usage is not None
             assert timings is not None
-            assert (usage.prompt_tokens, usage.completion_tokens) == (whole["usage"]["prompt_tokens"], 18)
+            assert (usage.prompt_tokens, usage.completion_tokens) == (
+                whole["usage"]["prompt_tokens"],
+                18,
+            )
             assert timings.decode_s >= 0
             assert {piece.usage for piece in pieces[:-1]} == {None}
             by_ids = [piece async for piece in harness.client.generate([5, 6], max_tokens=3)]
@@ -187,7 +225,9 @@ class TwoKeys:
 
 
 def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
-    """Of two pages and eight tokens. With the client, in the message, and as a completion has them."""
+    """Of two pages and eight tokens. With the client, in the message, and as a completion has
+    them.
+    """
     prompt = list(range(40))
 
     async def num_cached(client: AsyncClient) -> int:
@@ -199,9 +239,15 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
         return last.usage.prompt_tokens_details.cached_tokens
 
     async def scenario() -> None:
-        async with _harness(keys=TwoKeys(), key="mine") as harness, AsyncClient(harness.target, "theirs") as theirs:
+        async with (
+            _harness(keys=TwoKeys(), key="mine") as harness,
+            AsyncClient(harness.target, "theirs") as theirs,
+        ):
             assert [await num_cached(harness.client) for _ in range(2)] == [0, 32]
-            assert [await num_cached(theirs) for _ in range(2)] == [0, 32], "nothing of another key's"
+            assert [await num_cached(theirs) for _ in range(2)] == [
+                0,
+                32,
+            ], "nothing of another key's"
             async with grpc.aio.insecure_channel(harness.target) as channel:
                 generating = InferenceStub(channel).Generate(
                     pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), max_tokens=3),
@@ -213,7 +259,9 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
     asyncio.run(scenario())
 
 
-def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 7, 0.6)
 
     async def scenario() -> None:
@@ -221,9 +269,14 @@ def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(m
             [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=60)]
             assert last.usage is not None
             counts = harness.router.scheduler.draft_counts
-            num_right, num_wrong = counts.num_accepted_tokens, counts.num_draft_tokens - counts.num_accepted_tokens
+            num_right, num_wrong = (
+                counts.num_accepted_tokens,
+                counts.num_draft_tokens - counts.num_accepted_tokens,
+            )
             assert min(num_right, num_wrong) > 3
-            assert last.usage.completion_tokens_details == CompletionTokensDetails(num_right, num_wrong)
+            assert last.usage.completion_tokens_details == CompletionTokensDetails(
+                num_right, num_wrong
+            )
             assert last.usage.completion_tokens == 60
             score = await harness.client.score([5, 6, 7])
             assert score.usage.completion_tokens_details == CompletionTokensDetails(0, 0)
@@ -236,11 +289,15 @@ def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(m
 
 
 def test_threads_share_a_synchronous_client() -> None:
-    """Each call has its own timeout; a stream that is closed or dropped is cancelled; closing the client ends all calls."""
+    """Each call has its own timeout; a stream that is closed or dropped is cancelled; closing the
+    client ends all calls.
+    """
 
     def use(client: Client, seed: int) -> str:
         next(client.generate("What news?", max_tokens=200))  # dropped after its first chunk
-        return "".join(chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed))
+        return "".join(
+            chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed)
+        )
 
     async def scenario() -> None:
         async with _harness() as harness:
@@ -253,7 +310,9 @@ def test_threads_share_a_synchronous_client() -> None:
                 client.models()
         async with _harness(_never) as harness:
             with Client(harness.target) as client:
-                slow = asyncio.create_task(asyncio.to_thread(list, client.generate("a", max_tokens=9)))
+                slow = asyncio.create_task(
+                    asyncio.to_thread(list, client.generate("a", max_tokens=9))
+                )
                 with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
                     await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
                 assert not slow.done()
@@ -272,7 +331,11 @@ def test_the_synchronous_client_gets_the_same() -> None:
             with pytest.raises(UnknownModelError, match="this server has 'tiny'"):
                 list(client.generate("a", model="other"))
             tokens = [token for piece in pieces for token in piece.token_ids]
-            return tokens, "".join(piece.text for piece in pieces), [model.name for model in client.models()]
+            return (
+                tokens,
+                "".join(piece.text for piece in pieces),
+                [model.name for model in client.models()],
+            )
 
     async def scenario() -> None:
         async with _harness() as harness:
@@ -314,25 +377,40 @@ def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
     asyncio.run(scenario())
 
 
-SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", "y"]}}, "required": ["b", "a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", "y"]}},
+    "required": ["b", "a"],
+}
 
 
 @pytest.mark.parametrize(
-    "response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}], ids=str
+    "response_format",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    ],
+    ids=str,
 )
-def test_a_response_format_is_the_grammar_that_it_is_over_http(response_format: dict[str, Any]) -> None:
+def test_a_response_format_is_the_grammar_that_it_is_over_http(
+    response_format: dict[str, Any],
+) -> None:
     """With the properties in the schema's order, which is not the alphabet's."""
 
     async def grammar(parsed: CompletionRequest) -> str:
         [spec] = (await Completion.prepare(MODEL, parsed, 0.0)).specs()
         return spec.sampling.grammar
 
-    over_http = parse_completion(json.dumps({"prompt": "a", "response_format": response_format}).encode())
+    over_http = parse_completion(
+        json.dumps({"prompt": "a", "response_format": response_format}).encode()
+    )
     over_grpc = parse_generate(generate_request("a", {"response_format": response_format}))
     assert asyncio.run(grammar(over_grpc)) == asyncio.run(grammar(over_http)) != ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 30_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 30_000, "9" * 5000, '{"type": "json_object"}, "echo": true']
+)
 def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
         parse_generate(pb.GenerateRequest(text="a", response_format=text))
@@ -368,11 +446,19 @@ IN_OTHERS = {
 @pytest.mark.parametrize(
     ("method", "sent"),
     [(method, NEWER) for method in METHODS]
-    + [(method, IN_OTHERS[name]) for method in METHODS if (name := method[0].rpartition("/")[2]) in IN_OTHERS],
+    + [
+        (method, IN_OTHERS[name])
+        for method in METHODS
+        if (name := method[0].rpartition("/")[2]) in IN_OTHERS
+    ],
     ids=str,
 )
-def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, bool], sent: bytes) -> None:
-    """Another server's parameter, or one of a newer version: the answer would not be what was requested."""
+def test_a_field_that_is_not_known_is_not_passed_over(
+    method: tuple[str, bool, bool], sent: bytes
+) -> None:
+    """Another server's parameter, or one of a newer version: the answer would not be what was
+    requested.
+    """
 
     async def scenario() -> None:
         async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
@@ -417,35 +503,58 @@ def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn
             gate.set()
             num_pieces = await reading
             assert num_pieces > 1
-            assert pace.counts == [1] * (num_pieces - 1), "after the last one there is none to wait for"
+            assert pace.counts == [1] * (num_pieces - 1), (
+                "after the last one there is none to wait for"
+            )
             assert pace.num_streams == 0
 
     asyncio.run(scenario())
 
 
 def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
-    async def ends(harness: Harness, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
+    async def ends(
+        harness: Harness,
+        request: pb.GenerateRequest,
+        path: str = "/tramontane.v1.Inference/Generate",
+    ) -> StatusCode:
         async with grpc.aio.insecure_channel(harness.target) as channel:
             return await code_of(channel, (path, False, True), request.SerializeToString())
 
     async def scenario() -> None:
         async with _harness() as harness:
-            assert await ends(harness, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
+            assert (
+                await ends(harness, pb.GenerateRequest(text="a", model="other"))
+                == StatusCode.NOT_FOUND
+            )
             assert await ends(harness, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
             assert (
-                await ends(harness, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing") == StatusCode.UNIMPLEMENTED
+                await ends(
+                    harness, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing"
+                )
+                == StatusCode.UNIMPLEMENTED
             )
             with pytest.raises(ParameterError, match="text or token_ids"):
-                await anext(harness.client._stream(harness.client._inference.Generate, pb.GenerateRequest(), None))
+                await anext(
+                    harness.client._stream(
+                        harness.client._inference.Generate, pb.GenerateRequest(), None
+                    )
+                )
             with pytest.raises(RequestError, match="at most 255"):
                 await anext(harness.client.generate([5] * 256))
-            with pytest.raises(ConfigError, match=r"no parameter temprature; did you mean temperature\? There are freq"):
+            with pytest.raises(
+                ConfigError,
+                match=r"no parameter temprature; did you mean temperature\? There are freq",
+            ):
                 await anext(harness.client.generate("a", temprature=1))
-            with pytest.raises(ConfigError, match=r"^max_tokens is 'many'; it must be a whole number$"):
+            with pytest.raises(
+                ConfigError, match=r"^max_tokens is 'many'; it must be a whole number$"
+            ):
                 await anext(harness.client.generate("a", max_tokens="many"))
             with pytest.raises(ConfigError, match=r"^the prompt must be"):
                 await anext(harness.client.generate(["a"]))  # type: ignore[list-item]
-            with pytest.raises(ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"):
+            with pytest.raises(
+                ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"
+            ):
                 await harness.client.submit_job(Path("not-here.jsonl"))
             harness.router.failure = PipelineError("stage 1 died")
             with pytest.raises(PipelineError, match="stage 1 died"):
@@ -480,8 +589,12 @@ def test_a_full_server_says_when_to_retry() -> None:
     asyncio.run(scenario())
 
 
-async def _all(harness: Harness, **parameters: Any) -> list[int]:  # noqa: ANN401
-    return [token async for piece in harness.client.generate("a", **parameters) for token in piece.token_ids]
+async def _all(harness: Harness, **parameters: Any) -> list[int]:
+    return [
+        token
+        async for piece in harness.client.generate("a", **parameters)
+        for token in piece.token_ids
+    ]
 
 
 # ---- leaving
@@ -527,7 +640,9 @@ def test_without_the_key_nothing_is_done() -> None:
             assert [model.name for model in await harness.client.models()] == ["tiny"]
             for key in (None, "wrong", "right "):
                 async with AsyncClient(harness.target, key) as unauthorized:
-                    with pytest.raises(AuthenticationError, match=r"API key is missing or wrong; give api_key="):
+                    with pytest.raises(
+                        AuthenticationError, match=r"API key is missing or wrong; give api_key="
+                    ):
                         await anext(unauthorized.generate("a"))
             async with grpc.aio.insecure_channel(harness.target) as channel:
                 codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
@@ -546,9 +661,15 @@ def test_reflection_is_for_those_who_have_a_key() -> None:
 
     async def services(harness: Harness, *messages: bytes, key: str = "right") -> list[str]:
         async with grpc.aio.insecure_channel(harness.target) as channel:
-            call = channel.stream_stream(path, response_deserializer=ServerReflectionResponse.FromString)
+            call = channel.stream_stream(
+                path, response_deserializer=ServerReflectionResponse.FromString
+            )
             reported = call(iter(messages), metadata=(("authorization", f"Bearer {key}"),))
-            return [service.name async for answer in reported for service in answer.list_services_response.service]
+            return [
+                service.name
+                async for answer in reported
+                for service in answer.list_services_response.service
+            ]
 
     async def refused(harness: Harness, *messages: bytes, key: str = "right") -> StatusCode:
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -558,9 +679,16 @@ def test_reflection_is_for_those_who_have_a_key() -> None:
 
     async def scenario() -> None:
         async with _harness(keys=OneKey()) as harness:
-            ours = ["grpc.reflection.v1alpha.ServerReflection", "tramontane.v1.BatchJobs", "tramontane.v1.Inference"]
+            ours = [
+                "grpc.reflection.v1alpha.ServerReflection",
+                "tramontane.v1.BatchJobs",
+                "tramontane.v1.Inference",
+            ]
             assert sorted(await services(harness, requested.SerializeToString())) == ours
-            assert await refused(harness, requested.SerializeToString(), key="another") == StatusCode.UNAUTHENTICATED
+            assert (
+                await refused(harness, requested.SerializeToString(), key="another")
+                == StatusCode.UNAUTHENTICATED
+            )
             assert await refused(harness, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
 
     asyncio.run(scenario())
@@ -585,16 +713,23 @@ def test_hostile_messages_are_refused_and_the_server_continues() -> None:
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
-    """It is no message at all. One that is just small enough is parsed, and so is a larger part of a batch job."""
+    """It is no message at all. One that is just small enough is parsed, and so is a larger part of
+    a batch job.
+    """
 
     async def scenario() -> None:
         async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
-            for num_bytes, reason in ((MAX_MESSAGE_BYTES, "is not a"), (MAX_MESSAGE_BYTES + 1, "larger than 2 MiB")):
+            for num_bytes, reason in (
+                (MAX_MESSAGE_BYTES, "is not a"),
+                (MAX_MESSAGE_BYTES + 1, "larger than 2 MiB"),
+            ):
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
                     await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
                 assert failure.value.code() == StatusCode.INVALID_ARGUMENT
                 assert reason in (failure.value.details() or "")
-            part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)]))
+            part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(
+                iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)])
+            )
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await part
             assert "is not a" in (failure.value.details() or "")
@@ -617,7 +752,11 @@ def test_a_defect_is_reported_as_one_and_logged(caplog: pytest.LogCaptureFixture
 
 
 def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
-    reported = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
+    reported = {
+        "tokens": ["a", "b"],
+        "token_logprobs": [None, -0.5],
+        "top_logprobs": [None, {"b": -0.5, "c": -2.0}],
+    }
     usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
     answer = to_score_response({"choices": [{"logprobs": reported}], "usage": usage})
     score = pb.ScoreResponse.FromString(answer.SerializeToString())
@@ -631,14 +770,22 @@ def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, PIECE_TOKENS - 1, PIECE_TOKENS, 2 * PIECE_TOKENS + 1])
 @pytest.mark.parametrize("has_tops", [False, True])
-def test_a_long_score_is_serialized_in_pieces_as_if_at_once(num_tokens: int, has_tops: bool) -> None:
+def test_a_long_score_is_serialized_in_pieces_as_if_at_once(
+    num_tokens: int, has_tops: bool
+) -> None:
     tops = [{f"other {n}": -float(n)} for n in range(num_tokens)] if has_tops else None
-    columns = {"tokens": [str(n) for n in range(num_tokens)], "token_logprobs": [-n / 8 for n in range(num_tokens)]}
+    columns = {
+        "tokens": [str(n) for n in range(num_tokens)],
+        "token_logprobs": [-n / 8 for n in range(num_tokens)],
+    }
     logprobs = columns | {"top_logprobs": tops}
     usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
     whole = pb.ScoreResponse(tokens=token_logprobs(logprobs), usage=pb.Usage(**usage))
     choices = [{"logprobs": logprobs}]
-    assert pb.ScoreResponse.FromString(to_score_response({"choices": choices, "usage": usage}).data) == whole
+    assert (
+        pb.ScoreResponse.FromString(to_score_response({"choices": choices, "usage": usage}).data)
+        == whole
+    )
     assert not choices, "freed in the thread that serializes"
 
 
@@ -649,7 +796,9 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
     def use_client(target: str) -> list[Job]:
         with Client(target) as client:
             (tmp_path / "lines").write_bytes(b"{}\n" * 300_000)  # several messages
-            job = client.submit_job(tmp_path / "lines", JobOptions("/v1/chat/completions", False, {"owner": "me"}))
+            job = client.submit_job(
+                tmp_path / "lines", JobOptions("/v1/chat/completions", False, {"owner": "me"})
+            )
             assert client.get_job(job.job_id) == job
             assert client.list_jobs() == [job]
             assert client.list_jobs(1, after=job.job_id) == []
@@ -681,27 +830,39 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
                 started_at=2.5,
                 ended_at=3.5,
             )
-            assert [each.state for each in seen] == [JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED]
+            assert [each.state for each in seen] == [
+                JobState.QUEUED,
+                JobState.RUNNING,
+                JobState.COMPLETED,
+            ]
             assert cancelled == replace(job, state=JobState.CANCELLED)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("is_url", [False, True])
-def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Path, is_url: bool) -> None:
+def test_a_submission_that_comes_again_with_its_key_is_the_same_job(
+    tmp_path: Path, is_url: bool
+) -> None:
     """With other lines it is refused. The content of a URL is not read again."""
     batch = new_batch_harness(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(requests(3))
 
     async def scenario() -> None:
-        async with _harness(jobs=batch.service(url_prefixes=(f"file://{tmp_path}",)).for_tenant) as harness:
+        async with _harness(
+            jobs=batch.service(url_prefixes=(f"file://{tmp_path}",)).for_tenant
+        ) as harness:
             url = f"file://{tmp_path}/in.jsonl" if is_url else None
             submit = harness.client.submit_job
             first = await submit(None if is_url else requests(3), url=url, request_key="k")
             (tmp_path / "in.jsonl").unlink()
             assert await submit(None if is_url else requests(3), url=url, request_key="k") == first
-            with pytest.raises(RequestError, match="belongs to a job with other lines or another URL"):
-                await submit(None if is_url else requests(2), url=url and f"{url}.jsonl", request_key="k")
+            with pytest.raises(
+                RequestError, match="belongs to a job with other lines or another URL"
+            ):
+                await submit(
+                    None if is_url else requests(2), url=url and f"{url}.jsonl", request_key="k"
+                )
             if not is_url:
                 others = [await submit(requests(3), request_key=key) for key in ("l", None, None)]
                 assert len({first.job_id, *(job.job_id for job in others)}) == 4
@@ -716,7 +877,9 @@ def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Pa
 
 
 def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
-    """The server stops when two results have arrived; the client requests those that follow them."""
+    """The server stops when two results have arrived; the client requests those that follow
+    them.
+    """
 
     def collect(target: str, lines: list[ResultLine]) -> list[JobState]:
         with Client(target, retry_policy=SHORT_RETRY) as client:
@@ -733,7 +896,11 @@ def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
             harness.jobs.lines, harness.jobs.jobs["a"] = some_lines(9), NEW
             harness.jobs.breaking = asyncio.Event()
             lines: list[ResultLine] = []
-            results = collect_async(harness, lines) if is_async else asyncio.to_thread(collect, harness.target, lines)
+            results = (
+                collect_async(harness, lines)
+                if is_async
+                else asyncio.to_thread(collect, harness.target, lines)
+            )
             collecting = asyncio.create_task(results)
             await harness.jobs.breaking.wait()
             while len(lines) < 2:  # they may be on their way
@@ -811,7 +978,10 @@ def test_an_upload_that_is_broken_off_is_no_job() -> None:
         (Upload(options, pb.SubmitJobRequest(url="a"), data), "nothing may follow a url"),
         (Upload(data), "must hold options"),
         (Upload(), "must hold options"),
-        (Upload(pb.SubmitJobRequest(options=pb.JobOptions(endpoint="/v1/x"))), "there are /v1/completions and /v1/chat"),
+        (
+            Upload(pb.SubmitJobRequest(options=pb.JobOptions(endpoint="/v1/x"))),
+            "there are /v1/completions and /v1/chat",
+        ),
     ]
 
     async def scenario() -> None:
@@ -834,22 +1004,31 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
         raise PipelineError("stage 1 died")
 
     async def scenario() -> None:
-        async with _harness(look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]) as harness:
+        async with _harness(
+            look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]
+        ) as harness:
             with pytest.raises(TramontaneError):
                 await harness.client.score("ROMEO:")
 
     with caplog.at_level(logging.INFO, "tramontane.router"):
         asyncio.run(scenario())
     assert set(seen) == {"grpc"}
-    lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
+    lines = [
+        record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"
+    ]
     assert lines[0] == "request grpc came over gRPC: ScoreRequest"
-    assert any(line.startswith("request grpc has made the pipeline fail three times") for line in lines)
+    assert any(
+        line.startswith("request grpc has made the pipeline fail three times") for line in lines
+    )
 
 
 @pytest.mark.parametrize(
     ("request_message", "message"),
     [
-        (pb.GenerateRequest(text="a", stop=["a"] * 17), "stop has 17 items; it may have at most 16"),
+        (
+            pb.GenerateRequest(text="a", stop=["a"] * 17),
+            "stop has 17 items; it may have at most 16",
+        ),
         (
             pb.GenerateRequest(text="a", logit_bias=dict.fromkeys(range(1025), 1.0)),
             "logit_bias has 1025 items; it may have at most 1024",

@@ -1,4 +1,6 @@
-"""The elements of a body are counted without parsing it, and large bodies are parsed in a thread of their own."""
+"""The elements of a body are counted without parsing it, and large bodies are parsed in a thread of
+their own.
+"""
 
 import asyncio
 import gc
@@ -32,19 +34,25 @@ JSON = st.recursive(
 )
 
 
-def _counts(value: Any) -> ElementCounts:  # noqa: ANN401
+def _counts(value: Any) -> ElementCounts:
     """Count in the parsed objects."""
     if not isinstance(value, list | dict):
         return ElementCounts(0, 0, 0)
     inner = [_counts(each) for each in (value if isinstance(value, list) else value.values())]
-    commas, groups, members, _ = (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0, 0)
-    return ElementCounts(commas + max(len(value) - 1, 0), groups + 1, members + len(value) * isinstance(value, dict))
+    commas, groups, members, _ = (
+        (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0, 0)
+    )
+    return ElementCounts(
+        commas + max(len(value) - 1, 0), groups + 1, members + len(value) * isinstance(value, dict)
+    )
 
 
 @given(value=JSON, piece=st.integers(1, 9), ascii_only=st.booleans())
 @example(value={"a": [1, "2, [3]"], 'b",': 4}, piece=4, ascii_only=True)
 @example(value=["\\", '\\"[', "\\\\"], piece=1, ascii_only=True)
-def test_elements_are_counted_as_a_parser_finds_them_however_the_body_is_cut(value: Any, piece: int, ascii_only: bool) -> None:  # noqa: ANN401
+def test_elements_are_counted_as_a_parser_finds_them_however_the_body_is_cut(
+    value: Any, piece: int, ascii_only: bool
+) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(body_bounds, "SCAN_BYTES", piece)
@@ -54,8 +62,14 @@ def test_elements_are_counted_as_a_parser_finds_them_however_the_body_is_cut(val
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("[" + "1," * MAX_ITEMS + "1]", f"the body has more than {MAX_ITEMS} items; send fewer at once"),
-        ("[" + "[]," * MAX_GROUPS + "[]]", f"the body has more than {MAX_GROUPS} lists and objects; send fewer at once"),
+        (
+            "[" + "1," * MAX_ITEMS + "1]",
+            f"the body has more than {MAX_ITEMS} items; send fewer at once",
+        ),
+        (
+            "[" + "[]," * MAX_GROUPS + "[]]",
+            f"the body has more than {MAX_GROUPS} lists and objects; send fewer at once",
+        ),
         (
             '{"":1,' + '"":1,' * MAX_MEMBERS + '"":1}',
             f"the body has more than {MAX_MEMBERS} names in objects; send fewer at once",
@@ -77,7 +91,9 @@ def test_a_number_with_too_many_digits_is_refused_wherever_it_is(start: int) -> 
 
     check_elements(body(MAX_DIGITS))
     check_elements(body(2**12, quote='"'))
-    with pytest.raises(ParameterError, match=f"^the body has a number of more than {MAX_DIGITS} digits$"):
+    with pytest.raises(
+        ParameterError, match=f"^the body has a number of more than {MAX_DIGITS} digits$"
+    ):
         check_elements(body(2 * MAX_DIGITS + 2))
 
 
@@ -98,7 +114,11 @@ def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_the_thread_
     async def scenario() -> None:
         here = threading.get_ident()
         assert await run_off_loop(SMALL_BODY, threading.get_ident) == here
-        threads = set(await asyncio.gather(*(run_off_loop(SMALL_BODY + 1, threading.get_ident) for _ in range(9))))
+        threads = set(
+            await asyncio.gather(
+                *(run_off_loop(SMALL_BODY + 1, threading.get_ident) for _ in range(9))
+            )
+        )
         assert len(threads) == 1
         assert here not in threads
 
@@ -114,7 +134,9 @@ def test_large_work_runs_elsewhere_and_without_the_collector(num_bytes: int) -> 
         return gc.isenabled()
 
     loop_thread = threading.get_ident()
-    assert asyncio.run(run_off_loop(num_bytes, lambda: work(fails=False))) == (num_bytes == SMALL_BODY)
+    assert asyncio.run(run_off_loop(num_bytes, lambda: work(fails=False))) == (
+        num_bytes == SMALL_BODY
+    )
     assert gc.isenabled()
     with pytest.raises(ValueError, match="planted"):
         asyncio.run(run_off_loop(num_bytes, lambda: work(fails=True)))

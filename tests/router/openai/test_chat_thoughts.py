@@ -1,4 +1,6 @@
-"""Chats with models that think: thoughts are fields of their own, in whole answers and in streams, however these are cut."""
+"""Chats with models that think: thoughts are fields of their own, in whole answers and in streams,
+however these are cut.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +14,14 @@ from scripted_token_source import ScriptedSource
 from thinking_models import KINDS, Kind, ThinkingModel, thinking_model
 
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.responses import ChatAnswer, to_json
@@ -24,7 +33,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 class _Batches:
-    """A source that yields the tokens of each sequence after those it has already, in batches of these sizes, the last again."""
+    """A source that yields the tokens of each sequence after those it has already, in batches of
+    these sizes, the last again.
+    """
 
     def __init__(self, token_ids: Sequence[int], sizes: Sequence[int]) -> None:
         self._token_ids, self._sizes = token_ids, sizes
@@ -32,29 +43,41 @@ class _Batches:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         (spec,) = specs
         whole = self._token_ids[: spec.sampling.max_tokens]
         at, sizes = len(spec.output_ids), list(self._sizes)
         while at < len(whole):
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
             batch = range(at, min(at + size, len(whole)))
-            finish = FinishReason.LENGTH if len(whole) == spec.sampling.max_tokens else FinishReason.STOP
-            events = tuple(TokenEvent(0, whole[i], finish if i == len(whole) - 1 else None) for i in batch)
-            logprobs = Logprobs(0, len(spec.prompt_ids) + at, (-0.5,) * len(batch), ((),) * len(batch))
+            finish = (
+                FinishReason.LENGTH if len(whole) == spec.sampling.max_tokens else FinishReason.STOP
+            )
+            events = tuple(
+                TokenEvent(0, whole[i], finish if i == len(whole) - 1 else None) for i in batch
+            )
+            logprobs = Logprobs(
+                0, len(spec.prompt_ids) + at, (-0.5,) * len(batch), ((),) * len(batch)
+            )
             scores = () if spec.sampling.logprobs is None else (logprobs,)
             yield RequestOutput(events, RequestTimings(0.0, 0.0, 0.0), (), scores)
             at = batch.stop
 
 
-def _prepare(thinker: ThinkingModel, body: dict[str, Any], state: ResumeState | None = None) -> Any:  # noqa: ANN401
+def _prepare(thinker: ThinkingModel, body: dict[str, Any], state: ResumeState | None = None) -> Any:
     request = parse_chat(to_json(HELLO | body).encode())
     return ChatCompletion.prepare(thinker.model, thinker.chat, request, 0.0, state)
 
 
-def _whole(thinker: ThinkingModel, token_ids: Sequence[int], body: dict[str, Any], source: Any = None) -> dict[str, Any]:  # noqa: ANN401
+def _whole(
+    thinker: ThinkingModel, token_ids: Sequence[int], body: dict[str, Any], source: Any = None
+) -> dict[str, Any]:
     async def scenario() -> dict[str, Any]:
-        answer: dict[str, Any] = await (await _prepare(thinker, body)).run(source or ScriptedSource(token_ids))
+        answer: dict[str, Any] = await (await _prepare(thinker, body)).run(
+            source or ScriptedSource(token_ids)
+        )
         return answer
 
     answer = asyncio.run(scenario())
@@ -86,7 +109,11 @@ class _Streamed:
 
 
 async def _stream(
-    thinker: ThinkingModel, token_ids: Sequence[int], sizes: Sequence[int], body: dict[str, Any], dies_after: int | None = None
+    thinker: ThinkingModel,
+    token_ids: Sequence[int],
+    sizes: Sequence[int],
+    body: dict[str, Any],
+    dies_after: int | None = None,
 ) -> _Streamed:
     """Stream an answer; ``dies_after`` so many changes another ingress continues it."""
     streamed, state = _Streamed(), ResumeState()
@@ -111,7 +138,22 @@ async def _stream(
     return streamed
 
 
-CHUNKS = st.sampled_from(["<think>", "</think>", "a", " b", "\n", "\n\n", "STOP", "ST", "OP", "<", "</thin", "\u00e9\U0001f642"])
+CHUNKS = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "a",
+        " b",
+        "\n",
+        "\n\n",
+        "STOP",
+        "ST",
+        "OP",
+        "<",
+        "</thin",
+        "\u00e9\U0001f642",
+    ]
+)
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=12)
 
 
@@ -126,21 +168,37 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=12)
     dies_after=st.none() | st.integers(1, 12),
 )
 def test_streams_have_the_two_texts_of_whole_answers_wherever_they_are_cut_and_continued(
-    said: str, kind: Kind, sizes: list[int], stop: bool, logprobs: bool, num_lost: int, dies_after: int | None
+    said: str,
+    kind: Kind,
+    sizes: list[int],
+    stop: bool,
+    logprobs: bool,
+    num_lost: int,
+    dies_after: int | None,
 ) -> None:
     thinker = thinking_model(kind)
     ids = thinker.say(said)
     ids = ids[: max(len(ids) - num_lost, 1)]
-    body: dict[str, Any] = {**({"stop": "STOP"} if stop else {}), "logprobs": logprobs, "max_tokens": 400}
+    body: dict[str, Any] = {
+        **({"stop": "STOP"} if stop else {}),
+        "logprobs": logprobs,
+        "max_tokens": 400,
+    }
     answer = _whole(thinker, ids, body | {"return_token_ids": True})
     [choice] = answer["choices"]
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"]
     streamed = asyncio.run(_stream(thinker, ids, sizes, body, dies_after))
-    assert (streamed.content, streamed.reasoning or None) == (message["content"], message["reasoning"])
+    assert (streamed.content, streamed.reasoning or None) == (
+        message["content"],
+        message["reasoning"],
+    )
     assert (streamed.finish, streamed.token_ids) == (choice["finish_reason"], choice["token_ids"])
     assert streamed.usage == answer["usage"]
-    scores = {name: [token["token"] for token in (choice["logprobs"] or {}).get(name, ())] for name in streamed.scores}
+    scores = {
+        name: [token["token"] for token in (choice["logprobs"] or {}).get(name, ())]
+        for name in streamed.scores
+    }
     assert streamed.scores == scores
     # The texts are the parser's, of which the content ends before the stop string.
     form = thinker.chat.reasoning_format
@@ -152,7 +210,9 @@ def test_streams_have_the_two_texts_of_whole_answers_wherever_they_are_cut_and_c
     if not (stop and "STOP" in content):
         assert message["reasoning"] == ("".join(split.thought for split in splits) or None)
         places = [place for split in splits for place in split.places]
-        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == sum(place.in_thought for place in places)
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == sum(
+            place.in_thought for place in places
+        )
         if logprobs:
             assert len(scores["reasoning"]) == sum(place.in_thought for place in places)
             assert len(scores["content"]) + len(scores["reasoning"]) == len(ids)
@@ -161,7 +221,11 @@ def test_streams_have_the_two_texts_of_whole_answers_wherever_they_are_cut_and_c
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thought_is_a_field_of_its_own(kind: Kind) -> None:
     thinker = thinking_model(kind)
-    said = "17 * 20 = 340, and 51.</think>391" if thinker.is_open else "<think>17 * 20 = 340, and 51.</think>391"
+    said = (
+        "17 * 20 = 340, and 51.</think>391"
+        if thinker.is_open
+        else "<think>17 * 20 = 340, and 51.</think>391"
+    )
     answer = _whole(thinker, thinker.say(said), {})
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
@@ -171,7 +235,9 @@ def test_a_thought_is_a_field_of_its_own(kind: Kind) -> None:
         "reasoning": "17 * 20 = 340, and 51.",
     }
     usage = answer["usage"]
-    num_content = usage["completion_tokens"] - usage["completion_tokens_details"]["reasoning_tokens"]
+    num_content = (
+        usage["completion_tokens"] - usage["completion_tokens_details"]["reasoning_tokens"]
+    )
     assert 1 <= num_content <= len(thinker.text_ids("391"))
     if kind == "tekken":
         assert num_content == len(thinker.text_ids("391"))
@@ -181,7 +247,11 @@ def test_without_a_thought_its_fields_are_null() -> None:
     thinker = thinking_model("tekken")
     answer = _whole(thinker, thinker.say("391"), {})
     message = answer["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("391", None, None)
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == (
+        "391",
+        None,
+        None,
+    )
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -193,7 +263,11 @@ def test_a_token_limit_inside_a_thought_leaves_an_empty_answer(kind: Kind) -> No
     [choice] = answer["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
     assert choice["message"]["reasoning"] == "17 * 20 is"
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == answer["usage"]["completion_tokens"] == len(ids)
+    assert (
+        answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        == answer["usage"]["completion_tokens"]
+        == len(ids)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +275,9 @@ def test_a_stop_string_ends_the_answer_and_not_a_thought(kind: Kind) -> None:
     thinker = thinking_model(kind)
     said = "One END, two END</think>\n\nthree END four"
     answer = _whole(
-        thinker, thinker.say(said if thinker.is_open else "<think>" + said), {"stop": ["END", "\n\n"][: 1 + (kind != "tekken")]}
+        thinker,
+        thinker.say(said if thinker.is_open else "<think>" + said),
+        {"stop": ["END", "\n\n"][: 1 + (kind != "tekken")]},
     )
     [choice] = answer["choices"]
     assert choice["message"]["reasoning"] == "One END, two END"
@@ -218,17 +294,26 @@ def test_a_stop_token_has_no_text_and_belongs_to_what_it_ends(thinks: bool) -> N
     answer = _whole(thinker, ids, body, _Batches(ids, [1]))
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "stop"
-    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (("", "hm") if thinks else ("hm", None))
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == (len(ids) if thinks else 0)
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (
+        ("", "hm") if thinks else ("hm", None)
+    )
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == (
+        len(ids) if thinks else 0
+    )
     assert len(choice["logprobs"]["reasoning" if thinks else "content"]) == len(ids)
 
 
 def test_every_choice_has_its_own_thought() -> None:
     thinker = thinking_model("tekken")
     answer = _whole(thinker, thinker.say("<think>hm</think>yes"), {"n": 2})
-    texts = [(choice["message"]["reasoning"], choice["message"]["content"]) for choice in answer["choices"]]
+    texts = [
+        (choice["message"]["reasoning"], choice["message"]["content"])
+        for choice in answer["choices"]
+    ]
     assert texts == [("hm", "yes")] * 2
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * (2 + len(thinker.text_ids("hm")))
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * (
+        2 + len(thinker.text_ids("hm"))
+    )
 
 
 def test_tools_are_called_after_a_thought_and_not_in_one() -> None:
@@ -257,14 +342,25 @@ def test_a_thought_that_was_sent_open_is_continued(is_closed: bool) -> None:
     thinker = thinking_model("tekken")
     thought = {"type": "thinking", "thinking": "340 + ", "closed": is_closed}
     messages = [*HELLO["messages"], {"role": "assistant", "content": [thought], "prefix": True}]
-    [choice] = _whole(thinker, thinker.say("391" if is_closed else "51</think>391"), {"messages": messages})["choices"]
-    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None if is_closed else "51", "391")
+    [choice] = _whole(
+        thinker, thinker.say("391" if is_closed else "51</think>391"), {"messages": messages}
+    )["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (
+        None if is_closed else "51",
+        "391",
+    )
 
 
 def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
     thinker = thinking_model("tekken")
-    [choice] = _whole(thinker, thinker.say("<think>a</think>b"), {"logprobs": True, "top_logprobs": 1})["choices"]
-    assert [token["token"] for token in choice["logprobs"]["reasoning"]] == ["token_id:34", "a", "token_id:35"]
+    [choice] = _whole(
+        thinker, thinker.say("<think>a</think>b"), {"logprobs": True, "top_logprobs": 1}
+    )["choices"]
+    assert [token["token"] for token in choice["logprobs"]["reasoning"]] == [
+        "token_id:34",
+        "a",
+        "token_id:35",
+    ]
     assert [token["token"] for token in choice["logprobs"]["content"]] == ["b"]
     [choice] = _whole(thinker, thinker.say("b"), {"logprobs": True})["choices"]
     assert set(choice["logprobs"]) == {"content", "refusal"}
@@ -274,29 +370,59 @@ def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
     ("message", "complaint", "parameter"),
     [
         ({"reasoning": "a", "reasoning_content": "b"}, "the same thing, and differ", "messages[1]"),
-        ({"reasoning": "a", "content": [{"type": "thinking", "thinking": "b"}]}, "given twice", "messages[1]"),
-        ({"content": [{"type": "thinking", "thinking": 5}]}, "a thought must be as", "messages[1].content"),
+        (
+            {"reasoning": "a", "content": [{"type": "thinking", "thinking": "b"}]},
+            "given twice",
+            "messages[1]",
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": 5}]},
+            "a thought must be as",
+            "messages[1].content",
+        ),
         ({"content": [{"type": "thinking"}]}, "a thought must be as", "messages[1].content"),
-        ({"content": [{"type": "thinking", "thinking": "a", "closed": 1}]}, "a thought must be as", "messages[1].content"),
-        ({"content": [{"type": "thinking", "thinking": "a", "x": 1}]}, "a thought must be as", "messages[1].content"),
+        (
+            {"content": [{"type": "thinking", "thinking": "a", "closed": 1}]},
+            "a thought must be as",
+            "messages[1].content",
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": "a", "x": 1}]},
+            "a thought must be as",
+            "messages[1].content",
+        ),
         (
             {"content": [{"type": "thinking", "thinking": "a"}, {"type": "image"}]},
             "images are not supported",
             "messages[1].content",
         ),
-        ({"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]}, "images are not supported", "messages[1].content"),
+        (
+            {"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]},
+            "images are not supported",
+            "messages[1].content",
+        ),
         ({"reasoning": 5}, "it must be a text", "messages[1].reasoning"),
     ],
 )
-def test_thoughts_that_make_no_sense_are_refused(message: dict[str, Any], complaint: str, parameter: str) -> None:
-    body = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "a"} | message, *HELLO["messages"]]}
+def test_thoughts_that_make_no_sense_are_refused(
+    message: dict[str, Any], complaint: str, parameter: str
+) -> None:
+    body = {
+        "messages": [
+            *HELLO["messages"],
+            {"role": "assistant", "content": "a"} | message,
+            *HELLO["messages"],
+        ]
+    }
     with pytest.raises(ParameterError, match=complaint) as refused:
         parse_chat(to_json(body).encode())
     assert refused.value.parameter == parameter
 
 
 def test_an_effort_is_refused_where_the_model_knows_none() -> None:
-    with pytest.raises(ParameterError, match="reasoning_effort is 'high'; this model's format has no such setting") as refused:
+    with pytest.raises(
+        ParameterError, match="reasoning_effort is 'high'; this model's format has no such setting"
+    ) as refused:
         _whole(thinking_model("tekken"), (), {"reasoning_effort": "high"})
     assert refused.value.parameter == "reasoning_effort"
     with pytest.raises(ParameterError, match="it must be 'none', 'minimal'"):

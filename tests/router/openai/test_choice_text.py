@@ -1,4 +1,6 @@
-"""However a text is cut into tokens, a client sees what comes before the first stop string, and nothing of it."""
+"""However a text is cut into tokens, a client sees what comes before the first stop string, and
+nothing of it.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -26,7 +28,8 @@ def tokenizer() -> Tokenizer:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The reference: read character by character until a stop string is complete, then drop the longest one there is.
+    """The reference: read character by character until a stop string is complete, then drop the
+    longest one there is.
 
     "xabcd" with stops "abc" and "b" is complete at its "b", so that "xa" is left.
     """
@@ -44,7 +47,9 @@ def _cut(text: str, at: Sequence[int]) -> list[str]:
 
 
 def _run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], bool]:
-    """What is shown piece by piece (the last is what was held back), and whether a stop string was met."""
+    """What is shown piece by piece (the last is what was held back), and whether a stop string was
+    met.
+    """
     matcher = StopMatcher(stops)
     shown = []
     for piece in pieces:
@@ -66,7 +71,9 @@ STOP = st.text(LETTERS, min_size=1, max_size=5)
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(text=TEXTS, at=CUTS, stop=STOP)
 @example(text="aab", at=[1], stop="ab")
-def test_one_stop_string_cuts_the_text_wherever_its_pieces_are_cut(text: str, at: list[int], stop: str) -> None:
+def test_one_stop_string_cuts_the_text_wherever_its_pieces_are_cut(
+    text: str, at: list[int], stop: str
+) -> None:
     shown, stopped = _run(_cut(text, at), [stop])
     assert stopped == (stop in text)
     assert "".join(shown) == text.split(stop)[0]
@@ -85,7 +92,9 @@ def test_several_stop_strings_cut_where_the_first_is_complete(text: str, stops: 
 @given(text=TEXTS, at=CUTS, stops=st.lists(STOP, max_size=4))
 @example(text="bab", at=[], stops=["bab", "a"])
 @example(text="bab", at=[1, 2], stops=["bab", "a"])
-def test_several_stop_strings_cut_the_same_wherever_the_pieces_are_cut(text: str, at: list[int], stops: list[str]) -> None:
+def test_several_stop_strings_cut_the_same_wherever_the_pieces_are_cut(
+    text: str, at: list[int], stops: list[str]
+) -> None:
     shown, stopped = _run(_cut(text, at), stops)
     expected = _before_stop(text, stops)
     assert stopped == (expected is not None)
@@ -103,7 +112,9 @@ def test_nothing_of_a_stop_string_is_ever_shown(text: str, at: list[int], stops:
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=4))
-def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, at: list[int], stops: list[str]) -> None:
+def test_no_more_is_held_back_than_may_begin_a_stop_string(
+    text: str, at: list[int], stops: list[str]
+) -> None:
     matcher = StopMatcher(stops)
     pushed = shown = ""
     for piece in _cut(text, at):
@@ -112,7 +123,11 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, at: list[i
             return
         pushed, shown = pushed + piece, shown + now
         held = pushed.removeprefix(shown)
-        longest = max(n for n in range(len(pushed) + 1) if any(stop.startswith(pushed[len(pushed) - n :]) for stop in stops))
+        longest = max(
+            n
+            for n in range(len(pushed) + 1)
+            if any(stop.startswith(pushed[len(pushed) - n :]) for stop in stops)
+        )
         assert shown + held == pushed
         assert len(held) == longest
 
@@ -137,8 +152,12 @@ def test_stop_strings_that_resemble_the_text_cost_no_more_than_others() -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(text=st.text(max_size=30), at=CUTS, stops=st.lists(st.text(min_size=1, max_size=3), max_size=3))
-def test_a_text_without_stop_strings_comes_out_whole(text: str, at: list[int], stops: list[str]) -> None:
+@given(
+    text=st.text(max_size=30), at=CUTS, stops=st.lists(st.text(min_size=1, max_size=3), max_size=3)
+)
+def test_a_text_without_stop_strings_comes_out_whole(
+    text: str, at: list[int], stops: list[str]
+) -> None:
     without = [stop for stop in stops if stop not in text]
     shown, stopped = _run(_cut(text, at), without)
     assert not stopped
@@ -173,11 +192,14 @@ def test_a_stop_string_longer_than_all_text_holds_it_back_to_the_end() -> None:
 
 
 def _before_late_stop(pieces: Sequence[str], stops: Sequence[str], min_pieces: int) -> str | None:
-    """As ``_before_stop``, but a stop string counts only if a piece from number ``min_pieces`` on completes it."""
+    """As ``_before_stop``, but a stop string counts only if a piece from number ``min_pieces`` on
+    completes it.
+    """
     text = "".join(pieces)
     borders = list(accumulate(map(len, pieces)))
     for end in range(1, len(text) + 1):
-        number = 1 + sum(border < end for border in borders)  # of the piece that this character is in
+        # of the piece that this character is in
+        number = 1 + sum(border < end for border in borders)
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete and number >= min_pieces:
             return text[: end - max(map(len, complete))]
@@ -185,10 +207,14 @@ def _before_late_stop(pieces: Sequence[str], stops: Sequence[str], min_pieces: i
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
-@given(text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=3), min_pieces=st.integers(0, 8))
+@given(
+    text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=3), min_pieces=st.integers(0, 8)
+)
 @example(text="aaa", at=[1, 2], stops=["aa"], min_pieces=3)
 @example(text="bab", at=[1, 2], stops=["bab", "a"], min_pieces=3)
-def test_stop_strings_are_text_before_they_may_stop(text: str, at: list[int], stops: list[str], min_pieces: int) -> None:
+def test_stop_strings_are_text_before_they_may_stop(
+    text: str, at: list[int], stops: list[str], min_pieces: int
+) -> None:
     pieces = [piece for piece in _cut(text, at) if piece]
     matcher = StopMatcher(stops)
     shown, stopped = "", False
@@ -208,10 +234,20 @@ def test_stop_strings_are_text_before_they_may_stop(text: str, at: list[int], st
 
 def test_no_stop_string_ends_a_choice_before_min_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one, two, three, four")
-    commas = [number for number, token_id in enumerate(ids, start=1) if "," in tokenizer.decode((token_id,))]
-    for min_tokens, expected in ((commas[0], " one"), (commas[0] + 1, " one, two"), (len(ids), " one, two, three, four")):
+    commas = [
+        number
+        for number, token_id in enumerate(ids, start=1)
+        if "," in tokenizer.decode((token_id,))
+    ]
+    for min_tokens, expected in (
+        (commas[0], " one"),
+        (commas[0] + 1, " one, two"),
+        (len(ids), " one, two, three, four"),
+    ):
         choice = ChoiceDetokenizer(tokenizer, [","], min_tokens)
-        assert "".join(choice.push(event) for event in _events(ids, FinishReason.LENGTH)) == expected
+        assert (
+            "".join(choice.push(event) for event in _events(ids, FinishReason.LENGTH)) == expected
+        )
         assert choice.num_tokens >= min_tokens
 
 
@@ -243,13 +279,17 @@ def test_a_choice_continues_until_its_last_token(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
-def test_the_reason_of_the_end_is_the_last_tokens(tokenizer: Tokenizer, finish: FinishReason) -> None:
+def test_the_reason_of_the_end_is_the_last_tokens(
+    tokenizer: Tokenizer, finish: FinishReason
+) -> None:
     choice = ChoiceDetokenizer(tokenizer, ["never met"])
     choice.push(_event(7, finish))
     assert choice.finish is finish
 
 
-def test_the_token_that_completes_a_stop_string_counts_and_later_ones_do_not(tokenizer: Tokenizer) -> None:
+def test_the_token_that_completes_a_stop_string_counts_and_later_ones_do_not(
+    tokenizer: Tokenizer,
+) -> None:
     ids = tokenizer.encode("one, two, three")
     pieces = [tokenizer.decode((token_id,)) for token_id in ids]
     first_comma = next(index for index, piece in enumerate(pieces) if "," in piece)
@@ -282,10 +322,15 @@ def test_what_was_held_back_comes_with_the_last_token(tokenizer: Tokenizer) -> N
 def test_an_unfinished_character_ends_as_a_replacement_of_each_byte(tokenizer: Tokenizer) -> None:
     smiley = tokenizer.encode("\U0001f600")[-4:]
     choice = ChoiceDetokenizer(tokenizer, ["\ufffd!"])
-    assert [choice.push(event) for event in _events(smiley[:2], FinishReason.LENGTH)] == ["", "\ufffd\ufffd"]
+    assert [choice.push(event) for event in _events(smiley[:2], FinishReason.LENGTH)] == [
+        "",
+        "\ufffd\ufffd",
+    ]
 
 
-def test_a_replacement_character_at_the_end_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_a_replacement_character_at_the_end_may_complete_a_stop_string(
+    tokenizer: Tokenizer,
+) -> None:
     smiley = tokenizer.encode("\U0001f600")[-4:]
     choice = ChoiceDetokenizer(tokenizer, ["\ufffd"])
     assert [choice.push(event) for event in _events(smiley[:2], FinishReason.LENGTH)] == ["", ""]
@@ -321,7 +366,9 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
     assert choice.finish is FinishReason.STOP
     needed = whole.index(stop) + len(stop)
     num_chars = list(accumulate(map(len, map(tokenizer.decoder().push, ids))))
-    assert choice.num_tokens == next((number for number, there in enumerate(num_chars, start=1) if there >= needed), len(ids))
+    assert choice.num_tokens == next(
+        (number for number, there in enumerate(num_chars, start=1) if there >= needed), len(ids)
+    )
 
 
 def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:

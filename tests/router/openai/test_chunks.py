@@ -30,7 +30,10 @@ REQUESTS: list[dict[str, Any]] = [
 def _post(body: dict[str, Any]) -> httpx.Response:
     calls = TOKENIZER.control_id("[TOOL_CALLS]")
     assert calls is not None
-    said = (*TOKENIZER.encode("Good day")[1:], *((calls, *TOKENIZER.encode(CALL)[1:]) if "tools" in body else ()))
+    said = (
+        *TOKENIZER.encode("Good day")[1:],
+        *((calls, *TOKENIZER.encode(CALL)[1:]) if "tools" in body else ()),
+    )
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 
@@ -46,7 +49,11 @@ def _post(body: dict[str, Any]) -> httpx.Response:
 def test_chat_answers_and_chunks_match_their_models(body: dict[str, Any]) -> None:
     settings = {key: value for key, value in body.items() if key != "stream_options"}
     answer = ChatAnswer.model_validate_json(_post(settings).content)
-    events = [line.removeprefix("data: ") for line in _post(body | {"stream": True}).text.splitlines() if line]
+    events = [
+        line.removeprefix("data: ")
+        for line in _post(body | {"stream": True}).text.splitlines()
+        if line
+    ]
     assert events.pop() == "[DONE]"
     chunks = [ChatChunk.model_validate_json(event) for event in events]
     assert all(("usage" in json.loads(event)) == ("stream_options" in body) for event in events)
@@ -55,7 +62,9 @@ def test_chat_answers_and_chunks_match_their_models(body: dict[str, Any]) -> Non
         own = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
         assert "".join(each.delta.content for each in own) == (choice.message.content or "")
         assert own[-1].finish_reason == choice.finish_reason
-        arguments = "".join(call.function.arguments for each in own for call in each.delta.tool_calls)
+        arguments = "".join(
+            call.function.arguments for each in own for call in each.delta.tool_calls
+        )
         assert arguments == "".join(call.function.arguments for call in choice.message.tool_calls)
         assert [token_id for each in own for token_id in each.token_ids] == choice.token_ids
 
@@ -63,8 +72,17 @@ def test_chat_answers_and_chunks_match_their_models(body: dict[str, Any]) -> Non
 def test_calls_of_a_whole_answer_have_openais_shape() -> None:
     [choice] = _post({"tools": [TOOL]}).json()["choices"]
     [call] = choice["message"]["tool_calls"]
-    assert call == {"id": call["id"], "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    assert choice["message"] == {"role": "assistant", "content": "Good day", "refusal": None, "tool_calls": [call]}
+    assert call == {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Good day",
+        "refusal": None,
+        "tool_calls": [call],
+    }
     assert choice["finish_reason"] == "tool_calls"
 
 

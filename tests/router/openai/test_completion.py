@@ -1,4 +1,6 @@
-"""From a parsed request to OpenAI's objects: streamed or not, the same texts, and every token counted once."""
+"""From a parsed request to OpenAI's objects: streamed or not, the same texts, and every token
+counted once.
+"""
 
 import asyncio
 import json
@@ -50,10 +52,11 @@ ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
 
 
 class ScriptedSource:
-    """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences.
+    """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns
+    over the sequences.
 
-    A request for experts gets ``_expert_ids`` of every position before the last one, and one for log-probabilities
-    ``_logprob`` and ``_top``.
+    A request for experts gets ``_expert_ids`` of every position before the last one, and one for
+    log-probabilities ``_logprob`` and ``_top``.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class ScriptedSource:
         self.num_open = 0
         self.num_batches = 0
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.specs = list(specs)
         assert len(specs) == len(self._scripts)
         self.num_open += 1
@@ -84,7 +89,9 @@ class ScriptedSource:
                 times = RequestTimings(1.0, 2.0, float(self.num_batches))
                 scores = tuple(score for event in events[:size] for score in self._scores(event))
                 extras = tuple(self._experts(events[:size])), scores
-                yield RequestOutput(tuple(events[:size]), times, *extras, num_cached=next(self._num_cached, 0))
+                yield RequestOutput(
+                    tuple(events[:size]), times, *extras, num_cached=next(self._num_cached, 0)
+                )
                 events = events[size:]
             if self._error is not None:
                 raise self._error
@@ -97,18 +104,34 @@ class ScriptedSource:
             num_new = sum(event.seq_id == index for event in events)
             end = self._num_sent[index] = (start or len(spec.prompt_ids) - 1) + num_new
             for layer in spec.sampling.return_experts:
-                yield ExpertChoices(index, layer, start, tuple(_expert_ids(index, layer, at) for at in range(start, end)))
+                yield ExpertChoices(
+                    index,
+                    layer,
+                    start,
+                    tuple(_expert_ids(index, layer, at) for at in range(start, end)),
+                )
 
     def _scores(self, event: TokenEvent) -> Iterator[Logprobs]:
         index, spec = event.seq_id, self.specs[event.seq_id]
         num_prompt = len(spec.prompt_ids)
-        if (num_top := spec.sampling.prompt_logprobs) is not None and not self._num_made[index] and num_prompt > 1:
+        if (
+            (num_top := spec.sampling.prompt_logprobs) is not None
+            and not self._num_made[index]
+            and num_prompt > 1
+        ):
             places = range(1, num_prompt)
-            yield Logprobs(index, 1, tuple(_logprob(index, p) for p in places), tuple(_top(index, p, num_top) for p in places))
+            yield Logprobs(
+                index,
+                1,
+                tuple(_logprob(index, p) for p in places),
+                tuple(_top(index, p, num_top) for p in places),
+            )
         position = num_prompt + self._num_made[index]
         self._num_made[index] += 1
         if (num_top := spec.sampling.logprobs) is not None:
-            yield Logprobs(index, position, (_logprob(index, position),), (_top(index, position, num_top),))
+            yield Logprobs(
+                index, position, (_logprob(index, position),), (_top(index, position, num_top),)
+            )
 
     def _events(self) -> list[TokenEvent]:
         """Scripts (7, 8) and (9,) become 7 of sequence 0, 9 of sequence 1, 8 of sequence 0."""
@@ -140,7 +163,15 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB, expert_layers=range(4), experts_per_token=2)
+    return ServedModel(
+        "demo",
+        tokenizer,
+        CONTEXT,
+        MAX_SEQUENCES,
+        VOCAB,
+        expert_layers=range(4),
+        experts_per_token=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,15 +189,15 @@ def other_script(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tokenizer.encode(OTHER_TEXT)
 
 
-def _request(**fields: Any) -> CompletionRequest:  # noqa: ANN401
+def _request(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps({"prompt": PROMPT} | fields).encode())
 
 
-async def _prepared(model: ServedModel, **fields: Any) -> Completion:  # noqa: ANN401
+async def _prepared(model: ServedModel, **fields: Any) -> Completion:
     return await Completion.prepare(model, _request(**fields), 0.0)
 
 
-def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str, Any]:
     async def scenario() -> dict[str, Any]:
         answer = await (await _prepared(model, **fields)).run(source)
         assert source.num_open == 0
@@ -176,7 +207,9 @@ def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str,
     return asyncio.run(scenario())
 
 
-def _stream(model: ServedModel, source: ScriptedSource, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # noqa: ANN401
+def _stream(
+    model: ServedModel, source: ScriptedSource, **fields: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The chunks with choices, and the one after them."""
 
     async def scenario() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -234,13 +267,20 @@ def test_a_stream_joined_is_the_whole_answer(
     for choice in whole["choices"]:
         own = _changes(chunks, choice["index"])
         assert "".join(change["text"] for change in own) == choice["text"]
-        assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [
+            choice["finish_reason"]
+        ]
         if ids:
-            assert [token_id for change in own for token_id in change["token_ids"]] == choice["token_ids"]
+            assert [token_id for change in own for token_id in change["token_ids"]] == choice[
+                "token_ids"
+            ]
             assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
             assert [change["prompt_token_ids"] for change in own[1:]] == [None] * (len(own) - 1)
         else:
-            assert all("token_ids" not in change and "prompt_token_ids" not in change for change in (*own, choice))
+            assert all(
+                "token_ids" not in change and "prompt_token_ids" not in change
+                for change in (*own, choice)
+            )
 
 
 def test_an_answer_is_its_tokens_text(model: ServedModel, script: tuple[int, ...]) -> None:
@@ -252,17 +292,27 @@ def test_an_answer_is_its_tokens_text(model: ServedModel, script: tuple[int, ...
     assert source.num_batches == len(script)
 
 
-def test_every_chunk_has_the_same_head_and_the_whole_answer_another(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_every_chunk_has_the_same_head_and_the_whole_answer_another(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     chunks, last = _stream(model, ScriptedSource([script]))
-    heads = {(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in (*chunks, last)}
+    heads = {
+        (chunk["id"], chunk["object"], chunk["created"], chunk["model"])
+        for chunk in (*chunks, last)
+    }
     assert len(heads) == 1
     assert _run(model, ScriptedSource([script]))["id"] != last["id"]
 
 
-def test_what_is_ready_together_comes_as_one_change_per_choice(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_what_is_ready_together_comes_as_one_change_per_choice(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     chunks, _ = _stream(model, ScriptedSource([script, script], sizes=[1000]), n=2)
     assert len(chunks) == 1
-    assert [(change["index"], change["text"]) for change in chunks[0]["choices"]] == [(0, " " + TEXT), (1, " " + TEXT)]
+    assert [(change["index"], change["text"]) for change in chunks[0]["choices"]] == [
+        (0, " " + TEXT),
+        (1, " " + TEXT),
+    ]
 
 
 # Experts
@@ -288,23 +338,38 @@ def test_every_token_that_went_into_the_model_has_its_experts(
     stop: list[str],
     layers: list[int],
 ) -> None:
-    """Streamed or not, however tokens come together, and also where more were made than an answer takes."""
+    """Streamed or not, however tokens come together, and also where more were made than an answer
+    takes.
+    """
     scripts = [(script, other_script)[index % 2] for index in range(num_prompts * n)]
-    fields = {"prompt": [PROMPT, OTHER_PROMPT][:num_prompts], "n": n, "stop": stop, "echo": True, "return_token_ids": True}
+    fields = {
+        "prompt": [PROMPT, OTHER_PROMPT][:num_prompts],
+        "n": n,
+        "stop": stop,
+        "echo": True,
+        "return_token_ids": True,
+    }
     fields["return_experts"] = layers
     whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
     chunks, _ = _stream(model, ScriptedSource(scripts, sizes), **fields)
     for choice in whole["choices"]:
         own = _changes(chunks, choice["index"])
         num_prompt, num_new = len(choice["prompt_token_ids"]), len(choice["token_ids"])
-        parts = {"prompt_experts": range(num_prompt), "experts": range(num_prompt, num_prompt + num_new - 1)}
+        parts = {
+            "prompt_experts": range(num_prompt),
+            "experts": range(num_prompt, num_prompt + num_new - 1),
+        }
         for name, positions in parts.items():
             assert list(choice[name]) == [str(layer) for layer in layers]
             for layer in layers:
                 expected = [_expert_ids(choice["index"], layer, position) for position in positions]
                 assert choice[name][str(layer)] == expected
-                assert [ids for change in own for ids in change.get(name, {}).get(str(layer), ())] == expected
-        assert all(change.get(name) != {} for change in own for name in parts), "where there is nothing, nothing is said"
+                assert [
+                    ids for change in own for ids in change.get(name, {}).get(str(layer), ())
+                ] == expected
+        assert all(change.get(name) != {} for change in own for name in parts), (
+            "where there is nothing, nothing is said"
+        )
 
 
 def test_an_answer_of_one_token_has_no_experts(model: ServedModel, script: tuple[int, ...]) -> None:
@@ -312,19 +377,27 @@ def test_an_answer_of_one_token_has_no_experts(model: ServedModel, script: tuple
     [choice] = _run(model, ScriptedSource([script[:1]]), **fields)["choices"]
     prompt_experts = {"2": [_expert_ids(0, 2, 0), _expert_ids(0, 2, 1)]}
     assert (choice["prompt_experts"], choice["experts"]) == (prompt_experts, {"2": []})
-    [[change]] = [chunk["choices"] for chunk in _stream(model, ScriptedSource([script[:1]]), **fields)[0]]
+    [[change]] = [
+        chunk["choices"] for chunk in _stream(model, ScriptedSource([script[:1]]), **fields)[0]
+    ]
     assert change["prompt_experts"] == prompt_experts
     assert "experts" not in change
 
 
 @pytest.mark.parametrize("layers", [None, []])
-def test_experts_are_only_sent_on_request(model: ServedModel, script: tuple[int, ...], layers: list[int] | None) -> None:
+def test_experts_are_only_sent_on_request(
+    model: ServedModel, script: tuple[int, ...], layers: list[int] | None
+) -> None:
     [choice] = _run(model, ScriptedSource([script]), return_experts=layers)["choices"]
     assert not {"experts", "prompt_experts"} & choice.keys()
 
 
-@pytest.mark.parametrize(("layers", "message"), [([4], "layers 0 to 3"), ([0, 900], "layer 900 has no experts")])
-def test_a_layer_that_is_not_there_is_refused(model: ServedModel, layers: list[int], message: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "message"), [([4], "layers 0 to 3"), ([0, 900], "layer 900 has no experts")]
+)
+def test_a_layer_that_is_not_there_is_refused(
+    model: ServedModel, layers: list[int], message: str
+) -> None:
     with pytest.raises(ParameterError, match=message) as refused:
         asyncio.run(_prepared(model, return_experts=layers))
     assert refused.value.parameter == "return_experts"
@@ -337,10 +410,14 @@ def test_a_model_without_experts_refuses_to_return_them(wordless: ServedModel) -
 
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(2**15 - 10, True), (2**15 - 9, False)])
-def test_experts_of_too_many_tokens_are_refused(model: ServedModel, max_tokens: int, fits: bool) -> None:
+def test_experts_of_too_many_tokens_are_refused(
+    model: ServedModel, max_tokens: int, fits: bool
+) -> None:
     """2 choices of 10 and 32,758 tokens, 4 layers and 2 experts of each: 2**19."""
     wide = replace(model, max_model_len=10**6)
-    preparing = _prepared(wide, prompt=[[1] * 10], n=2, max_tokens=max_tokens, return_experts=[0, 1, 2, 3])
+    preparing = _prepared(
+        wide, prompt=[[1] * 10], n=2, max_tokens=max_tokens, return_experts=[0, 1, 2, 3]
+    )
     if fits:
         assert asyncio.run(preparing).specs()[0].sampling.return_experts == (0, 1, 2, 3)
     else:
@@ -390,41 +467,66 @@ def test_every_token_that_is_shown_has_a_log_probability_streamed_or_not(
         "stop": stop,
         "echo": echo or not max_tokens,
     }
-    fields |= {"max_tokens": max_tokens, "logprobs": num_top, "prompt_logprobs": num_prompt_top, "return_token_ids": True}
+    fields |= {
+        "max_tokens": max_tokens,
+        "logprobs": num_top,
+        "prompt_logprobs": num_prompt_top,
+        "return_token_ids": True,
+    }
     whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
     chunks, last = _stream(model, ScriptedSource(scripts, sizes), **fields)
     assert last["usage"] == whole["usage"]
     for choice in whole["choices"]:
-        own, index, prompt_ids = _changes(chunks, choice["index"]), choice["index"], encoded[choice["index"] // n]
+        own, index, prompt_ids = (
+            _changes(chunks, choice["index"]),
+            choice["index"],
+            encoded[choice["index"] // n],
+        )
         assert "".join(change["text"] for change in own) == choice["text"]
         assert [change["finish_reason"] for change in own][-1] == choice["finish_reason"]
         if not max_tokens:
-            assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (prompts[index // n], [], "length")
+            assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (
+                prompts[index // n],
+                [],
+                "length",
+            )
         assert ("prompt_logprobs" in choice) == (num_prompt_top is not None)
         assert choice.get("prompt_logprobs") == own[0].get("prompt_logprobs")
         if num_prompt_top is not None:
             assert choice["prompt_logprobs"][0] is None
             for position, reported in enumerate(choice["prompt_logprobs"][1:], start=1):
                 expected = {str(prompt_ids[position]): _logprob(index, position)}
-                expected |= {str(token_id): logprob for token_id, logprob in _top(index, position, num_prompt_top)}
-                assert {token_id: each["logprob"] for token_id, each in reported.items()} == expected
+                expected |= {
+                    str(token_id): logprob
+                    for token_id, logprob in _top(index, position, num_prompt_top)
+                }
+                assert {
+                    token_id: each["logprob"] for token_id, each in reported.items()
+                } == expected
         if num_top is None:
             assert choice["logprobs"] is None
             continue
         reported = choice["logprobs"]
         parts = [change["logprobs"] for change in own if change["logprobs"]]
-        assert {name: [each for part in parts for each in part[name]] for name in reported} == reported
+        assert {
+            name: [each for part in parts for each in part[name]] for name in reported
+        } == reported
         first = 0 if fields["echo"] else len(prompt_ids)
         all_ids = (*prompt_ids, *choice["token_ids"])
         sent_ids = all_ids[first : first + len(reported["tokens"])]
-        assert reported["tokens"] == [token_text(model.tokenizer, token_id) for token_id in sent_ids]
+        assert reported["tokens"] == [
+            token_text(model.tokenizer, token_id) for token_id in sent_ids
+        ]
         assert len({len(values) for values in reported.values()}) == 1
         if choice["finish_reason"] != "stop":
             assert sent_ids == all_ids[first:]
         for place, logprob in enumerate(reported["token_logprobs"]):
             position = first + place
             assert logprob == (_logprob(index, position) if position else None)
-            assert reported["top_logprobs"][place] is None or len(reported["top_logprobs"][place]) <= num_top + 1
+            assert (
+                reported["top_logprobs"][place] is None
+                or len(reported["top_logprobs"][place]) <= num_top + 1
+            )
         text = choice["text"]
         for token, offset in zip(reported["tokens"], reported["text_offset"], strict=True):
             assert 0 <= offset <= len(text)
@@ -440,7 +542,10 @@ def test_logprobs_without_a_tokenizer_are_by_token_id(wordless: ServedModel) -> 
         "tokens": ["token_id:1", "token_id:2", "token_id:7", "token_id:8"],
         "token_logprobs": [None, _logprob(0, 1), _logprob(0, 2), _logprob(0, 3)],
         "top_logprobs": [None]
-        + [{f"token_id:{300 + p}": 0.0, f"token_id:{token}": _logprob(0, p)} for p, token in ((1, 2), (2, 7), (3, 8))],
+        + [
+            {f"token_id:{300 + p}": 0.0, f"token_id:{token}": _logprob(0, p)}
+            for p, token in ((1, 2), (2, 7), (3, 8))
+        ],
         "text_offset": [0, 0, 0, 0],
     }
 
@@ -448,10 +553,26 @@ def test_logprobs_without_a_tokenizer_are_by_token_id(wordless: ServedModel) -> 
 @pytest.mark.parametrize(
     ("fields", "parameter", "most"),
     [
-        ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_WHOLE_LOGPROBS),
-        ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_WHOLE_LOGPROBS),
-        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**14}, "logprobs", MAX_WHOLE_LOGPROBS),
-        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16, "stream": True}, "logprobs", MAX_STREAMED_LOGPROBS),
+        (
+            {"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1},
+            "prompt_logprobs",
+            MAX_WHOLE_LOGPROBS,
+        ),
+        (
+            {"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0},
+            "logprobs",
+            MAX_WHOLE_LOGPROBS,
+        ),
+        (
+            {"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**14},
+            "logprobs",
+            MAX_WHOLE_LOGPROBS,
+        ),
+        (
+            {"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16, "stream": True},
+            "logprobs",
+            MAX_STREAMED_LOGPROBS,
+        ),
     ],
 )
 def test_log_probabilities_of_too_many_tokens_are_refused(
@@ -475,7 +596,9 @@ def test_a_bias_of_a_token_that_is_not_there_is_refused(model: ServedModel) -> N
 # Sequences and their numbers
 
 
-def test_a_choice_knows_its_prompt(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+def test_a_choice_knows_its_prompt(
+    model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]
+) -> None:
     prompts = [PROMPT, OTHER_PROMPT]
     source = ScriptedSource([script[: index + 1] for index in range(6)])
     answer = _run(model, source, prompt=prompts, n=3, return_token_ids=True, seed=11)
@@ -490,21 +613,42 @@ def test_a_choice_knows_its_prompt(model: ServedModel, tokenizer: Tokenizer, scr
 
 def test_sampling_is_what_was_requested(model: ServedModel, script: tuple[int, ...]) -> None:
     source = ScriptedSource([script])
-    _run(model, source, max_tokens=7, temperature=0.5, top_p=0.25, top_k=9, seed=-3, ignore_eos=True)
+    _run(
+        model, source, max_tokens=7, temperature=0.5, top_p=0.25, top_k=9, seed=-3, ignore_eos=True
+    )
     sampling = source.specs[0].sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.25, 9)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
+        7,
+        0.5,
+        0.25,
+        9,
+    )
     assert (sampling.seed, sampling.choice, sampling.ignore_eos) == (-3, 0, True)
     _run(model, source, top_k=-1)
     assert source.specs[0].sampling.top_k == 0, "vLLM's word for all"
-    changes = {"min_p": 0.1, "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 3}
+    changes = {
+        "min_p": 0.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "min_tokens": 3,
+    }
     _run(model, source, logit_bias={"9": -1, "8": 2.5}, logprobs=2, prompt_logprobs=4, **changes)
     sampling = source.specs[0].sampling
     assert {name: getattr(sampling, name) for name in changes} == changes
-    assert (sampling.logit_bias, sampling.logprobs, sampling.prompt_logprobs) == (((9, -1.0), (8, 2.5)), 2, 4)
+    assert (sampling.logit_bias, sampling.logprobs, sampling.prompt_logprobs) == (
+        ((9, -1.0), (8, 2.5)),
+        2,
+        4,
+    )
 
 
-def test_no_stop_string_ends_an_answer_before_min_tokens(model: ServedModel, script: tuple[int, ...]) -> None:
-    [choice] = _run(model, ScriptedSource([script]), stop=[",", ";"], min_tokens=len(script) - 1, max_tokens=99)["choices"]
+def test_no_stop_string_ends_an_answer_before_min_tokens(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
+    [choice] = _run(
+        model, ScriptedSource([script]), stop=[",", ";"], min_tokens=len(script) - 1, max_tokens=99
+    )["choices"]
     assert (choice["text"], choice["finish_reason"]) == (" " + TEXT, "length")
 
 
@@ -526,7 +670,9 @@ def test_a_response_format_becomes_the_grammar_of_every_sequence(
         asyncio.run(_prepared(wordless, prompt=[1], response_format={"type": "json_object"}))
 
 
-def test_without_a_seed_every_request_has_one_of_its_own(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_without_a_seed_every_request_has_one_of_its_own(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     source = ScriptedSource([script] * 4)
     seeds = []
     for _ in range(2):
@@ -541,14 +687,18 @@ def _draws(source: ScriptedSource) -> list[tuple[int | None, int]]:
     return [(spec.sampling.seed, spec.sampling.choice) for spec in source.specs]
 
 
-def test_without_a_seed_equal_prompts_are_sampled_apart(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_without_a_seed_equal_prompts_are_sampled_apart(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     source = ScriptedSource([script] * 6)
     _run(model, source, prompt=["a", "b", "a"], n=2)
     seed = source.specs[0].sampling.seed
     assert _draws(source) == [(seed, choice) for choice in range(6)]
 
 
-def test_with_the_clients_seed_a_prompt_has_the_text_that_it_has_alone(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_with_the_clients_seed_a_prompt_has_the_text_that_it_has_alone(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     source, alone = ScriptedSource([script] * 6), ScriptedSource([script] * 2)
     _run(model, source, prompt=["a", "b", "a"], n=2, seed=7)
     _run(model, alone, prompt="b", n=2, seed=7)
@@ -578,7 +728,9 @@ def test_what_is_accepted_crosses_the_wire(
 
     async def scenario() -> None:
         try:
-            completion = await _prepared(model, prompt=prompt, seed=seed, temperature=temperature, max_tokens=max_tokens)
+            completion = await _prepared(
+                model, prompt=prompt, seed=seed, temperature=temperature, max_tokens=max_tokens
+            )
         except RequestError:
             return
         specs = completion.specs()
@@ -590,19 +742,27 @@ def test_what_is_accepted_crosses_the_wire(
 # What is counted
 
 
-@pytest.mark.parametrize(("n", "prompts"), [(1, [PROMPT]), (3, [PROMPT]), (2, [PROMPT, OTHER_PROMPT, ""])])
+@pytest.mark.parametrize(
+    ("n", "prompts"), [(1, [PROMPT]), (3, [PROMPT]), (2, [PROMPT, OTHER_PROMPT, ""])]
+)
 def test_a_prompt_counts_once_and_every_new_token_counts(
     model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...], n: int, prompts: list[str]
 ) -> None:
     answer = _run(model, ScriptedSource([script] * (n * len(prompts))), prompt=prompts, n=n)
     num_prompt = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     num_new = len(script) * n * len(prompts)
-    expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    expected = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+    }
     expected |= {"prompt_tokens_details": {"cached_tokens": 0}}
     assert answer["usage"] == expected
 
 
-@pytest.mark.parametrize(("num_cached", "expected"), [((2,), [2, 2, 2]), ((0, 1, 3), [0, 1, 4]), ((4, 0, 4), [4, 4, 6])])
+@pytest.mark.parametrize(
+    ("num_cached", "expected"), [((2,), [2, 2, 2]), ((0, 1, 3), [0, 1, 4]), ((4, 0, 4), [4, 4, 6])]
+)
 def test_cached_tokens_add_up_to_the_prompts_at_most(
     model: ServedModel, script: tuple[int, ...], num_cached: tuple[int, ...], expected: list[int]
 ) -> None:
@@ -611,7 +771,10 @@ def test_cached_tokens_add_up_to_the_prompts_at_most(
     async def scenario() -> None:
         completion = await _prepared(model, prompt=list(range(300, 306)), n=2)
         source = ScriptedSource([script] * 2, num_cached=num_cached)
-        found = [completion.usage.prompt_tokens_details.cached_tokens async for _ in completion.stream(source)]
+        found = [
+            completion.usage.prompt_tokens_details.cached_tokens
+            async for _ in completion.stream(source)
+        ]
         assert found[:3] == expected
         assert set(found[3:]) == {expected[-1]}
         assert completion.usage.prompt_tokens == 6
@@ -620,7 +783,9 @@ def test_cached_tokens_add_up_to_the_prompts_at_most(
     asyncio.run(scenario())
 
 
-def test_tokens_after_a_stop_string_do_not_count(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+def test_tokens_after_a_stop_string_do_not_count(
+    model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]
+) -> None:
     answer = _run(model, ScriptedSource([script], sizes=[1000]), stop=[";"], return_token_ids=True)
     [choice] = answer["choices"]
     assert choice["text"] == " Speak, my lord"
@@ -631,7 +796,9 @@ def test_tokens_after_a_stop_string_do_not_count(model: ServedModel, tokenizer: 
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before(model: ServedModel, script: tuple[int, ...], asks: bool) -> None:
+def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before(
+    model: ServedModel, script: tuple[int, ...], asks: bool
+) -> None:
     chunks, last = _stream(model, ScriptedSource([script]), stream_options={"include_usage": asks})
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == len(script)
@@ -641,9 +808,15 @@ def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before(model: ServedModel
         assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_timings_are_the_routers_last_word_and_the_rest(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_timings_are_the_routers_last_word_and_the_rest(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     timings = _run(model, ScriptedSource([script]))["timings"]
-    assert (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) == (1.0, 2.0, float(len(script)))
+    assert (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) == (
+        1.0,
+        2.0,
+        float(len(script)),
+    )
     assert set(timings) == {"ingress_s", "queue_s", "prefill_s", "decode_s", "cached_tokens"}
 
 
@@ -651,17 +824,26 @@ def test_timings_are_the_routers_last_word_and_the_rest(model: ServedModel, scri
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "", "two\n\n  lines \U0001f600"])
-def test_echo_begins_with_the_prompt_as_it_was_given(model: ServedModel, script: tuple[int, ...], prompt: str) -> None:
+def test_echo_begins_with_the_prompt_as_it_was_given(
+    model: ServedModel, script: tuple[int, ...], prompt: str
+) -> None:
     answer = _run(model, ScriptedSource([script] * 2), prompt=prompt, echo=True, n=2)
     assert [choice["text"] for choice in answer["choices"]] == [f"{prompt} {TEXT}"] * 2
 
 
-def test_echo_of_token_ids_is_their_text(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+def test_echo_of_token_ids_is_their_text(
+    model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]
+) -> None:
     ids = list(tokenizer.encode(PROMPT))
-    assert _run(model, ScriptedSource([script]), prompt=ids, echo=True)["choices"][0]["text"] == f"{PROMPT} {TEXT}"
+    assert (
+        _run(model, ScriptedSource([script]), prompt=ids, echo=True)["choices"][0]["text"]
+        == f"{PROMPT} {TEXT}"
+    )
 
 
-def test_a_stop_string_in_the_echoed_prompt_stops_nothing(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_a_stop_string_in_the_echoed_prompt_stops_nothing(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     [choice] = _run(model, ScriptedSource([script]), echo=True, stop="news")["choices"]
     assert (choice["text"], choice["finish_reason"]) == (f"{PROMPT} {TEXT}", "length")
 
@@ -688,7 +870,9 @@ def test_a_choice_that_stopped_sends_nothing_more_while_others_continue(
     assert all(chunk["choices"] for chunk in chunks)
 
 
-def test_when_every_choice_has_stopped_the_source_is_closed_at_once(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_when_every_choice_has_stopped_the_source_is_closed_at_once(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     source = ScriptedSource([script, script])
     _run(model, source, n=2, stop="Speak")
     assert source.num_batches < len(script)
@@ -707,9 +891,16 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(wordless: ServedModel) -> No
 
 
 @pytest.mark.parametrize(
-    ("fields", "parameter"), [({"prompt": "a"}, "prompt"), ({"prompt": ["a"]}, "prompt"), ({"prompt": [1], "stop": "x"}, "stop")]
+    ("fields", "parameter"),
+    [
+        ({"prompt": "a"}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": [1], "stop": "x"}, "stop"),
+    ],
 )
-def test_without_a_tokenizer_texts_are_refused(wordless: ServedModel, fields: dict[str, Any], parameter: str) -> None:
+def test_without_a_tokenizer_texts_are_refused(
+    wordless: ServedModel, fields: dict[str, Any], parameter: str
+) -> None:
     with pytest.raises(ParameterError, match="no tokenizer") as refused:
         asyncio.run(_prepared(wordless, **fields))
     assert refused.value.parameter == parameter
@@ -718,13 +909,20 @@ def test_without_a_tokenizer_texts_are_refused(wordless: ServedModel, fields: di
 # What could never run
 
 
-@pytest.mark.parametrize(("num_prompts", "n", "fits"), [(8, 1, True), (2, 4, True), (9, 1, False), (3, 3, False), (1, 9, False)])
-def test_too_many_sequences_are_refused_with_the_numbers(model: ServedModel, num_prompts: int, n: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "fits"),
+    [(8, 1, True), (2, 4, True), (9, 1, False), (3, 3, False), (1, 9, False)],
+)
+def test_too_many_sequences_are_refused_with_the_numbers(
+    model: ServedModel, num_prompts: int, n: int, fits: bool
+) -> None:
     preparing = _prepared(model, prompt=["a"] * num_prompts, n=n)
     if fits:
         assert len(asyncio.run(preparing).specs()) == MAX_SEQUENCES
     else:
-        with pytest.raises(ParameterError, match=f"{num_prompts * n} sequences.*at most {MAX_SEQUENCES}"):
+        with pytest.raises(
+            ParameterError, match=f"{num_prompts * n} sequences.*at most {MAX_SEQUENCES}"
+        ):
             asyncio.run(preparing)
 
 
@@ -734,7 +932,9 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     assert model.tokenizer is not None
     longest = CONTEXT * model.tokenizer.max_piece_bytes
     monkeypatch.setattr(model.tokenizer, "encode", lambda text: (len(text) % 100,))
-    assert asyncio.run(_prepared(model, prompt="a" * longest)).specs()[0].prompt_ids == (longest % 100,)
+    assert asyncio.run(_prepared(model, prompt="a" * longest)).specs()[0].prompt_ids == (
+        longest % 100,
+    )
 
     def refuse(_text: str) -> None:
         raise AssertionError("this text must not be tokenized")
@@ -745,11 +945,17 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     assert refused.value.parameter == "prompt"
 
 
-@pytest.mark.parametrize("length", [OFFLOAD_CHARS - 1, OFFLOAD_CHARS, OFFLOAD_CHARS + 1, 3 * OFFLOAD_CHARS])
-def test_a_long_text_has_the_same_tokens(model: ServedModel, tokenizer: Tokenizer, length: int) -> None:
+@pytest.mark.parametrize(
+    "length", [OFFLOAD_CHARS - 1, OFFLOAD_CHARS, OFFLOAD_CHARS + 1, 3 * OFFLOAD_CHARS]
+)
+def test_a_long_text_has_the_same_tokens(
+    model: ServedModel, tokenizer: Tokenizer, length: int
+) -> None:
     text = ("la la, \u00e9 " * length)[:length]
     roomy = replace(model, max_model_len=10**6)
-    assert asyncio.run(_prepared(roomy, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(text)
+    assert asyncio.run(_prepared(roomy, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(
+        text
+    )
 
 
 def test_many_short_texts_are_tokenized_outside_the_event_loop_like_a_long_one(
@@ -778,7 +984,13 @@ def test_another_model_is_refused_and_none_is_this_one(model: ServedModel) -> No
 
 
 def test_the_list_of_models_has_this_one(model: ServedModel) -> None:
-    entry = {"id": "demo", "object": "model", "created": 7, "owned_by": "tramontane", "max_model_len": CONTEXT}
+    entry = {
+        "id": "demo",
+        "object": "model",
+        "created": 7,
+        "owned_by": "tramontane",
+        "max_model_len": CONTEXT,
+    }
     entry["vocab_size"] = VOCAB
     assert model_list(model, 7).as_json() == {"object": "list", "data": [entry]}
 
@@ -787,7 +999,9 @@ def test_the_list_of_models_has_this_one(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("num_read", [1, 3])
-def test_closing_early_closes_the_source(model: ServedModel, script: tuple[int, ...], num_read: int) -> None:
+def test_closing_early_closes_the_source(
+    model: ServedModel, script: tuple[int, ...], num_read: int
+) -> None:
     async def scenario() -> None:
         source = ScriptedSource([script])
         changes = (await _prepared(model)).stream(source)
@@ -801,7 +1015,9 @@ def test_closing_early_closes_the_source(model: ServedModel, script: tuple[int, 
 
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
-def test_cancelling_closes_the_source(model: ServedModel, script: tuple[int, ...], num_turns: int) -> None:
+def test_cancelling_closes_the_source(
+    model: ServedModel, script: tuple[int, ...], num_turns: int
+) -> None:
     async def scenario() -> None:
         source = ScriptedSource([script])
         running = asyncio.create_task((await _prepared(model)).run(source))
@@ -815,7 +1031,9 @@ def test_cancelling_closes_the_source(model: ServedModel, script: tuple[int, ...
     asyncio.run(scenario())
 
 
-def test_a_failure_comes_after_the_tokens_and_closes_the_source(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_a_failure_comes_after_the_tokens_and_closes_the_source(
+    model: ServedModel, script: tuple[int, ...]
+) -> None:
     async def scenario() -> None:
         source = ScriptedSource([script], error=PipelineError("stage 1 died"))
         completion = await _prepared(model)
@@ -834,7 +1052,9 @@ def test_a_failure_comes_after_the_tokens_and_closes_the_source(model: ServedMod
 
 
 @pytest.mark.parametrize("ended", [[0], [1], [0, 2], [1, 2]])
-def test_an_answer_of_which_choices_have_ended_continues_with_the_others(model: ServedModel, ended: list[int]) -> None:
+def test_an_answer_of_which_choices_have_ended_continues_with_the_others(
+    model: ServedModel, ended: list[int]
+) -> None:
     """Another ingress has ended them; the source numbers what is left from 0."""
     left = [index for index in range(3) if index not in ended]
     state = ResumeState(choices={index: ChoiceState([300], FinishReason.STOP) for index in ended})
@@ -843,7 +1063,9 @@ def test_an_answer_of_which_choices_have_ended_continues_with_the_others(model: 
         request = _request(prompt="ROMEO:", n=3, max_tokens=4, return_token_ids=True)
         completion = await Completion.prepare(model, request, 0.0, resume_state=state)
         found: dict[int, list[int]] = {}
-        async for changes in completion.stream(ScriptedSource([(310 + index,) * 4 for index in left])):
+        async for changes in completion.stream(
+            ScriptedSource([(310 + index,) * 4 for index in left])
+        ):
             for change in changes:
                 found.setdefault(change["index"], []).extend(change["token_ids"])
         return found

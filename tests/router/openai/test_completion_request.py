@@ -1,4 +1,6 @@
-"""A body is a CompletionRequest, or one line that names what is wrong with it; nothing else ever happens."""
+"""A body is a CompletionRequest, or one line that names what is wrong with it; nothing else ever
+happens.
+"""
 
 import json
 from typing import Any
@@ -10,7 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
+from tramontane.router.openai.completion_request import (
+    CompletionRequest,
+    parse_body,
+    parse_completion,
+)
 from tramontane.router.openai.errors import error_body
 from tramontane.router.openai.request_fields import MAX_STOP_CHARS, MAX_STOPS
 
@@ -22,7 +28,9 @@ UNSUPPORTED = {
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
     "priority": (0,),
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search", "store"), ()),
+    **dict.fromkeys(
+        ("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search", "store"), ()
+    ),
     **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern"), ()),
 }
 WITH_EFFECT = {
@@ -39,7 +47,7 @@ WITH_EFFECT = {
 }
 
 
-def _parsed(**fields: Any) -> CompletionRequest:  # noqa: ANN401
+def _parsed(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps({"prompt": "a"} | fields).encode())
 
 
@@ -48,7 +56,9 @@ def _check_message(error: ParameterError) -> None:
     assert message
     assert message.isprintable(), "one line, and nothing that could not be shown"
     assert len(message) <= LONGEST_MESSAGE
-    assert error.parameter is None or not error.parameter.isprintable() or error.parameter in message
+    assert (
+        error.parameter is None or not error.parameter.isprintable() or error.parameter in message
+    )
     assert error.parameter is None or len(error.parameter) <= LONGEST_MESSAGE
 
 
@@ -59,7 +69,7 @@ def _refused(body: bytes) -> ParameterError:
     return refused.value
 
 
-def _refused_fields(**fields: Any) -> ParameterError:  # noqa: ANN401
+def _refused_fields(**fields: Any) -> ParameterError:
     return _refused(json.dumps({"prompt": "a"} | fields).encode())
 
 
@@ -84,7 +94,9 @@ def test_of_many_mistakes_only_the_first_is_looked_at(case: str) -> None:
 
 
 def test_many_unknown_parameters_are_counted_and_not_named() -> None:
-    assert str(_refused_fields(**{f"x{i}": 1 for i in range(100)})).startswith("100 things are wrong")
+    assert str(_refused_fields(**{f"x{i}": 1 for i in range(100)})).startswith(
+        "100 things are wrong"
+    )
     assert _refused_fields(**{f"x{i}": 1 for i in range(3)}).parameter == "x0"
 
 
@@ -105,8 +117,16 @@ def test_what_is_not_given_is_as_openai_says() -> None:
     assert (request.ignore_eos, request.return_token_ids) == (False, False)
     assert request.return_experts == ()
     assert (request.min_p, request.min_tokens, request.logit_bias) == (0.0, 0, ())
-    assert (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) == (0.0, 0.0, 1.0)
-    assert (request.logprobs, request.prompt_logprobs, request.prompt_logprobs_count) == (None, None, None)
+    assert (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) == (
+        0.0,
+        0.0,
+        1.0,
+    )
+    assert (request.logprobs, request.prompt_logprobs, request.prompt_logprobs_count) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("field", NULLABLE)
@@ -136,13 +156,32 @@ def test_every_form_of_a_prompt_becomes_one_list(given_prompt: object, prompts: 
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 7, 1.5, True, {}, {"text": "a"}, [], [[]], [[1], []], [None], [True], [1, True], [1.0], ["a", 1], [[1], "a"]]
+    "prompt",
+    [
+        None,
+        7,
+        1.5,
+        True,
+        {},
+        {"text": "a"},
+        [],
+        [[]],
+        [[1], []],
+        [None],
+        [True],
+        [1, True],
+        [1.0],
+        ["a", 1],
+        [[1], "a"],
+    ],
 )
 def test_other_prompts_are_refused(prompt: object) -> None:
     assert _refused_fields(prompt=prompt).parameter == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [[["a"]], [[[1]]], [[1.0]], [[True]], [[None]], ["a", None], [[1], 2]])
+@pytest.mark.parametrize(
+    "prompt", [[["a"]], [[[1]]], [[1.0]], [[True]], [[None]], ["a", None], [[1], 2]]
+)
 def test_lists_of_the_wrong_things_are_refused(prompt: object) -> None:
     assert _refused_fields(prompt=prompt).parameter == "prompt"
 
@@ -182,7 +221,11 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
         ("repetition_penalty", 0.01, 0.01),
         ("repetition_penalty", 100, 100.0),
         ("logit_bias", {}, ()),
-        ("logit_bias", {"0": -100, "2147483647": 100, "7": 0.5}, ((0, -100.0), (2**31 - 1, 100.0), (7, 0.5))),
+        (
+            "logit_bias",
+            {"0": -100, "2147483647": 100, "7": 0.5},
+            ((0, -100.0), (2**31 - 1, 100.0), (7, 0.5)),
+        ),
         ("logit_bias", {str(i): 1 for i in range(1024)}, tuple((i, 1.0) for i in range(1024))),
         ("min_tokens", 16, 16),
         ("logprobs", 0, 0),
@@ -194,21 +237,24 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
         ("user", "somebody", "somebody"),
     ],
 )
-def test_values_up_to_the_bounds_are_taken_as_they_are(field: str, value: object, kept: object) -> None:
+def test_values_up_to_the_bounds_are_taken_as_they_are(
+    field: str, value: object, kept: object
+) -> None:
     assert getattr(_parsed(**{field: value}), field) == kept
 
 
 @pytest.mark.parametrize(
-    ("options", "includes_usage"), [({}, False), ({"include_usage": True}, True), ({"include_usage": None}, False), (None, False)]
+    ("options", "includes_usage"),
+    [({}, False), ({"include_usage": True}, True), ({"include_usage": None}, False), (None, False)],
 )
 def test_stream_options_say_whether_usage_is_wanted(options: object, includes_usage: bool) -> None:
     assert _parsed(stream=True, stream_options=options).includes_usage is includes_usage
 
 
 def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
-    assert parse_completion(b'{"prompt": "a", "max_tokens": 0, "prompt": "b", "max_tokens": 3}') == _parsed(
-        prompt="b", max_tokens=3
-    )
+    assert parse_completion(
+        b'{"prompt": "a", "max_tokens": 0, "prompt": "b", "max_tokens": 3}'
+    ) == _parsed(prompt="b", max_tokens=3)
     assert _refused(b'{"prompt": "a", "max_tokens": 3, "max_tokens": 0}').parameter == "max_tokens"
 
 
@@ -354,25 +400,40 @@ def test_stream_options_without_a_stream_are_refused() -> None:
 
 
 def test_an_unknown_or_unsupported_stream_option_is_named() -> None:
-    assert _refused_fields(stream=True, stream_options={"usage": True}).parameter == "stream_options.usage"
-    assert _refused_fields(stream=True, stream_options={"include_usage": 1}).parameter == "stream_options.include_usage"
+    assert (
+        _refused_fields(stream=True, stream_options={"usage": True}).parameter
+        == "stream_options.usage"
+    )
+    assert (
+        _refused_fields(stream=True, stream_options={"include_usage": 1}).parameter
+        == "stream_options.include_usage"
+    )
     obfuscation = _refused_fields(stream=True, stream_options={"include_obfuscation": True})
     assert obfuscation.parameter == "stream_options.include_obfuscation"
     assert _parsed(stream=True, stream_options={"include_obfuscation": False}).stream
 
 
 def test_the_lists_of_these_tests_know_every_unsupported_parameter() -> None:
-    unsupported = {name for name, field in CompletionRequest.model_fields.items() if field.annotation is Any}
+    unsupported = {
+        name for name, field in CompletionRequest.model_fields.items() if field.annotation is Any
+    }
     assert unsupported == set(UNSUPPORTED) == set(WITH_EFFECT)
 
 
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in UNSUPPORTED.items() for v in (*values, None, False)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(f, v) for f, values in UNSUPPORTED.items() for v in (*values, None, False)],
+)
 def test_an_unsupported_parameter_may_be_there_without_effect(field: str, value: object) -> None:
     _parsed(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in WITH_EFFECT.items() for v in values])
-def test_an_unsupported_parameter_with_an_effect_is_refused_by_name(field: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"), [(f, v) for f, values in WITH_EFFECT.items() for v in values]
+)
+def test_an_unsupported_parameter_with_an_effect_is_refused_by_name(
+    field: str, value: object
+) -> None:
     error = _refused_fields(**{field: value})
     assert error.parameter == field
     assert any(reason in str(error) for reason in ("not supported", "leave it out"))
@@ -399,7 +460,9 @@ def test_an_unsupported_parameter_with_an_effect_is_refused_by_name(field: str, 
         ({"structured_outputs": {"regexp": "x"}}, "structured_outputs.regexp"),
     ],
 )
-def test_a_field_of_other_servers_is_refused_by_name(fields: dict[str, Any], parameter: str) -> None:
+def test_a_field_of_other_servers_is_refused_by_name(
+    fields: dict[str, Any], parameter: str
+) -> None:
     assert _refused_fields(**fields).parameter == parameter
 
 
@@ -409,13 +472,20 @@ def test_fields_without_effect_are_accepted() -> None:
         skip_special_tokens=True, spaces_between_special_tokens=False, suffix="", guided_decoding_backend="xgrammar",
     )  # fmt: skip
     assert request.suffix is None
-    assert _parsed(random_seed=7).given_seed == _parsed(seed=7).given_seed == _parsed(seed=7, random_seed=7).given_seed == 7
+    assert (
+        _parsed(random_seed=7).given_seed
+        == _parsed(seed=7).given_seed
+        == _parsed(seed=7, random_seed=7).given_seed
+        == 7
+    )
 
 
 # Bodies that are not requests at all
 
 
-@pytest.mark.parametrize("body", [b"[]", b"null", b"true", b"1", b'"text"', b'[{"prompt": "a"}]', b"1.5", b"NaN"])
+@pytest.mark.parametrize(
+    "body", [b"[]", b"null", b"true", b"1", b'"text"', b'[{"prompt": "a"}]', b"1.5", b"NaN"]
+)
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     error = _refused(body)
     assert error.parameter is None
@@ -449,7 +519,13 @@ def test_a_body_that_is_not_json_is_refused_with_the_place(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"\xff", b'{"prompt": "\xff"}', b'{"prompt": "\xc3"}', b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "a"}'.encode("utf-16")],
+    [
+        b"\xff",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xc3"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+    ],
 )
 def test_invalid_utf8_is_refused_with_the_place(body: bytes) -> None:
     error = _refused(body)
@@ -457,7 +533,9 @@ def test_invalid_utf8_is_refused_with_the_place(body: bytes) -> None:
     assert "UTF-8" in str(error)
 
 
-@pytest.mark.parametrize("text", [r'"\ud800"', r'"a\udc00b"', r'"\ude00\ud83d"', r'["ok", "\ud800"]', r'"\ud800x"'])
+@pytest.mark.parametrize(
+    "text", [r'"\ud800"', r'"a\udc00b"', r'"\ude00\ud83d"', r'["ok", "\ud800"]', r'"\ud800x"']
+)
 @pytest.mark.parametrize("field", ["prompt", "stop", "model", "user", "suffix", "unknown"])
 def test_half_of_a_surrogate_pair_is_refused(field: str, text: str) -> None:
     _refused_text(field, text)
@@ -468,7 +546,10 @@ def test_half_of_a_surrogate_pair_in_a_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-@pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_p", "top_k", "seed", "n", "frequency_penalty", "prompt"])
+@pytest.mark.parametrize(
+    "field",
+    ["max_tokens", "temperature", "top_p", "top_k", "seed", "n", "frequency_penalty", "prompt"],
+)
 def test_what_is_no_number_is_refused_by_name(field: str, number: str) -> None:
     assert _refused_text(field, number).parameter == field
 
@@ -477,9 +558,23 @@ def test_what_is_no_number_is_refused_by_name(field: str, number: str) -> None:
 @pytest.mark.parametrize("digits", [19, 20, 40, 400, 4299])
 @pytest.mark.parametrize("sign", ["", "-"])
 @pytest.mark.parametrize(
-    "field", ["max_tokens", "top_p", "top_k", "seed", "n", "best_of", "min_tokens", "prompt", "stop", "user"]
+    "field",
+    [
+        "max_tokens",
+        "top_p",
+        "top_k",
+        "seed",
+        "n",
+        "best_of",
+        "min_tokens",
+        "prompt",
+        "stop",
+        "user",
+    ],
 )
-def test_a_huge_number_is_refused_by_name_and_not_recited(field: str, sign: str, digits: int) -> None:
+def test_a_huge_number_is_refused_by_name_and_not_recited(
+    field: str, sign: str, digits: int
+) -> None:
     assert _refused_text(field, sign + "9" * digits).parameter == field
 
 
@@ -489,7 +584,9 @@ def test_a_number_of_a_hundred_thousand_digits_is_refused(field: str) -> None:
 
 
 def test_a_number_of_sixty_thousand_digits_may_be_zero_and_one_of_more_is_refused_unread() -> None:
-    assert parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 60_000)).temperature == 0
+    assert (
+        parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 60_000)).temperature == 0
+    )
     with pytest.raises(ParameterError, match="a number of more than 511 digits"):
         parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 100_000))
 
@@ -513,7 +610,9 @@ def test_a_long_value_is_not_recited() -> None:
     assert _refused_fields(stream_options=["x" * 100_000]).parameter == "stream_options"
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "a\r\nb", "\x1b[31m", "\u2028", "z" * 100_000, "a.b", "None"])
+@pytest.mark.parametrize(
+    "name", ["", "a\nb", "a\r\nb", "\x1b[31m", "\u2028", "z" * 100_000, "a.b", "None"]
+)
 def test_a_strange_name_is_refused_in_one_short_line(name: str) -> None:
     message = str(_refused_fields(**{name: 1}))
     assert "not a parameter" in message
@@ -530,7 +629,12 @@ def test_a_strange_name_within_stream_options_is_refused_in_one_short_line(name:
 def test_errors_have_openais_shape() -> None:
     error = _refused_fields(n=0)
     assert error_body(str(error), "invalid_request_error", error.parameter) == {
-        "error": {"message": str(error), "type": "invalid_request_error", "param": "n", "code": None}
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": None,
+        }
     }
 
 
@@ -549,10 +653,19 @@ def _is_understood(body: bytes) -> bool:
     return True
 
 
-NUMBERS = st.integers() | st.integers(-2, 130) | st.floats() | st.sampled_from([2**31, 2**63, 10**400, -(10**4000)])
+NUMBERS = (
+    st.integers()
+    | st.integers(-2, 130)
+    | st.floats()
+    | st.sampled_from([2**31, 2**63, 10**400, -(10**4000)])
+)
 SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=6)
 
@@ -566,7 +679,9 @@ def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(body=st.binary(max_size=6), at=st.integers(0, 80), length=st.integers(0, 6))
-def test_a_request_with_damaged_bytes_is_a_request_or_refused(body: bytes, at: int, length: int) -> None:
+def test_a_request_with_damaged_bytes_is_a_request_or_refused(
+    body: bytes, at: int, length: int
+) -> None:
     whole = b'{"prompt": ["a", "b"], "max_tokens": 5, "temperature": 0.5, "stop": ["END"], "n": 2}'
     _is_understood(whole[:at] + body + whole[at + length :])
 
@@ -579,8 +694,12 @@ def test_any_json_value_is_a_request_or_refused(value: object) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=1000)
 @given(fields=st.dictionaries(NAMES, VALUES, max_size=4), ascii_only=st.booleans())
-def test_any_value_in_any_field_is_taken_or_refused(fields: dict[str, object], ascii_only: bool) -> None:
-    body = json.dumps({"prompt": "a"} | fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+def test_any_value_in_any_field_is_taken_or_refused(
+    fields: dict[str, object], ascii_only: bool
+) -> None:
+    body = json.dumps({"prompt": "a"} | fields, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    )
     _is_understood(body)
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, SequenceDrafts, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SequenceDrafts,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.responses import CompletionAnswer, Usage
@@ -32,7 +39,9 @@ class DraftingSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Refuse nothing."""
 
-    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, specs: Sequence[SequenceRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         places = [0] * len(specs)
         for step in self._steps:
             await asyncio.sleep(0)
@@ -46,9 +55,11 @@ class DraftingSource:
             yield RequestOutput(tuple(events), TIMES, drafts=tuple(drafts))
 
 
-def _usage(source: DraftingSource, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+def _usage(source: DraftingSource, **fields: Any) -> dict[str, Any]:
     async def scenario() -> dict[str, Any]:
-        completion = await Completion.prepare(MODEL, parse_completion(json.dumps({"prompt": "a"} | fields).encode()), 0.0)
+        completion = await Completion.prepare(
+            MODEL, parse_completion(json.dumps({"prompt": "a"} | fields).encode()), 0.0
+        )
         answer = await completion.run(source)
         CompletionAnswer.model_validate_json(json.dumps(answer))
         usage: dict[str, Any] = answer["usage"]
@@ -79,11 +90,17 @@ def test_the_counts_of_all_outputs_and_choices_add_up() -> None:
 
 
 def test_a_server_that_speculates_says_so_where_nothing_was_drafted() -> None:
-    assert _usage(DraftingSource({0: (len(SCRIPT), 0, 0)}))["completion_tokens_details"] == _details(0, 0)
+    assert _usage(DraftingSource({0: (len(SCRIPT), 0, 0)}))[
+        "completion_tokens_details"
+    ] == _details(0, 0)
 
 
-@pytest.mark.parametrize(("num_beyond", "expected"), [(0, (3, 1)), (1, (3, 1)), (2, (2, 2)), (3, (1, 3))])
-def test_right_drafts_after_a_stop_string_are_rejected(num_beyond: int, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("num_beyond", "expected"), [(0, (3, 1)), (1, (3, 1)), (2, (2, 2)), (3, (1, 3))]
+)
+def test_right_drafts_after_a_stop_string_are_rejected(
+    num_beyond: int, expected: tuple[int, int]
+) -> None:
     """Of a step of four tokens the last was not drafted, and so many come after the stop string."""
     source = DraftingSource({0: (NUM_TO_STOP - 4 + num_beyond, 0, 0)}, {0: (4, 4, 3)})
     usage = _usage(source, stop=";")
@@ -93,7 +110,9 @@ def test_right_drafts_after_a_stop_string_are_rejected(num_beyond: int, expected
 
 def test_drafts_of_a_choice_that_has_finished_do_not_count() -> None:
     """More tokens of it come until the other choice finishes, too."""
-    source = DraftingSource({0: (NUM_TO_STOP, 5, 4), 1: (1, 0, 0)}, {0: (2, 7, 1)}, {1: (NUM_TO_STOP, 3, 2)})
+    source = DraftingSource(
+        {0: (NUM_TO_STOP, 5, 4), 1: (1, 0, 0)}, {0: (2, 7, 1)}, {1: (NUM_TO_STOP, 3, 2)}
+    )
     assert _usage(source, n=2, stop=";")["completion_tokens_details"] == _details(6, 2)
 
 
@@ -114,4 +133,7 @@ def test_an_answer_without_tokens_has_no_drafts() -> None:
 def test_details_are_those_that_are_known(
     num_reasoning: int | None, drafts: tuple[int, int] | None, expected: dict[str, int] | None
 ) -> None:
-    assert Usage.of(3, 9, 0, num_reasoning, drafts).as_json().get("completion_tokens_details") == expected
+    assert (
+        Usage.of(3, 9, 0, num_reasoning, drafts).as_json().get("completion_tokens_details")
+        == expected
+    )

@@ -1,4 +1,6 @@
-"""Where tokens begin in a text, which of them are reported around a stop string, and the shapes in which clients get them."""
+"""Where tokens begin in a text, which of them are reported around a stop string, and the shapes in
+which clients get them.
+"""
 
 from itertools import combinations, pairwise
 
@@ -52,11 +54,17 @@ def test_a_token_begins_where_its_first_byte_stands(text: str, num_cuts: int) ->
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(
-    pieces=st.lists(st.binary(max_size=4) | st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", b""]), max_size=8),
+    pieces=st.lists(
+        st.binary(max_size=4)
+        | st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", b""]),
+        max_size=8,
+    ),
     errors=st.sampled_from(["replace", REPLACE_EACH]),
 )
 def test_offsets_are_right_in_broken_texts_too(pieces: list[bytes], errors: str) -> None:
-    """Whatever was left unfinished before a token, its first character stands where it is said to begin."""
+    """Whatever was left unfinished before a token, its first character stands where it is said to
+    begin.
+    """
     tokenizer = PieceTokenizer([*pieces, b"end"], errors)
     decoder, other = tokenizer.decoder(), tokenizer.decoder()
     text = ""
@@ -76,7 +84,9 @@ def test_offsets_are_right_in_broken_texts_too(pieces: list[bytes], errors: str)
 # Around stop strings
 
 
-@pytest.mark.parametrize("text", ["xEND", "xENDy", "ENDy", "no EN D END\u00e9", "\u00e9END\U0001f600"])
+@pytest.mark.parametrize(
+    "text", ["xEND", "xENDy", "ENDy", "no EN D END\u00e9", "\u00e9END\U0001f600"]
+)
 @pytest.mark.parametrize("num_cuts", [0, 1, 2])
 @pytest.mark.parametrize("stop", ["END", "D", "\U0001f600"])
 def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, stop: str) -> None:
@@ -92,11 +102,15 @@ def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, 
             shown += choice.push(TokenEvent(0, token_id, last), SCORE)
             reported += choice.take_logprobs()
             assert text[:end].startswith(shown)
-            assert all(token.offset < len(shown) for token in reported), "nothing is reported before it is shown"
+            assert all(token.offset < len(shown) for token in reported), (
+                "nothing is reported before it is shown"
+            )
         assert shown == text[:end]
         assert choice.finish is (FinishReason.STOP if stop in text else FinishReason.LENGTH)
         offsets = [begins[byte] for byte in (0, *at)]
-        assert [token.offset for token in reported] == [offset for offset in offsets if offset < end]
+        assert [token.offset for token in reported] == [
+            offset for offset in offsets if offset < end
+        ]
         assert [token.token_id for token in reported] == list(tokenizer.ids[: len(reported)])
 
 
@@ -148,15 +162,35 @@ def test_openais_shape_for_completions() -> None:
     assert reported == {
         "tokens": ["token_id:0", " What", "bytes:\\xf0\\x9f"],
         "token_logprobs": [None, -0.5, -9.0],
-        "top_logprobs": [None, {" What": -0.5, "x": -2.0}, {"\u00e9": -0.1, "token_id:0": -4.0, "bytes:\\xf0\\x9f": -9.0}],
+        "top_logprobs": [
+            None,
+            {" What": -0.5, "x": -2.0},
+            {"\u00e9": -0.1, "token_id:0": -4.0, "bytes:\\xf0\\x9f": -9.0},
+        ],
         "text_offset": [0, 0, 5],
     }
     CompletionLogprobs.model_validate(completion_logprobs(TOKENIZER, TOKENS[1:], 2), strict=True)
-    assert completion_logprobs(TOKENIZER, TOKENS, 0)["top_logprobs"] == [None, {" What": -0.5}, {"bytes:\\xf0\\x9f": -9.0}]
-    assert completion_logprobs(TOKENIZER, TOKENS, 3)["top_logprobs"][1] == {" What": -0.5, "x": -2.0}, "the likelier x"
-    halves = completion_logprobs(TOKENIZER, TOKENS[:1], 2), None, completion_logprobs(TOKENIZER, TOKENS[1:], 2)
+    assert completion_logprobs(TOKENIZER, TOKENS, 0)["top_logprobs"] == [
+        None,
+        {" What": -0.5},
+        {"bytes:\\xf0\\x9f": -9.0},
+    ]
+    assert completion_logprobs(TOKENIZER, TOKENS, 3)["top_logprobs"][1] == {
+        " What": -0.5,
+        "x": -2.0,
+    }, "the likelier x"
+    halves = (
+        completion_logprobs(TOKENIZER, TOKENS[:1], 2),
+        None,
+        completion_logprobs(TOKENIZER, TOKENS[1:], 2),
+    )
     assert merge_logprobs(halves) == reported
-    assert merge_logprobs([None]) == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    assert merge_logprobs([None]) == {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
 
 
 def test_openais_shape_for_chats() -> None:
@@ -165,21 +199,32 @@ def test_openais_shape_for_chats() -> None:
     what = {"token": " What", "logprob": -0.5, "bytes": list(b" What")}
     accent = {"token": "\u00e9", "logprob": -0.1, "bytes": [0xC3, 0xA9]}
     half = {"token": "bytes:\\xf0\\x9f", "logprob": -9.0, "bytes": [0xF0, 0x9F]}
-    assert reported == {"content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}], "refusal": None}
+    assert reported == {
+        "content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}],
+        "refusal": None,
+    }
     end = chat_logprobs(TOKENIZER, [TokenWithLogprobs(0, 0, SCORE)], 0)
-    assert end["content"] == [{"token": "token_id:0", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+    assert end["content"] == [
+        {"token": "token_id:0", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+    ]
 
 
 def test_vllms_shape_for_prompts() -> None:
     assert prompt_logprobs(TOKENIZER, TOKENS, 1) == [
         None,
         {"1": {"logprob": -0.5, "decoded_token": " What"}},
-        {"2": {"logprob": -9.0, "decoded_token": "bytes:\\xf0\\x9f"}, "3": {"logprob": -0.1, "decoded_token": "\u00e9"}},
+        {
+            "2": {"logprob": -9.0, "decoded_token": "bytes:\\xf0\\x9f"},
+            "3": {"logprob": -0.1, "decoded_token": "\u00e9"},
+        },
     ]
 
 
 def test_scores_are_found_by_sequence_and_position() -> None:
-    news = [Logprobs(3, 1, (-0.5, -9.0), (TOKENS[1].score.top, TOKENS[2].score.top)), Logprobs(4, 1, (-7.0,), ((),))]  # type: ignore[union-attr]
+    news = [
+        Logprobs(3, 1, (-0.5, -9.0), (TOKENS[1].score.top, TOKENS[2].score.top)),
+        Logprobs(4, 1, (-7.0,), ((),)),
+    ]  # type: ignore[union-attr]
     assert prompt_tokens(TOKENIZER, (0, 1, 2), 3, index_by_position(news)) == TOKENS
     assert prompt_tokens(None, (9,), 4, index_by_position(news)) == [TokenWithLogprobs(9, 0, None)]
 
@@ -192,7 +237,12 @@ def test_what_is_received_twice_is_reported_once() -> None:
 
     def logprobs(seq_id: int, start: int, end: int) -> Logprobs:
         positions = range(start, end)
-        return Logprobs(seq_id, start, tuple(-float(p) for p in positions), tuple(((p, -float(p)),) for p in positions))
+        return Logprobs(
+            seq_id,
+            start,
+            tuple(-float(p) for p in positions),
+            tuple(((p, -float(p)),) for p in positions),
+        )
 
     for start, end in ((1, 5), (1, 3), (3, 7)):
         history.add(logprobs(0, start, end))
@@ -201,6 +251,9 @@ def test_what_is_received_twice_is_reported_once() -> None:
     assert history.take([TokenEvent(0, 7)], lambda _: 99) == ()
     history.add(logprobs(0, 2, 4))
     history.add(logprobs(0, 7, 8))
-    assert history.take([TokenEvent(0, 7), TokenEvent(1, 7)], lambda _: 99) == (logprobs(0, 7, 8), logprobs(1, 6, 7))
+    assert history.take([TokenEvent(0, 7), TokenEvent(1, 7)], lambda _: 99) == (
+        logprobs(0, 7, 8),
+        logprobs(1, 6, 7),
+    )
     with pytest.raises(AssertionError, match="missing"):
         history.add(logprobs(0, 9, 10))

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tramontane.proto.errors import DeadlineExceededError, DrainingError, OverloadedError, PipelineError, QueueFullError
+from tramontane.proto.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    OverloadedError,
+    PipelineError,
+    QueueFullError,
+)
 from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.pipeline_stats import PipelineStats, SampleBuffer
@@ -26,7 +32,10 @@ def _batch(tokens: int = 0, decodes: int = 0) -> MicroBatch:
 
 
 def _result(*spans: tuple[float, float], tokens: int = 0) -> StepResult:
-    timings = [StageTiming(stage, start, end - start, tokens, end - start) for stage, (start, end) in enumerate(spans)]
+    timings = [
+        StageTiming(stage, start, end - start, tokens, end - start)
+        for stage, (start, end) in enumerate(spans)
+    ]
     return StepResult(0, 0, (), tuple(timings))
 
 
@@ -39,20 +48,32 @@ def test_recent_values_are_taken_once_and_bounded() -> None:
 
 
 def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
-    """Two micro-batches, one behind the other; then nothing for 90 s, which counts for no stage; then a third."""
+    """Two micro-batches, one behind the other; then nothing for 90 s, which counts for no stage;
+    then a third.
+    """
     counts = PipelineStats(2)
     counts.on_submit(10.0)
     counts.on_submit(10.5)
     counts.on_complete(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
-    counts.on_complete(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
-    assert (counts.active_s, counts.busy_s, counts.stage_tokens) == (5.0, [3.0, pytest.approx(1.4)], [10, 10])
+    counts.on_complete(
+        _batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0
+    )
+    assert (counts.active_s, counts.busy_s, counts.stage_tokens) == (
+        5.0,
+        [3.0, pytest.approx(1.4)],
+        [10, 10],
+    )
     assert [counts.waiting_s(0), counts.waiting_s(1)] == [2.0, pytest.approx(3.6)]
     assert (counts.num_micro_batches, counts.prefill_tokens, counts.decode_tokens) == (2, 7, 3)
     assert counts.micro_batch_tokens.take() == [5, 5]
     assert counts.hops_s[0].take() == []
-    assert counts.hops_s[1].take() == [0.5, pytest.approx(0.1)], "the second one found the stage busy until 3.5"
+    assert counts.hops_s[1].take() == [0.5, pytest.approx(0.1)], (
+        "the second one found the stage busy until 3.5"
+    )
     counts.on_submit(105.0)
-    counts.on_complete(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
+    counts.on_complete(
+        _batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0
+    )
     assert counts.active_s == 6.0
     assert counts.hops_s[1].take() == [0.0], "clocks that disagree do not make time go back"
 
@@ -91,8 +112,18 @@ def test_a_request_that_ends_well() -> None:
         counted.observe(_tokens(0))
         choices[0].finish, choices[1].finish = FinishReason.STOP, FinishReason.LENGTH
     assert (counts.prompt_tokens, counts.generation_tokens) == (40, 3)
-    assert {reason.value: n for reason, n in counts.finished.items()} == {"stop": 1, "length": 1, "abort": 0, "error": 0}
-    seen = counts.first_token_s.take(), counts.inter_token_s.take(), counts.whole_s.take(), counts.queue_s.take()
+    assert {reason.value: n for reason, n in counts.finished.items()} == {
+        "stop": 1,
+        "length": 1,
+        "abort": 0,
+        "error": 0,
+    }
+    seen = (
+        counts.first_token_s.take(),
+        counts.inter_token_s.take(),
+        counts.whole_s.take(),
+        counts.queue_s.take(),
+    )
     assert seen == ([1.0], [0.5], [2.5], [0.25])
 
 
@@ -121,13 +152,16 @@ def test_a_request_that_does_not(
     error: BaseException, has_begun: bool, refused: dict[str, int], reason: FinishReason | None
 ) -> None:
     counts = RequestStats(lambda: 0.0)
-    with suppress(type(error)), counts.track(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
+    with (
+        suppress(type(error)),
+        counts.track(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun),
+    ):
         raise error
     assert {name: number for name, number in counts.refused.items() if number} == refused
     assert counts.finished[FinishReason.STOP] == 1, "what had finished has"
-    assert {kind: n for kind, n in counts.finished.items() if n and kind is not FinishReason.STOP} == (
-        {reason: 1} if reason else {}
-    )
+    assert {
+        kind: n for kind, n in counts.finished.items() if n and kind is not FinishReason.STOP
+    } == ({reason: 1} if reason else {})
     assert counts.whole_s.take() == []
 
 
@@ -151,8 +185,14 @@ def test_every_completion_is_counted_by_its_model() -> None:
 
     asyncio.run(complete())
     counts = model.counts
-    assert (counts.prompt_tokens, counts.generation_tokens, counts.finished[FinishReason.LENGTH]) == (3, 2, 1)
-    assert [len(each.take()) for each in (counts.first_token_s, counts.inter_token_s, counts.whole_s)] == [1, 1, 1]
+    assert (
+        counts.prompt_tokens,
+        counts.generation_tokens,
+        counts.finished[FinishReason.LENGTH],
+    ) == (3, 2, 1)
+    assert [
+        len(each.take()) for each in (counts.first_token_s, counts.inter_token_s, counts.whole_s)
+    ] == [1, 1, 1]
 
 
 class FullSource:

@@ -1,4 +1,6 @@
-"""What the models of answers accept as JSON, in the fields that are not validated when an answer is built."""
+"""What the models of answers accept as JSON, in the fields that are not validated when an answer is
+built.
+"""
 
 import copy
 import json
@@ -18,7 +20,12 @@ from tramontane.router.openai.responses import (
     to_json,
 )
 
-LOGPROBS = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5}], "text_offset": [0, 1]}
+LOGPROBS = {
+    "tokens": ["a", "b"],
+    "token_logprobs": [None, -0.5],
+    "top_logprobs": [None, {"b": -0.5}],
+    "text_offset": [0, 1],
+}
 CHAT_TOKEN = {"token": "a", "logprob": -0.5, "bytes": [97]}
 CHAT_LOGPROBS = {"content": [CHAT_TOKEN | {"top_logprobs": [CHAT_TOKEN]}], "refusal": None}
 EXPERTS = {"0": [[1, 2]], "3": [[0, 1], [2, 3]]}
@@ -59,7 +66,9 @@ def test_right_choices_are_accepted(kind: type[Answer]) -> None:
     assert json.loads(choice.model_dump_json(exclude_unset=True)) == CHOICES[kind]
 
 
-@pytest.mark.parametrize(("kind", "path", "value"), MISTAKES, ids=lambda part: getattr(part, "__name__", str(part)))
+@pytest.mark.parametrize(
+    ("kind", "path", "value"), MISTAKES, ids=lambda part: getattr(part, "__name__", str(part))
+)
 def test_a_wrong_number_is_refused_in_json_and_not_looked_at_when_an_answer_is_built(
     kind: type[Answer], path: list[str | int], value: object
 ) -> None:
@@ -81,7 +90,10 @@ def test_a_wrong_number_is_refused_in_json_and_not_looked_at_when_an_answer_is_b
 def test_pieces_of_an_answer_are_the_json_of_the_whole(num_items: int) -> None:
     top = [None, *({f'"{n}\\é': -n / 7, "\n": -1e-9} for n in range(num_items))]
     logprobs = {"tokens": ["ü"] * num_items, "top_logprobs": top, "empty": {}, "none": []}
-    choices = [{"index": n, "logprobs": logprobs, "experts": {"3": [(1, 2)] * num_items}} for n in range(num_items)]
+    choices = [
+        {"index": n, "logprobs": logprobs, "experts": {"3": [(1, 2)] * num_items}}
+        for n in range(num_items)
+    ]
     answer = {"id": "cmpl-1", "choices": choices, "usage": {"total_tokens": num_items}}
     expected = to_json(answer).encode()
     longest = max(len(to_json(each)) + 1 for each in top)

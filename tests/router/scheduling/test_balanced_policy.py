@@ -6,7 +6,12 @@ import pytest
 
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy, PromptSpread
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState
+from tramontane.router.scheduling.policy import (
+    BatchBudget,
+    BatchWork,
+    FixedInFlightPolicy,
+    SchedulerState,
+)
 
 
 def _experienced(policy: BalancedPolicy, num_stages: int) -> BalancedPolicy:
@@ -15,7 +20,9 @@ def _experienced(policy: BalancedPolicy, num_stages: int) -> BalancedPolicy:
     for number in range(64):
         work = BatchWork(prefill_tokens=16 * (number % 3), decodes=8 + number % 5, decode_keys=800)
         busy_s = 1e-3 + 1e-4 * (work.prefill_tokens + work.decodes)
-        timings = [StageTiming(stage, now + stage * busy_s, busy_s, 8) for stage in range(num_stages)]
+        timings = [
+            StageTiming(stage, now + stage * busy_s, busy_s, 8) for stage in range(num_stages)
+        ]
         policy.observe(BatchBudget(8, 0), work, timings)
         now += busy_s
     return policy
@@ -26,17 +33,23 @@ def test_a_prompt_advances_however_tight_the_target_is(pending: int) -> None:
     """Also where decodes alone just keep it."""
     for tenths_of_ms in range(100):
         policy = _experienced(BalancedPolicy(2, 512, itl_target_s=tenths_of_ms * 1e-4), 2)
-        share = policy.choose_budget(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 0, 0.5))
+        share = policy.choose_budget(
+            SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 0, 0.5)
+        )
         assert share is not None
         assert share.prefill_tokens >= min(pending, MIN_CHUNK)
 
 
 def test_prompts_that_arrived_together_end_after_twice_the_pieces_in_which_they_began() -> None:
-    """By a fixed share of what is left at a time, 2,000 tokens would take 60 micro-batches, the last of a few tokens."""
+    """By a fixed share of what is left at a time, 2,000 tokens would take 60 micro-batches, the
+    last of a few tokens.
+    """
     policy = _experienced(BalancedPolicy(2, 512), 2)
     pieces, pending = [], 2000
     while pending:
-        budget = policy.choose_budget(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 1, 0.5))
+        budget = policy.choose_budget(
+            SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 1, 0.5)
+        )
         assert budget is not None
         pieces.append(min(budget.prefill_tokens, pending))
         pending -= pieces[-1]
@@ -79,7 +92,9 @@ def test_pieces_of_prompts_that_are_left_and_of_new_ones_by_their_tokens() -> No
         SchedulerState(0, 16, 1600, 16, [100] * 16, 900, 0, 1, 0.5, urgent_tokens=30),
     ],
 )
-def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(before: SchedulerState) -> None:
+def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(
+    before: SchedulerState,
+) -> None:
     """Those at the start, when nothing decodes yet, and those of urgent prompts."""
     full = SchedulerState(0, 16, 1600, 16, [100] * 16, 400, 0, 1, 0.5)
     fresh, policy = (_experienced(BalancedPolicy(2, 512), 2) for _ in range(2))
@@ -90,7 +105,9 @@ def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(before: 
     assert budgets[0] == budgets[1]
 
 
-def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_would_be_at_first() -> None:
+def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_would_be_at_first() -> (
+    None
+):
     spread, pending, sizes = PromptSpread(), 0, []
     for _ in range(200):
         pending += 10
@@ -101,20 +118,28 @@ def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_woul
 
 
 @pytest.mark.parametrize("policy", [FixedInFlightPolicy(2, 64), BalancedPolicy(2, 512)])
-def test_without_times_a_token_is_a_millisecond_of_any_kind(policy: FixedInFlightPolicy | BalancedPolicy) -> None:
+def test_without_times_a_token_is_a_millisecond_of_any_kind(
+    policy: FixedInFlightPolicy | BalancedPolicy,
+) -> None:
     assert policy.seconds(BatchWork()) == 0
     assert policy.seconds(BatchWork(300, 45_000, 20, 5000)) == pytest.approx(0.32)
     assert policy.seconds(BatchWork(20, 200, 300, 90_000)) == pytest.approx(0.32)
 
 
-def test_the_seconds_of_work_are_those_of_the_busiest_stage_beyond_what_any_micro_batch_takes() -> None:
-    """Once times are known. Of two stages the second takes three times as long: 1 ms, and 0.3 ms per token."""
+def test_the_seconds_of_work_are_those_of_the_busiest_stage_beyond_what_any_micro_batch_takes() -> (
+    None
+):
+    """Once times are known. Of two stages the second takes three times as long: 1 ms, and 0.3 ms
+    per token.
+    """
     policy, now = BalancedPolicy(2, 512), 0.0
     for number in range(64):
         work = BatchWork(prefill_tokens=16 * (number % 3), decodes=8 + number % 5, decode_keys=800)
         busy_s = 1e-4 * (work.prefill_tokens + work.decodes)
         policy.observe(
-            BatchBudget(8, 0), work, [StageTiming(0, now, 1e-3 + busy_s, 8), StageTiming(1, now, 1e-3 + 3 * busy_s, 8)]
+            BatchBudget(8, 0),
+            work,
+            [StageTiming(0, now, 1e-3 + busy_s, 8), StageTiming(1, now, 1e-3 + 3 * busy_s, 8)],
         )
         now += 1e-3 + 3 * busy_s
     assert policy.seconds(BatchWork()) == 0

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.router.scheduling import cached_key_log
-from tramontane.router.scheduling.cached_key_log import KEY_BYTES, CachedKeyLog, KeyChanges, split_keys
+from tramontane.router.scheduling.cached_key_log import (
+    KEY_BYTES,
+    CachedKeyLog,
+    KeyChanges,
+    split_keys,
+)
 from tramontane.router.scheduling.page_pool import PagePool
 
 
@@ -98,8 +103,14 @@ def test_a_key_counts_while_every_pool_has_a_page_of_it() -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), num_pools=st.integers(1, 3), most_kept=st.sampled_from([1, 5, 1000]))
-def test_who_follows_has_the_keys_that_all_pools_have(seed: int, num_pools: int, most_kept: int) -> None:
+@given(
+    seed=st.integers(0, 10_000),
+    num_pools=st.integers(1, 3),
+    most_kept=st.sampled_from([1, 5, 1000]),
+)
+def test_who_follows_has_the_keys_that_all_pools_have(
+    seed: int, num_pools: int, most_kept: int
+) -> None:
     """However often they look, and whatever pools do to their pages."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -120,7 +131,9 @@ def test_who_follows_has_the_keys_that_all_pools_have(seed: int, num_pools: int,
         number = rng.randrange(9)
         if number < len(followers):
             followers[number] = _follow(log, *followers[number])
-            assert followers[number][1] == {n for n in range(12) if all(pool.find([_key(n)]) != [None] for pool in pools)}
+            assert followers[number][1] == {
+                n for n in range(12) if all(pool.find([_key(n)]) != [None] for pool in pools)
+            }
 
 
 def _disturb(rng: random.Random, pool: PagePool, held: list[int]) -> None:

@@ -16,8 +16,13 @@ def test_without_expert_actors_only_stages_count() -> None:
 def test_the_experts_of_all_stages_may_be_what_takes_longest() -> None:
     """The example of the docstring; and one whose first stage is slower than all experts."""
     times = CostColumns(2, has_expert_actors=True)
-    timings = [StageTiming(0, 0.0, 2.0, 1, 5.0, 3.0, 1.5), StageTiming(1, 5.0, 3.0, 1, 6.0, 3.0, 2.5)]
+    timings = [
+        StageTiming(0, 0.0, 2.0, 1, 5.0, 3.0, 1.5),
+        StageTiming(1, 5.0, 3.0, 1, 6.0, 3.0, 2.5),
+    ]
     assert times.num_columns == 5
     assert times.columns(timings) == [2.0, 3.0, 4.0, 3.0, 3.0]
-    slowest, through = times.bottleneck_and_latency(np.array([[2.0, 3.0, 4.0, 3.0, 3.0], [9.0, 3.0, 4.0, 3.0, 3.0]]))
+    slowest, through = times.bottleneck_and_latency(
+        np.array([[2.0, 3.0, 4.0, 3.0, 3.0], [9.0, 3.0, 4.0, 3.0, 3.0]])
+    )
     assert (slowest.tolist(), through.tolist()) == ([4.0, 9.0], [11.0, 18.0])

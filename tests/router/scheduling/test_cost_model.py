@@ -16,7 +16,13 @@ def _work(rng: random.Random) -> BatchWork:
 
 
 def _seconds(work: BatchWork, factor: float = 1.0) -> float:
-    return factor * (2e-3 + 2e-5 * work.prefill_tokens + 1e-9 * work.prefill_keys + 1e-5 * work.decodes + 2e-9 * work.decode_keys)
+    return factor * (
+        2e-3
+        + 2e-5 * work.prefill_tokens
+        + 1e-9 * work.prefill_keys
+        + 1e-5 * work.decodes
+        + 2e-9 * work.decode_keys
+    )
 
 
 def test_learns_what_each_stage_takes() -> None:
@@ -53,7 +59,9 @@ def test_one_step_that_something_held_up_changes_little() -> None:
 
 
 def test_a_constant_load_leaves_the_model_sound() -> None:
-    """Where nothing varies the parts cannot be separated: their sum must stay right, and nothing may grow without bound."""
+    """Where nothing varies the parts cannot be separated: their sum must stay right, and nothing
+    may grow without bound.
+    """
     model = CostModel(2)
     work = BatchWork(decodes=16, decode_keys=8000)
     for _ in range(5000):
@@ -98,7 +106,9 @@ def test_the_work_of_a_micro_batch_counts_what_each_token_sees(
     batch = MicroBatch(
         epoch=0,
         step_id=0,
-        chunks=tuple(Chunk(9, start, (1,) * length, (), None, needs_sample=False) for start, length in chunks),
+        chunks=tuple(
+            Chunk(9, start, (1,) * length, (), None, needs_sample=False) for start, length in chunks
+        ),
         decodes=DecodeColumns(ids, starts, ids),
     )
     assert WorkEstimator((4, 10)).work_of(batch) == work

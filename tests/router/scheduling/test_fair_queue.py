@@ -1,4 +1,6 @@
-"""Owners, which are API keys, share a queue: one that floods it delays the others by no more than its share."""
+"""Owners, which are API keys, share a queue: one that floods it delays the others by no more than
+its share.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -57,8 +59,12 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     assert [turns.begin().seq_id for _ in range(5)] == [30, 100, 31, 101, 32]
 
 
-def test_requests_that_come_and_go_are_not_compared_with_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keys each has an account: comparing all of them again takes seconds for thousands of requests."""
+def test_requests_that_come_and_go_are_not_compared_with_all_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without keys each has an account: comparing all of them again takes seconds for thousands of
+    requests.
+    """
     turns, num_compared, turn = Turns(), 0, FairShares.turn
     monkeypatch.setattr(FairQueue, "check_integrity", lambda _: None)  # which compares all
 
@@ -120,7 +126,13 @@ def test_a_key_that_comes_begins_where_the_answers_of_the_others_have_brought_th
 def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
     """It is the one that ages while more urgent ones are scheduled."""
     waiting = WaitingQueue([FairShares() for _ in range(NUM_PRIORITIES)])
-    for seq_id, owner, priority in ((3, FEW, 0), (4, FEW, 2), (5, FLOOD, 1), (6, FEW, 2), (7, FLOOD, 2)):
+    for seq_id, owner, priority in (
+        (3, FEW, 0),
+        (4, FEW, 2),
+        (5, FLOOD, 1),
+        (6, FEW, 2),
+        (7, FLOOD, 2),
+    ):
         waiting.push(Sequence(seq_id, (1,), SamplingParams(), 10, priority, owner))
     oldest = [waiting.oldest_lower_priority(level) for level in range(3)]
     assert [each and each.seq_id for each in oldest] == [4, 4, None]
@@ -144,9 +156,16 @@ def test_a_queue_that_was_empty_begins_anew() -> None:
     assert [turns.begin().owner for _ in range(2)] == [FLOOD, FEW]
 
 
-@given(st.lists(costs, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40))
-def test_no_owner_waits_for_more_than_a_share(flood: list[int], others: list[tuple[int, int, int]]) -> None:
-    """Between two owners that both wait, what they are given differs by one sequence of each at most."""
+@given(
+    st.lists(costs, min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40),
+)
+def test_no_owner_waits_for_more_than_a_share(
+    flood: list[int], others: list[tuple[int, int, int]]
+) -> None:
+    """Between two owners that both wait, what they are given differs by one sequence of each at
+    most.
+    """
     turns = Turns()
     turns.push(*(_of(FLOOD, seq_id, cost) for seq_id, cost in enumerate(flood)))
     arrivals = sorted(others)
@@ -169,7 +188,9 @@ def test_no_owner_waits_for_more_than_a_share(flood: list[int], others: list[tup
 
 
 @given(st.lists(costs, min_size=1, max_size=30), st.sampled_from([0, FEW]))
-def test_one_owner_and_clients_without_keys_go_in_the_order_of_arrival(lengths: list[int], owner: int) -> None:
+def test_one_owner_and_clients_without_keys_go_in_the_order_of_arrival(
+    lengths: list[int], owner: int
+) -> None:
     turns = Turns()
     turns.push(*(_of(owner, seq_id, cost) for seq_id, cost in enumerate(lengths)))
     assert [turns.begin().seq_id for _ in lengths] == list(range(len(lengths)))
@@ -240,18 +261,24 @@ async def _never(_batch: object) -> None:
 
 def _router(max_queued: int) -> Router:
     limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=max_queued)
-    return Router(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never))
+    return Router(
+        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never)
+    )
 
 
 def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
     router = _router(8)
 
     def submit_one(owner: int) -> None:
-        router.submit([SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None)
+        router.submit(
+            [SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None
+        )
 
     for _ in range(1 + 4):
         submit_one(FLOOD)
-    with pytest.raises(QueueFullError, match="4 sequences with this key are waiting and at most 4 may"):
+    with pytest.raises(
+        QueueFullError, match="4 sequences with this key are waiting and at most 4 may"
+    ):
         submit_one(FLOOD)
     for _ in range(2):
         router.check_capacity(1, FEW)
@@ -262,12 +289,21 @@ def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "taken"), [(1, {FLOOD: 1, FEW: 0}), (2, {FLOOD: 1, FEW: 1}), (3, {FLOOD: 2, FEW: 1}), (7, {FLOOD: 4, FEW: 2})]
+    ("bound", "taken"),
+    [
+        (1, {FLOOD: 1, FEW: 0}),
+        (2, {FLOOD: 1, FEW: 1}),
+        (3, {FLOOD: 2, FEW: 1}),
+        (7, {FLOOD: 4, FEW: 2}),
+    ],
 )
 def test_half_of_an_odd_number_is_rounded_up(bound: int, taken: dict[int, int]) -> None:
     """Of 7 places 4, and then of 3 places 2: with one place an owner can wait at all."""
     router = _router(bound)
-    router.submit([SequenceRequest((1,), SamplingParams(max_tokens=4), owner=FLOOD)], lambda _: None)  # begins
+    # begins
+    router.submit(
+        [SequenceRequest((1,), SamplingParams(max_tokens=4), owner=FLOOD)], lambda _: None
+    )
     for owner, expected in taken.items():
         spec = SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)
         for _ in range(expected):
@@ -280,7 +316,9 @@ def test_half_of_an_odd_number_is_rounded_up(bound: int, taken: dict[int, int]) 
 
 
 @pytest.mark.parametrize("earlier", [{"already_admitted": True}, {"output_ids": (5, 6)}])
-def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(earlier: dict[str, Any]) -> None:
+def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(
+    earlier: dict[str, Any],
+) -> None:
     router = _router(1)
     spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for _ in range(2):
@@ -291,7 +329,9 @@ def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(earl
     assert router.num_requests == 3
 
 
-def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_large_does_not_make_it_full() -> None:
+def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_large_does_not_make_it_full() -> (
+    None
+):
     router = _router(8)
     spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     router.submit([spec] * 8, lambda _: None)  # one begins
@@ -309,14 +349,24 @@ def test_the_choices_of_a_request_without_a_key_have_one_account() -> None:
     for num_choices in (1, 3, 2):
         router.submit([spec] * num_choices, lambda _: None)
     router.submit([replace(spec, owner=FEW)] * 2, lambda _: None)
-    assert [sequence.account for sequence in router.scheduler._waiting] == [~1, ~1, ~1, ~4, ~4, FEW, FEW]
+    assert [sequence.account for sequence in router.scheduler._waiting] == [
+        ~1,
+        ~1,
+        ~1,
+        ~4,
+        ~4,
+        FEW,
+        FEW,
+    ]
 
 
 def test_when_to_come_back_counts_what_still_waits() -> None:
     now = [0.0]
     limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=1)
     router = Router(
-        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never), clock=lambda: now[0]
+        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)),
+        ScriptedChain(_never),
+        clock=lambda: now[0],
     )
     spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for _ in range(2):

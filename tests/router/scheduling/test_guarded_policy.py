@@ -12,7 +12,12 @@ from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.guarded_policy import GuardedPolicy
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState
+from tramontane.router.scheduling.policy import (
+    BatchBudget,
+    BatchWork,
+    FixedInFlightPolicy,
+    SchedulerState,
+)
 from tramontane.router.scheduling.scheduler import Scheduler
 
 WAITING = SchedulerState(0, 4, 400, 4, [100] * 4, 0, 0, 0, 0.5)
@@ -67,15 +72,21 @@ class Budgets(FixedInFlightPolicy):
 
 def _pipeline(policy: FixedInFlightPolicy | BalancedPolicy) -> FakePipeline:
     limits = SchedulerLimits(8, 64, 256, 1000, speculative=SpeculativeConfig(3, 1, 3))
-    pipeline = FakePipeline(Scheduler(new_cache(16, 8, None, num_drafts=3), limits, policy), num_stages=2)
+    pipeline = FakePipeline(
+        Scheduler(new_cache(16, 8, None, num_drafts=3), limits, policy), num_stages=2
+    )
     for seq_id in range(6):
         pipeline.scheduler.add(new_sequence(seq_id, 20, 60))
     return pipeline
 
 
 @pytest.mark.parametrize("first", [1, 2, 30])
-@pytest.mark.parametrize("method", ["choose_budget", "observe", "draft_break_even", "ahead_break_even"])
-def test_every_sequence_ends_with_all_of_its_tokens(method: str, first: int, policy_failures: list[logging.LogRecord]) -> None:
+@pytest.mark.parametrize(
+    "method", ["choose_budget", "observe", "draft_break_even", "ahead_break_even"]
+)
+def test_every_sequence_ends_with_all_of_its_tokens(
+    method: str, first: int, policy_failures: list[logging.LogRecord]
+) -> None:
     """Also where the first micro-batches are in flight with budgets of the policy that failed."""
     pipeline = _pipeline(DefectivePolicy(method, first))
     pipeline.drain()
@@ -89,7 +100,9 @@ def test_every_sequence_ends_with_all_of_its_tokens(method: str, first: int, pol
     policy_failures.clear()
 
 
-def test_routing_asks_for_seconds_and_a_fence_restarts_whatever_fails(policy_failures: list[logging.LogRecord]) -> None:
+def test_routing_asks_for_seconds_and_a_fence_restarts_whatever_fails(
+    policy_failures: list[logging.LogRecord],
+) -> None:
     for method in ("seconds", "restart"):
         scheduler = _pipeline(DefectivePolicy(method)).scheduler
         scheduler.restart(7)
@@ -98,7 +111,9 @@ def test_routing_asks_for_seconds_and_a_fence_restarts_whatever_fails(policy_fai
         policy_failures.clear()
 
 
-@pytest.mark.parametrize("budget", [None, BatchBudget(0, 0), BatchBudget(0, 64), BatchBudget(-1, 64)])
+@pytest.mark.parametrize(
+    "budget", [None, BatchBudget(0, 0), BatchBudget(0, 64), BatchBudget(-1, 64)]
+)
 def test_a_budget_with_which_nothing_would_ever_run_is_a_defect(
     budget: BatchBudget | None, policy_failures: list[logging.LogRecord]
 ) -> None:
@@ -109,9 +124,15 @@ def test_a_budget_with_which_nothing_would_ever_run_is_a_defect(
     policy_failures.clear()
 
 
-@pytest.mark.parametrize(("num_in_flight", "num_ahead", "num_ready"), [(1, 0, 4), (0, 1, 4), (0, 0, 0)])
-def test_a_policy_may_wait_for_what_is_in_flight_or_is_to_come(num_in_flight: int, num_ahead: int, num_ready: int) -> None:
-    state = SchedulerState(num_in_flight, 4, 400, num_ready, [100] * num_ready, 0, 0, 0, 0.5, num_ahead)
+@pytest.mark.parametrize(
+    ("num_in_flight", "num_ahead", "num_ready"), [(1, 0, 4), (0, 1, 4), (0, 0, 0)]
+)
+def test_a_policy_may_wait_for_what_is_in_flight_or_is_to_come(
+    num_in_flight: int, num_ahead: int, num_ready: int
+) -> None:
+    state = SchedulerState(
+        num_in_flight, 4, 400, num_ready, [100] * num_ready, 0, 0, 0, 0.5, num_ahead
+    )
     guarded = GuardedPolicy(Budgets(None), 64)
     assert guarded.choose_budget(state) is None
     assert not guarded.failure
@@ -129,7 +150,9 @@ def test_times_that_are_no_numbers_end_no_sequence(
     policy_failures.clear()
 
 
-def test_a_failure_of_the_fallback_is_raised(monkeypatch: pytest.MonkeyPatch, policy_failures: list[logging.LogRecord]) -> None:
+def test_a_failure_of_the_fallback_is_raised(
+    monkeypatch: pytest.MonkeyPatch, policy_failures: list[logging.LogRecord]
+) -> None:
     guarded = GuardedPolicy(DefectivePolicy("choose_budget"), 64)
 
     def fail(*_: object) -> None:

@@ -1,4 +1,6 @@
-"""Stages whose clocks are set, and stages that come back as other processes: what the policy learns stays true."""
+"""Stages whose clocks are set, and stages that come back as other processes: what the policy learns
+stays true.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,18 +10,29 @@ import pytest
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import BatchWork, SchedulerState
-from tramontane.router.scheduling.round_times import NUM_GAPS, TRIAL_ROUNDS, InFlightTuner, SpreadTuner, StepGap
+from tramontane.router.scheduling.round_times import (
+    NUM_GAPS,
+    TRIAL_ROUNDS,
+    InFlightTuner,
+    SpreadTuner,
+    StepGap,
+)
 
 HOUR = 3600.0
 JUMPS = [-HOUR, -0.2, -0.05, 0.05, 1.0, HOUR]
 NUM_DECODING, KEYS = 64, 200
-Jump = Callable[[int], list[float]]  # by the number of the micro-batch: seconds by which each stage's clock is off
+# by the number of the micro-batch: seconds by which each stage's clock is off
+Jump = Callable[[int], list[float]]
 
 
 class Pipeline:
-    """A policy and stages that take 2 ms and 0.4 ms per decode, whose clocks are off as ``jump`` says."""
+    """A policy and stages that take 2 ms and 0.4 ms per decode, whose clocks are off as ``jump``
+    says.
+    """
 
-    def __init__(self, num_stages: int, jump: Jump, restarts_at: int = -1, **options: int | bool) -> None:
+    def __init__(
+        self, num_stages: int, jump: Jump, restarts_at: int = -1, **options: int | bool
+    ) -> None:
         self.policy = BalancedPolicy(num_stages, 512, **options)  # type: ignore[arg-type]
         self.spreads: list[int] = []
         self.seconds = [0.0]
@@ -29,7 +42,17 @@ class Pipeline:
     def run(self, steps: int) -> "Pipeline":
         now, num_stages = 1e9, self._num_stages
         for step in range(steps):
-            state = SchedulerState(0, NUM_DECODING, NUM_DECODING * KEYS, NUM_DECODING, [KEYS] * NUM_DECODING, 0, 0, 0, 0.5)
+            state = SchedulerState(
+                0,
+                NUM_DECODING,
+                NUM_DECODING * KEYS,
+                NUM_DECODING,
+                [KEYS] * NUM_DECODING,
+                0,
+                0,
+                0,
+                0.5,
+            )
             budget = self.policy.choose_budget(state)
             assert budget is not None
             spread = budget.spread or num_stages
@@ -38,16 +61,24 @@ class Pipeline:
             now += gap
             if step == self._restarts_at:
                 self.policy.restart()
-            begins = [now + off - stage_s * (num_stages - i) for i, off in enumerate(self._jump(step))]
-            timings = [StageTiming(i, begin, stage_s, budget.decodes) for i, begin in enumerate(begins)]
-            self.policy.observe(budget, BatchWork(0, 0, budget.decodes, budget.decodes * KEYS), timings)
+            begins = [
+                now + off - stage_s * (num_stages - i) for i, off in enumerate(self._jump(step))
+            ]
+            timings = [
+                StageTiming(i, begin, stage_s, budget.decodes) for i, begin in enumerate(begins)
+            ]
+            self.policy.observe(
+                budget, BatchWork(0, 0, budget.decodes, budget.decodes * KEYS), timings
+            )
             self.spreads.append(spread)
             self.seconds.append(self.seconds[-1] + gap)
             self.num_tokens.append(self.num_tokens[-1] + budget.decodes)
         return self
 
     def tokens_per_s(self, first: int, last: int) -> float:
-        return (self.num_tokens[last] - self.num_tokens[first]) / (self.seconds[last] - self.seconds[first])
+        return (self.num_tokens[last] - self.num_tokens[first]) / (
+            self.seconds[last] - self.seconds[first]
+        )
 
 
 def _all_at(step: int, jump_s: float, num_stages: int) -> Jump:
@@ -56,27 +87,37 @@ def _all_at(step: int, jump_s: float, num_stages: int) -> Jump:
 
 @pytest.mark.parametrize("jump_s", JUMPS)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_clocks_that_are_set_at_any_step_leave_the_policy_working(num_stages: int, jump_s: float) -> None:
+def test_clocks_that_are_set_at_any_step_leave_the_policy_working(
+    num_stages: int, jump_s: float
+) -> None:
     for step in range(20, 60, 3):
         Pipeline(num_stages, _all_at(step, jump_s, num_stages)).run(130)
 
 
 @pytest.mark.parametrize("jump_s", JUMPS)
 def test_throughput_after_a_jump_is_what_it_was(jump_s: float) -> None:
-    """From a thousand modelled steps after the jump, against a pipeline whose clocks were never set."""
+    """From a thousand modelled steps after the jump, against a pipeline whose clocks were never
+    set.
+    """
     undisturbed = Pipeline(4, _all_at(0, 0.0, 4)).run(6000)
     pipeline = Pipeline(4, _all_at(2000, jump_s, 4)).run(6000)
     for first, last in ((2000, 3000), (3000, 6000)):
         assert pipeline.tokens_per_s(first, last) > 0.98 * undisturbed.tokens_per_s(first, last)
-    assert Counter(pipeline.spreads[3000:]).most_common(1) == Counter(undisturbed.spreads[3000:]).most_common(1)
+    assert Counter(pipeline.spreads[3000:]).most_common(1) == Counter(
+        undisturbed.spreads[3000:]
+    ).most_common(1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("jump_s", [-HOUR, HOUR])
-def test_a_stage_that_comes_back_with_another_clock_changes_nothing_for_long(stage: int, jump_s: float) -> None:
+def test_a_stage_that_comes_back_with_another_clock_changes_nothing_for_long(
+    stage: int, jump_s: float
+) -> None:
     off = [jump_s * (each == stage) for each in range(4)]
     undisturbed = Pipeline(4, _all_at(0, 0.0, 4), restarts_at=2000).run(6000)
-    pipeline = Pipeline(4, lambda step: off if step >= 2000 else [0.0] * 4, restarts_at=2000).run(6000)
+    pipeline = Pipeline(4, lambda step: off if step >= 2000 else [0.0] * 4, restarts_at=2000).run(
+        6000
+    )
     assert pipeline.policy.max_in_flight == undisturbed.policy.max_in_flight
     assert pipeline.tokens_per_s(2000, 6000) > 0.98 * undisturbed.tokens_per_s(2000, 6000)
 
@@ -87,7 +128,11 @@ def test_drafts_go_ahead_however_the_clocks_disagree(off_s: float) -> None:
     pipeline = Pipeline(4, lambda _: [0.0, 0.0, 0.0, off_s]).run(400)
     state = SchedulerState(0, 1, KEYS, 1, [KEYS], 0, 0, 0, 0.5)
     agreed = Pipeline(4, lambda _: [0.0] * 4).run(400).policy.ahead_break_even(state)
-    assert pipeline.policy.ahead_break_even(state) == pytest.approx(agreed, rel=0.01) == pytest.approx(1 / 9, rel=0.01)
+    assert (
+        pipeline.policy.ahead_break_even(state)
+        == pytest.approx(agreed, rel=0.01)
+        == pytest.approx(1 / 9, rel=0.01)
+    )
 
 
 def test_a_ratio_is_the_median_round_and_clipped_both_ways() -> None:

@@ -17,12 +17,16 @@ def _admitted(allocator: PageAllocator, seq_id: int) -> Sequence:
 
 
 def test_a_sequence_that_grows_keeps_what_it_reserved_in_a_class_with_a_window() -> None:
-    """43 tokens in pages of 4: a whole ring of 3 from the beginning, and without a window as many as are known."""
+    """43 tokens in pages of 4: a whole ring of 3 from the beginning, and without a window as many
+    as are known.
+    """
     allocator = PageAllocator(MIXED)
     sequence = _admitted(allocator, 0)
     assert sequence.reserved_pages == [3, 1]
     assert allocator.reserve(sequence, 5)
-    assert sequence.reserved_pages == [3, 2], "5 positions take 2 pages of a ring, and it may need all 3"
+    assert sequence.reserved_pages == [3, 2], (
+        "5 positions take 2 pages of a ring, and it may need all 3"
+    )
     other = _admitted(allocator, 1)
     assert not allocator.reserve_for_admission(new_sequence(2, 3, 40)), "both rings are taken"
     assert allocator.reserve(sequence, 42)

@@ -1,9 +1,19 @@
-"""Asynchronous scheduling: steps that are submitted before the tokens of those before them are known."""
+"""Asynchronous scheduling: steps that are submitted before the tokens of those before them are
+known.
+"""
 
 import random
 
 import pytest
-from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequence, some_token, submit_traffic
+from fake_pipeline import (
+    EOS,
+    FakePipeline,
+    new_cache,
+    new_pipeline,
+    new_sequence,
+    some_token,
+    submit_traffic,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +25,16 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.round_times import MEASURE_AGAIN_AFTER, StepGap
 
 
-def _pipeline(room: float = 8, *, seqs: int = 8, budget: int = 64, page_size: int = 4) -> FakePipeline:
-    return new_pipeline(new_cache(page_size, room, None), seqs=seqs, budget=budget, in_flight=2, async_scheduling=True)
+def _pipeline(
+    room: float = 8, *, seqs: int = 8, budget: int = 64, page_size: int = 4
+) -> FakePipeline:
+    return new_pipeline(
+        new_cache(page_size, room, None),
+        seqs=seqs,
+        budget=budget,
+        in_flight=2,
+        async_scheduling=True,
+    )
 
 
 def _submitted(pipe: FakePipeline) -> MicroBatch:
@@ -58,12 +76,16 @@ def test_prompts_and_decodes_share_every_micro_batch() -> None:
     pipe.scheduler.add(new_sequence(1, 40, 9))
     for _ in range(4):
         batch = _submitted(pipe)
-        assert [(len(batch.decodes.seq_ids), chunk.num_tokens) for chunk in batch.chunks] == [(1, 9)]
+        assert [(len(batch.decodes.seq_ids), chunk.num_tokens) for chunk in batch.chunks] == [
+            (1, 9)
+        ]
         pipe.answer()
 
 
 def test_an_end_is_noticed_one_step_later() -> None:
-    """The row that was submitted before that is in vain: its token is dropped, and its pages are free when it has returned."""
+    """The row that was submitted before that is in vain: its token is dropped, and its pages are
+    free when it has returned.
+    """
     pipe = _pipeline()
     pipe.token_at = lambda _seq_id, position: EOS if position == 7 else 50
     pipe.scheduler.add(new_sequence(0, 6, 9))
@@ -81,7 +103,9 @@ def test_an_end_is_noticed_one_step_later() -> None:
 
 
 def test_an_urgent_sequence_gets_the_slot_of_a_decoding_one() -> None:
-    """A decoding sequence is always in flight; for one that waits for its slot it is held back until it is not."""
+    """A decoding sequence is always in flight; for one that waits for its slot it is held back
+    until it is not.
+    """
     pipe = _pipeline(seqs=1)
     pipe.scheduler.add(new_sequence(0, 6, 100, priority=5))
     for _ in range(3):
@@ -123,8 +147,14 @@ def test_any_traffic(
     in_flight: int,
     priorities: tuple[int, ...],
 ) -> None:
-    """Arrivals, aborts, ends, fences and scarce pages: every sequence gets its own tokens, all of them, and each once."""
-    policy: Policy = BalancedPolicy(1, budget, async_scheduling=True) if is_balanced else FixedInFlightPolicy(in_flight, budget)
+    """Arrivals, aborts, ends, fences and scarce pages: every sequence gets its own tokens, all of
+    them, and each once.
+    """
+    policy: Policy = (
+        BalancedPolicy(1, budget, async_scheduling=True)
+        if is_balanced
+        else FixedInFlightPolicy(in_flight, budget)
+    )
     cache = new_cache(page_size, room, *windows)
     pipe = new_pipeline(cache, seqs=seqs, budget=budget, policy=policy, async_scheduling=True)
     pipe.token_at, pipe.num_stages, pipe.gap_s = some_token, 1, 1e-4
@@ -141,7 +171,9 @@ def test_any_traffic(
 def test_the_balanced_policy_goes_ahead_where_that_matters_and_never_cuts_decodes_in_two(
     num_decoding: int, gap_s: float, goes_ahead: bool
 ) -> None:
-    """A step takes 1 ms. Cut in two, weights would be read twice for the same tokens; learned times do not change that."""
+    """A step takes 1 ms. Cut in two, weights would be read twice for the same tokens; learned times
+    do not change that.
+    """
     policy = BalancedPolicy(1, 64, async_scheduling=True)
     pipe = new_pipeline(new_cache(16, 8, None), policy=policy, async_scheduling=True)
     pipe.num_stages, pipe.gap_s = 1, gap_s
@@ -153,11 +185,17 @@ def test_the_balanced_policy_goes_ahead_where_that_matters_and_never_cuts_decode
             sizes.append(len(batch.decodes.seq_ids))
         pipe.answer()
     assert sizes[-80:] == [num_decoding] * 80, "once times are known"
-    assert pipe.num_placeholders > 80 * num_decoding if goes_ahead else pipe.num_placeholders < 20 * num_decoding
+    assert (
+        pipe.num_placeholders > 80 * num_decoding
+        if goes_ahead
+        else pipe.num_placeholders < 20 * num_decoding
+    )
 
 
 def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
-    """Steps from 0 on of 10 ms, with gaps of 1 ms, which is more than 3 percent; what went ahead shows none."""
+    """Steps from 0 on of 10 ms, with gaps of 1 ms, which is more than 3 percent; what went ahead
+    shows none.
+    """
     gap, now = StepGap(), 0.0
     for number in range(6):
         gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=number > 0)
@@ -179,13 +217,18 @@ def test_the_gap_of_stages_that_take_turns_is_between_the_last_and_the_first(gap
     """What the second stage computes in its turn, and the way to it, is no gap."""
     gap, now = StepGap(), 0.0
     for number in range(5):
-        gap.observe([StageTiming(0, now, 0.005, 1), StageTiming(1, now + 0.006, 0.004, 1)], is_alone=number > 0)
+        gap.observe(
+            [StageTiming(0, now, 0.005, 1), StageTiming(1, now + 0.006, 0.004, 1)],
+            is_alone=number > 0,
+        )
         now += 0.010 + gap_s
     assert gap.is_long(0.010) is (gap_s > 0.0003)
 
 
 def test_a_sequence_whose_pages_another_row_of_its_micro_batch_needs_goes_no_further() -> None:
-    """20 pages of one token. Both decode in one micro-batch, the less urgent one first; the other then lacks a page."""
+    """20 pages of one token. Both decode in one micro-batch, the less urgent one first; the other
+    then lacks a page.
+    """
     cache = CachePlan(1, (WindowClass(None, 256, 20),))
     pipe = new_pipeline(cache, budget=64, in_flight=1, async_scheduling=True)
     for seq_id, priority in enumerate((5, 0)):

@@ -40,7 +40,9 @@ def test_failures_count_together_if_they_have_a_position_in_common(
 
 def test_a_sequence_with_drafts_has_the_positions_of_all_of_them() -> None:
     chunks = (Chunk(1, 10, (5, 6, 7), (), None, False),)
-    batch = MicroBatch(0, 0, chunks, (), DecodeColumns((2, 3, 3, 3, 4), (8, 4, 5, 6, 9), (1, 1, 1, 1, 1)))
+    batch = MicroBatch(
+        0, 0, chunks, (), DecodeColumns((2, 3, 3, 3, 4), (8, 4, 5, 6, 9), (1, 1, 1, 1, 1))
+    )
     assert position_spans(batch) == {1: (10, 13), 2: (8, 9), 3: (4, 7), 4: (9, 10)}
 
 
@@ -52,7 +54,9 @@ def test_a_token_in_between_makes_a_failure_the_first_again() -> None:
     assert not detector
     assert not _fail(detector, sequence, (4, 5), alone=True)
     assert detector.first is sequence
-    assert _fail(detector, sequence, (4, 5), alone=True), "the third one at position 4, and no token since the first"
+    assert _fail(detector, sequence, (4, 5), alone=True), (
+        "the third one at position 4, and no token since the first"
+    )
 
 
 def test_only_a_sequence_that_was_alone_is_the_cause() -> None:
@@ -61,7 +65,9 @@ def test_only_a_sequence_that_was_alone_is_the_cause() -> None:
     assert not _fail(detector, sequence, (0, 64))
     assert detector.first is sequence
     assert not _fail(detector, sequence, (0, 64)), "the third one, but not alone"
-    assert not _fail(detector, sequence, (64, 65), alone=True), "at another position it is the first failure, alone or not"
+    assert not _fail(detector, sequence, (64, 65), alone=True), (
+        "at another position it is the first failure, alone or not"
+    )
     assert not _fail(detector, sequence, (64, 65), alone=True)
     assert _fail(detector, sequence, (64, 65), alone=True)
 
@@ -97,8 +103,13 @@ def test_a_suspect_is_suspected_once() -> None:
         (SequenceStatus.PREEMPTED, 1, False),
     ],
 )
-def test_a_cleared_suspect_makes_way_for_the_next_one_only(status: SequenceStatus, others: int, makes_way: bool) -> None:
-    detector, sequences = PoisonDetector(), [new_sequence(seq_id, 4, 4) for seq_id in range(1 + others)]
+def test_a_cleared_suspect_makes_way_for_the_next_one_only(
+    status: SequenceStatus, others: int, makes_way: bool
+) -> None:
+    detector, sequences = (
+        PoisonDetector(),
+        [new_sequence(seq_id, 4, 4) for seq_id in range(1 + others)],
+    )
     for _ in range(2):
         detector.record_failure(FailedBatch(dict.fromkeys(sequences, (0, 4)), is_alone=False))
     sequences[0].status = status
@@ -129,7 +140,9 @@ def test_suspects_that_wait_and_leave_keep_no_other_waiting(leaving: tuple[int, 
         pipe.scheduler.abort(seq_id)
     pipe.scheduler.add(new_sequence(3, 5, 3))
     pipe.drain()
-    assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [0 if seq_id in leaving else 3 for seq_id in range(4)]
+    assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [
+        0 if seq_id in leaving else 3 for seq_id in range(4)
+    ]
     assert pipe.scheduler.is_idle
 
 

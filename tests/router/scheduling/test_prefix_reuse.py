@@ -1,4 +1,6 @@
-"""Prefix caching in the scheduler: what sequences read is their own text under their own salt, whatever else happens to pages."""
+"""Prefix caching in the scheduler: what sequences read is their own text under their own salt,
+whatever else happens to pages.
+"""
 
 import random
 from collections import deque
@@ -25,7 +27,9 @@ SAMPLINGS = (
 )
 
 
-def _sequence(seq_id: int, prompt: tuple[int, ...], sampling: SamplingParams = SAMPLINGS[0], salt: str = "") -> Sequence:
+def _sequence(
+    seq_id: int, prompt: tuple[int, ...], sampling: SamplingParams = SAMPLINGS[0], salt: str = ""
+) -> Sequence:
     return Sequence(seq_id, prompt, sampling, len(prompt) + sampling.max_tokens, cache_salt=salt)
 
 
@@ -45,17 +49,28 @@ def _run(pipe: FakePipeline, *sequences: Sequence) -> None:
     room=st.floats(1, 4),
 )
 def test_any_traffic_with_common_beginnings(
-    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, room: float
+    seed: int,
+    page_size: int,
+    windows: tuple[int | None, ...],
+    budget: int,
+    in_flight: int,
+    room: float,
 ) -> None:
-    """Arrivals, aborts, fences and scarce pages: ``FakePipeline`` checks every row that a step reads, and all counts."""
+    """Arrivals, aborts, fences and scarce pages: ``FakePipeline`` checks every row that a step
+    reads, and all counts.
+    """
     rng = random.Random(seed)
-    pipe = new_pipeline(new_cache(page_size, room, *windows), seqs=5, budget=budget, in_flight=in_flight)
+    pipe = new_pipeline(
+        new_cache(page_size, room, *windows), seqs=5, budget=budget, in_flight=in_flight
+    )
     pipe.token_at = lambda seq_id, position: 3 + (seq_id + position) % 990
     alive: list[int] = []
     for seq_id in range(14):
         begin = rng.choice(TEXTS)[: rng.randint(0, 150)]
         prompt = (*begin, *(rng.choices(range(900, 999), k=rng.randint(1, 30))))
-        pipe.scheduler.add(_sequence(seq_id, prompt, rng.choice(SAMPLINGS), rng.choice(["", "", "other"])))
+        pipe.scheduler.add(
+            _sequence(seq_id, prompt, rng.choice(SAMPLINGS), rng.choice(["", "", "other"]))
+        )
         alive.append(seq_id)
         for _ in range(rng.randint(0, 8)):
             pipe.submit()
@@ -81,9 +96,16 @@ def test_any_traffic_with_common_beginnings(
     is_asynchronous=st.booleans(),
 )
 def test_nothing_of_a_sequence_that_is_not_finite_is_reused(
-    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, room: float, is_asynchronous: bool
+    seed: int,
+    page_size: int,
+    windows: tuple[int | None, ...],
+    budget: int,
+    room: float,
+    is_asynchronous: bool,
 ) -> None:
-    """Some overflow at a position of their answers, also where steps in flight follow; the others get all their tokens."""
+    """Some overflow at a position of their answers, also where steps in flight follow; the others
+    get all their tokens.
+    """
     rng, cache = random.Random(seed), new_cache(page_size, room, *windows)
     pipe = new_pipeline(cache, seqs=5, budget=budget, in_flight=2, async_scheduling=is_asynchronous)
     lengths: dict[int, int] = {}
@@ -92,13 +114,21 @@ def test_nothing_of_a_sequence_that_is_not_finite_is_reused(
     def checked(sequence: Sequence) -> None:
         reuse_prefix(sequence)
         pages = [(index, page) for index, own in enumerate(sequence.pages) for page in own]
-        assert pipe.failed.isdisjoint(pipe.writers[index, page, row] for index, page in pages for row in range(page_size))
+        assert pipe.failed.isdisjoint(
+            pipe.writers[index, page, row] for index, page in pages for row in range(page_size)
+        )
 
     allocator.reuse_prefix = checked  # type: ignore[method-assign]
     for seq_id in range(14):
-        prompt = (*rng.choice(TEXTS)[: rng.randint(0, 150)], *rng.choices(range(900, 999), k=rng.randint(1, 30)))
-        lengths[seq_id] = len(prompt) + (rng.randint(0, 8) if rng.random() < 0.4 else 99)  # the position that overflows
-        pipe.token_at = lambda seq, at: NOT_FINITE_TOKEN if at >= lengths[seq] else 3 + (seq + at) % 990
+        prompt = (
+            *rng.choice(TEXTS)[: rng.randint(0, 150)],
+            *rng.choices(range(900, 999), k=rng.randint(1, 30)),
+        )
+        # the position that overflows
+        lengths[seq_id] = len(prompt) + (rng.randint(0, 8) if rng.random() < 0.4 else 99)
+        pipe.token_at = lambda seq, at: (
+            NOT_FINITE_TOKEN if at >= lengths[seq] else 3 + (seq + at) % 990
+        )
         pipe.scheduler.add(_sequence(seq_id, prompt))
         for _ in range(rng.randint(0, 8)):
             pipe.submit()
@@ -117,7 +147,9 @@ def test_nothing_of_a_sequence_that_is_not_finite_is_reused(
 
 @pytest.mark.parametrize("is_in_flight", [True, False])
 def test_what_a_sequence_writes_after_it_was_forgotten_is_not_reused(is_in_flight: bool) -> None:
-    """A chunk of it may be in flight when a result shows that it is not finite. A window sees nothing of the first chunk."""
+    """A chunk of it may be in flight when a result shows that it is not finite. A window sees
+    nothing of the first chunk.
+    """
     allocator = PageAllocator(new_cache(8, 4, 24), reuses_prefixes=True)
     bad, same = _sequence(0, TEXTS[0][:64]), _sequence(1, (*TEXTS[0][:64], 901))
     assert allocator.reserve_for_admission(bad)
@@ -136,7 +168,8 @@ def test_what_a_sequence_writes_after_it_was_forgotten_is_not_reused(is_in_fligh
 
 @pytest.mark.parametrize("windows", [(None,), (24,), (24, None)])
 def test_what_is_reused(windows: tuple[int | None, ...]) -> None:
-    """All whole pages of a common text, but for the last token; nothing with another salt, nor where the prompt is scored.
+    """All whole pages of a common text, but for the last token; nothing with another salt, nor
+    where the prompt is scored.
 
     Chunks are shorter than the ring: of a longer one the first pages are not kept.
     """
@@ -161,7 +194,9 @@ def test_what_is_reused(windows: tuple[int | None, ...]) -> None:
 
 
 def test_the_last_window_of_tokens_alone_is_no_prefix() -> None:
-    """Two texts that differ before the window have other values in it: hidden states depend on all tokens."""
+    """Two texts that differ before the window have other values in it: hidden states depend on all
+    tokens.
+    """
     pipe = new_pipeline(new_cache(8, 8, 16), budget=64)
     _run(pipe, _sequence(0, TEXTS[0][:64]))
     _run(pipe, _sequence(1, (1, *TEXTS[0][1:64], 2)))
@@ -175,30 +210,45 @@ def test_sequences_that_arrive_together_share_what_the_first_computes() -> None:
 
 
 def _schedule(pipe: FakePipeline, arrivals: list[tuple[int, int, int]]) -> tuple[list[object], int]:
-    """Return what is in each micro-batch, and how many sequences were preempted, for arrivals after so many micro-batches."""
+    """Return what is in each micro-batch, and how many sequences were preempted, for arrivals after
+    so many micro-batches.
+    """
     steps: list[object] = []
-    waiting = deque((after, new_sequence(1000 + number, prompt, new)) for number, (after, prompt, new) in enumerate(arrivals))
+    waiting = deque(
+        (after, new_sequence(1000 + number, prompt, new))
+        for number, (after, prompt, new) in enumerate(arrivals)
+    )
     while waiting or pipe.in_flight or not pipe.scheduler.is_idle:
         while waiting and (waiting[0][0] <= len(steps) or pipe.scheduler.is_idle):
             pipe.scheduler.add(waiting.popleft()[1])
         while (batch := pipe.submit()) is not None:
-            steps.append(([(c.seq_id, c.start, c.num_tokens) for c in batch.chunks], batch.decodes.seq_ids))
+            steps.append(
+                ([(c.seq_id, c.start, c.num_tokens) for c in batch.chunks], batch.decodes.seq_ids)
+            )
         pipe.answer()
     return steps, pipe.scheduler.num_preempted
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 120), st.integers(1, 60)), max_size=14).map(sorted),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 120), st.integers(1, 60)), max_size=14
+    ).map(sorted),
     windows=st.sampled_from([(24, None), (None,), (24,), (1, 40)]),
     seqs=st.integers(1, 6),
     room=st.floats(1, 3),
     budget=st.integers(1, 100),
 )
 def test_cached_pages_keep_no_sequence_waiting(
-    arrivals: list[tuple[int, int, int]], windows: tuple[int | None, ...], seqs: int, room: float, budget: int
+    arrivals: list[tuple[int, int, int]],
+    windows: tuple[int | None, ...],
+    seqs: int,
+    room: float,
+    budget: int,
 ) -> None:
-    """Prompts with nothing in common have the same micro-batches and preemptions with a full cache and an empty one."""
+    """Prompts with nothing in common have the same micro-batches and preemptions with a full cache
+    and an empty one.
+    """
     cache = new_cache(8, room, *windows)
     full, empty = (new_pipeline(cache, seqs=seqs, budget=budget) for _ in range(2))
     limits = replace(empty.scheduler.limits, reuses_prefixes=False)
@@ -218,7 +268,8 @@ def test_cached_pages_keep_no_sequence_waiting(
     ("hits", "expected"),
     [
         ([(1, 1)] * 6, 6),
-        ([(1, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], 6),  # of 40 positions on pages of 16 the last 3 pages suffice
+        # of 40 positions on pages of 16 the last 3 pages suffice
+        ([(1, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], 6),
         ([(1, 1), (1, 0), (1, 1), (1, 1), (1, 0)], 1),
         ([(0, 1), (1, 1)], 0),
         ([(1, 0)] * 6, 0),
@@ -227,7 +278,10 @@ def test_cached_pages_keep_no_sequence_waiting(
 )
 def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
     cache = new_cache(16, 4, None, 40)
-    pages = [[block if has_page else None for block, has_page in enumerate(own)] for own in zip(*hits, strict=True)]
+    pages = [
+        [block if has_page else None for block, has_page in enumerate(own)]
+        for own in zip(*hits, strict=True)
+    ]
     assert reusable_blocks(cache, pages) == expected
     assert [first_page_seen(n, 40, 16) for n in (16, 48, 96)] == [0, 0, 3]
     assert [first_page_seen(48, window, 16) for window in (32, 33, 34, None)] == [1, 1, 0, 0]
@@ -243,17 +297,24 @@ def test_longest_prefix_is_that_of_all_lengths(
     page_size: int, windows: list[int | None], blocks: list[tuple[int, int, int]]
 ) -> None:
     cache = new_cache(page_size, 4, *windows)
-    pages = [[block if hits[index] else None for block, hits in enumerate(blocks)] for index in range(len(windows))]
+    pages = [
+        [block if hits[index] else None for block, hits in enumerate(blocks)]
+        for index in range(len(windows))
+    ]
 
     def is_usable(num_blocks: int) -> bool:
         firsts = [first_page_seen(num_blocks * page_size, window, page_size) for window in windows]
-        return all(None not in own[first:num_blocks] for own, first in zip(pages, firsts, strict=True))
+        return all(
+            None not in own[first:num_blocks] for own, first in zip(pages, firsts, strict=True)
+        )
 
     assert reusable_blocks(cache, pages) == max(filter(is_usable, range(len(blocks) + 1)))
 
 
 def test_missing_blocks_are_passed_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With windows only, all blocks of a long prompt are looked up; one by one the missing ones would stop all streams."""
+    """With windows only, all blocks of a long prompt are looked up; one by one the missing ones
+    would stop all streams.
+    """
     num_candidates = 0
 
     def count(*args: int | None) -> int:
@@ -264,7 +325,9 @@ def test_missing_blocks_are_passed_over_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prefix_cache, "first_page_seen", count)
     cache = new_cache(16, 4, 4096, max_len=2**17)
     assert reusable_blocks(cache, [[None] * 8192]) == 0
-    assert reusable_blocks(cache, [[*range(300), *[None] * 4000, *range(100), *[None] * 3000]]) == 300
+    assert (
+        reusable_blocks(cache, [[*range(300), *[None] * 4000, *range(100), *[None] * 3000]]) == 300
+    )
     assert num_candidates <= 4
 
 

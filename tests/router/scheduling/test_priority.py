@@ -55,11 +55,15 @@ def test_the_least_urgent_with_least_to_compute_again_gives_its_place_back_at_on
     assert _of(batch) == [(3, 0, 7), (2, 8, 1), (0, 10, 1)], "the shorter prompt was finished first"
     pipe.drain()
     assert pipe.scheduler.num_preempted == 1
-    assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [20] * 4, "the token that it had got counts"
+    assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [20] * 4, (
+        "the token that it had got counts"
+    )
 
 
 def test_no_sequence_is_preempted_for_an_equal_or_in_vain() -> None:
-    """Two rings of pages: with one of them in interactive hands, the other does not suffice for a sequence that needs both."""
+    """Two rings of pages: with one of them in interactive hands, the other does not suffice for a
+    sequence that needs both.
+    """
     pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), seqs=3)
     _add(pipe, BATCH, {0: 20}, new=5)
     _add(pipe, INTERACTIVE, {1: 120}, new=5)
@@ -76,7 +80,9 @@ def test_no_sequence_is_preempted_for_an_equal_or_in_vain() -> None:
 
 def test_as_many_give_way_as_are_needed() -> None:
     """One place is enough, but the pages of three are not too many."""
-    pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), seqs=4, in_flight=1, budget=200)
+    pipe = new_pipeline(
+        CachePlan(16, (WindowClass(None, 16, 12),)), seqs=4, in_flight=1, budget=200
+    )
     _add(pipe, BATCH, dict.fromkeys(range(4), 30))
     _step(pipe)
     _add(pipe, INTERACTIVE, {4: 100})
@@ -88,7 +94,9 @@ def test_as_many_give_way_as_are_needed() -> None:
 
 
 def test_while_all_less_urgent_are_in_flight_their_prompts_wait_until_one_is_back() -> None:
-    """One place, and a prompt in twelve pieces: without that the next piece would always be in flight."""
+    """One place, and a prompt in twelve pieces: without that the next piece would always be in
+    flight.
+    """
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=1, budget=10)
     _add(pipe, BATCH, {0: 120})
     assert [_of(pipe.submit()) for _ in range(3)] == [[(0, 0, 10)], [(0, 10, 10)], [(0, 20, 10)]]
@@ -103,9 +111,17 @@ def test_while_all_less_urgent_are_in_flight_their_prompts_wait_until_one_is_bac
 
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("policy", ["even", "balanced"])
-def test_an_urgent_prompt_goes_whole_and_alone_and_decodes_leave_it_room(policy: str, budget: int) -> None:
-    """Of 16 tokens twelve decodes would leave 4, which the batch prompt that came before would take; of 64 it would take 40."""
-    chosen = FixedInFlightPolicy(1, budget) if policy == "even" else BalancedPolicy(1, budget, stages_at_once=1)
+def test_an_urgent_prompt_goes_whole_and_alone_and_decodes_leave_it_room(
+    policy: str, budget: int
+) -> None:
+    """Of 16 tokens twelve decodes would leave 4, which the batch prompt that came before would
+    take; of 64 it would take 40.
+    """
+    chosen = (
+        FixedInFlightPolicy(1, budget)
+        if policy == "even"
+        else BalancedPolicy(1, budget, stages_at_once=1)
+    )
     pipe = new_pipeline(new_cache(16, 16, 64), seqs=16, policy=chosen)
     pipe.num_stages = 1
     _add(pipe, BATCH, dict.fromkeys(range(12), 1), new=200)
@@ -151,8 +167,9 @@ def test_where_pages_run_out_the_least_urgent_is_computed_again_though_it_came_f
 def test_no_sequence_starves(window: int | None, seqs: int, is_running: bool) -> None:
     """Interactive requests never stop coming: there are always two per slot that have not ended.
 
-    An interactive sequence of 30 tokens and 4 new ones takes about 2 micro-batches for its prompt and 4 for the rest. The
-    oldest sequence passed over waits for MAX_PASSES of those with prompts, which are not fewer than a quarter of all.
+    An interactive sequence of 30 tokens and 4 new ones takes about 2 micro-batches for its prompt
+    and 4 for the rest. The oldest sequence passed over waits for MAX_PASSES of those with prompts,
+    which are not fewer than a quarter of all.
     """
     num_batch = 3
     pipe = new_pipeline(new_cache(16, 4, window), seqs=seqs, budget=16, in_flight=2)
@@ -162,7 +179,11 @@ def test_no_sequence_starves(window: int | None, seqs: int, is_running: bool) ->
     came = 10
     ends: dict[int, int] = {}
     for step in range(num_batch * (4 * MAX_PASSES + 40)):
-        unfinished = came - 10 - sum(event.finish is not None and event.seq_id >= 10 for event in pipe.events)
+        unfinished = (
+            came
+            - 10
+            - sum(event.finish is not None and event.seq_id >= 10 for event in pipe.events)
+        )
         _add(pipe, INTERACTIVE, dict.fromkeys(range(came, came + 2 * seqs - unfinished), 30), new=4)
         came += 2 * seqs - unfinished
         if step == 0 and not is_running:
@@ -170,7 +191,11 @@ def test_no_sequence_starves(window: int | None, seqs: int, is_running: bool) ->
         while pipe.submit():
             pass
         pipe.answer()
-        ends |= {e.seq_id: step for e in pipe.events if e.finish and e.seq_id < 10 and e.seq_id not in ends}
+        ends |= {
+            e.seq_id: step
+            for e in pipe.events
+            if e.finish and e.seq_id < 10 and e.seq_id not in ends
+        }
     assert sorted(ends) == list(range(num_batch))
     assert min(ends.values()) > MAX_PASSES or is_running, "and the others went first"
     pipe.drain()
@@ -201,7 +226,10 @@ def test_one_sequence_that_waits_is_not_several() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
     pipe = FakePipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(3), 30))
-    assert pipe.scheduler.overload_reason([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
+    assert (
+        pipe.scheduler.overload_reason([new_sequence(9, 5, 1, BATCH)])
+        == "1 sequence is waiting and at most 1 may"
+    )
 
 
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
@@ -210,9 +238,15 @@ def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
     _add(pipe, BATCH, dict.fromkeys(range(5), 30))
     overload = pipe.scheduler.overload_reason
     assert "3 sequences are waiting" in (overload([new_sequence(9, 5, 1, BATCH)]) or "")
-    assert overload([new_sequence(n, 30, 1, INTERACTIVE) for n in range(10, 15)]) is None, "two would begin, three wait"
-    assert "at most 3" in (overload([new_sequence(n, 3, 1, INTERACTIVE) for n in range(10, 16)]) or "")
-    assert "120 prompt tokens" in (overload([new_sequence(n, 40, 1, INTERACTIVE) for n in range(10, 15)]) or "")
+    assert overload([new_sequence(n, 30, 1, INTERACTIVE) for n in range(10, 15)]) is None, (
+        "two would begin, three wait"
+    )
+    assert "at most 3" in (
+        overload([new_sequence(n, 3, 1, INTERACTIVE) for n in range(10, 16)]) or ""
+    )
+    assert "120 prompt tokens" in (
+        overload([new_sequence(n, 40, 1, INTERACTIVE) for n in range(10, 15)]) or ""
+    )
     _add(pipe, INTERACTIVE, dict.fromkeys(range(10, 15), 30))
     assert "3 sequences are waiting" in (overload([new_sequence(15, 5, 1, INTERACTIVE)]) or "")
     pipe.drain()

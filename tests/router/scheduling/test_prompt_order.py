@@ -1,4 +1,6 @@
-"""Which prompt is computed first: keys, or requests without keys, are finished no later than in equal shares of the tokens."""
+"""Which prompt is computed first: keys, or requests without keys, are finished no later than in
+equal shares of the tokens.
+"""
 
 import random
 from collections import deque
@@ -45,7 +47,9 @@ def _run(pipe: FakePipeline) -> list[int]:
 
 
 def test_virtual_time_advances_by_fewer_tokens_than_there_are_accounts() -> None:
-    """Ten accounts, and steps of 4 tokens of one of them: 50 tokens are 5 for each. Who comes begins there."""
+    """Ten accounts, and steps of 4 tokens of one of them: 50 tokens are 5 for each. Who comes
+    begins there.
+    """
     shares = FairShares()
     for number in range(1, 11):
         shares.begin(number, 100)
@@ -95,7 +99,9 @@ def test_equal_prompts_do_not_take_turns(owners: tuple[int, ...]) -> None:
 
 
 def test_keys_share_tokens_and_not_prompts() -> None:
-    """A has 200 tokens in ten prompts, B in one: in equal shares B is finished last, at 400, and A's prompts are on the way."""
+    """A has 200 tokens in ten prompts, B in one: in equal shares B is finished last, at 400, and
+    A's prompts are on the way.
+    """
     pipe = _pipe(budget=10)
     for seq_id in range(1, 12):
         _add(pipe, seq_id, 20, A)
@@ -138,9 +144,11 @@ def test_next_to_short_requests_without_keys_a_long_one_takes_no_longer_than_sid
 def test_the_delay_of_a_prompt_is_its_length_for_each_other_key(
     seed: int, budget: int, in_flight: int, num_keys: int, max_prompt: int, max_new: int
 ) -> None:
-    """A prompt of n tokens of a key, or request, that has nothing else waits for n prompt tokens of each other one at most.
+    """A prompt of n tokens of a key, or request, that has nothing else waits for n prompt tokens of
+    each other one at most.
 
-    Counted are prompt tokens in micro-batches between its arrival and the one with its last chunk, for which it does not wait.
+    Counted are prompt tokens in micro-batches between its arrival and the one with its last chunk,
+    for which it does not wait.
     """
     rng = random.Random(seed)
     limits = SchedulerLimits(60, budget, 256, 1000)
@@ -164,7 +172,9 @@ def test_the_delay_of_a_prompt_is_its_length_for_each_other_key(
                 if not batches:
                     break
                 done = batches.popleft()
-                scheduler.complete(done, StepResult(0, done.step_id, (50,) * len(done.sampled_seq_ids), ()))
+                scheduler.complete(
+                    done, StepResult(0, done.step_id, (50,) * len(done.sampled_seq_ids), ())
+                )
                 continue
             batches.append(batch)
             ended = {chunk.seq_id for chunk in batch.chunks if chunk.needs_sample}
@@ -173,7 +183,9 @@ def test_the_delay_of_a_prompt_is_its_length_for_each_other_key(
                     num_others = len(set(accounts.values())) - 1
                     assert newcomers.pop(each) <= num_others * lengths[each]
                 else:
-                    others = (chunk for chunk in batch.chunks if accounts[chunk.seq_id] != accounts[each])
+                    others = (
+                        chunk for chunk in batch.chunks if accounts[chunk.seq_id] != accounts[each]
+                    )
                     newcomers[each] += sum(chunk.num_tokens for chunk in others)
         scheduler.check_integrity()
     assert not newcomers
@@ -181,7 +193,9 @@ def test_the_delay_of_a_prompt_is_its_length_for_each_other_key(
 
 
 def test_cached_tokens_are_free() -> None:
-    """Both prompts have 100 tokens; of A's 96 are cached, so that it is finished first although it came last."""
+    """Both prompts have 100 tokens; of A's 96 are cached, so that it is finished first although it
+    came last.
+    """
     pipe = _pipe(budget=128)
     text = new_sequence(0, 100, 1).prompt_ids
     pipe.scheduler.add(Sequence(0, text, SamplingParams(max_tokens=1), 101))
@@ -193,17 +207,23 @@ def test_cached_tokens_are_free() -> None:
 
 
 def test_what_the_first_of_several_computes_counts_for_the_next() -> None:
-    """Three prompts of A begin alike. Once the first is computed, the second is short, and finished before that of B."""
+    """Three prompts of A begin alike. Once the first is computed, the second is short, and finished
+    before that of B.
+    """
     pipe = _pipe(budget=100)
     text = new_sequence(0, 96, 1).prompt_ids
     for seq_id in range(3):
-        pipe.scheduler.add(Sequence(seq_id, (*text, seq_id, 5, 6, 7), SamplingParams(max_tokens=1), 101, owner=A))
+        pipe.scheduler.add(
+            Sequence(seq_id, (*text, seq_id, 5, 6, 7), SamplingParams(max_tokens=1), 101, owner=A)
+        )
     _add(pipe, 9, 150, B)
     assert _run(pipe) == [0, 1, 9, 2, 9], "the rest of the second micro-batch is filled up"
 
 
 def test_answers_are_charged_to_their_key() -> None:
-    """C's long prompt keeps the accounts open. A's answers have more tokens than B's prompt has more than A's."""
+    """C's long prompt keeps the accounts open. A's answers have more tokens than B's prompt has
+    more than A's.
+    """
     pipe = _pipe(budget=10)
     for seq_id in range(10, 18):
         _add(pipe, seq_id, 1, A, new=100)
@@ -244,7 +264,9 @@ def test_a_promoted_prompt_comes_before_its_equals() -> None:
 
 
 def test_answers_count_from_the_end_of_the_prompt_that_was_begun() -> None:
-    """C's prompt would be finished at 20, A's at 50, B's at 60. While the first is computed, A's answers get 80 tokens."""
+    """C's prompt would be finished at 20, A's at 50, B's at 60. While the first is computed, A's
+    answers get 80 tokens.
+    """
     pipe = _pipe(budget=10)
     for seq_id in range(10, 18):
         _add(pipe, seq_id, 1, A, new=100)
@@ -283,7 +305,9 @@ def test_the_virtual_time() -> None:
 
 
 def test_answers_count_for_the_next_slot() -> None:
-    """Four slots: three answers of A, and one of B that ends. A's next sequence came first, but A has had more since."""
+    """Four slots: three answers of A, and one of B that ends. A's next sequence came first, but A
+    has had more since.
+    """
     pipe = _pipe(seqs=4)
     for seq_id, owner, new in ((0, A, 100), (1, A, 100), (2, A, 100), (3, B, 12)):
         _add(pipe, seq_id, 1, owner, new)

@@ -1,4 +1,6 @@
-"""The scheduler against an imagined pipeline: budgets, borders, pages, aborts. No torch, no event loop."""
+"""The scheduler against an imagined pipeline: budgets, borders, pages, aborts. No torch, no event
+loop.
+"""
 
 import random
 from collections.abc import Callable
@@ -27,7 +29,10 @@ def test_prompt_and_decode_share_a_micro_batch() -> None:
     pipe.scheduler.add(new_sequence(1, 30, 5))
     batch = pipe.submit()
     assert batch is not None
-    assert [(c.seq_id, c.start, c.num_tokens, c.needs_sample) for c in all_chunks(batch)] == [(1, 0, 9, False), (0, 4, 1, True)]
+    assert [(c.seq_id, c.start, c.num_tokens, c.needs_sample) for c in all_chunks(batch)] == [
+        (1, 0, 9, False),
+        (0, 4, 1, True),
+    ]
 
 
 def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
@@ -88,14 +93,18 @@ def test_finishes_by_length_stop_and_context() -> None:
 def test_the_clients_tokens_end_a_sequence_too(ignores_eos: bool) -> None:
     """As the first token, which follows a prompt, and as a later one, in a column of decodes."""
     pipe = new_pipeline(new_cache(16, 8, 64))
-    sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=ignores_eos, stop_token_ids=(7, 8))
+    sampling = SamplingParams(
+        max_tokens=9, temperature=0.0, ignore_eos=ignores_eos, stop_token_ids=(7, 8)
+    )
     for seq_id, answers in enumerate(([8], [EOS + 1, 7], [EOS + 1, EOS])):
         pipe.scheduler.add(Sequence(seq_id, (5,), sampling, 10))
         for answer in answers:
             pipe.submit()
             pipe.answer(answer)
         is_end = answers[-1] != EOS or not ignores_eos
-        assert [e.finish for e in pipe.tokens_of(seq_id)] == [None] * (len(answers) - 1) + [FinishReason.STOP if is_end else None]
+        assert [e.finish for e in pipe.tokens_of(seq_id)] == [None] * (len(answers) - 1) + [
+            FinishReason.STOP if is_end else None
+        ]
         pipe.scheduler.abort(seq_id)
         pipe.submit()
 
@@ -116,7 +125,9 @@ def test_pages_stop_growing_at_the_window_and_start_small() -> None:
 
 
 def test_only_a_token_that_begins_a_page_carries_one() -> None:
-    """A prompt of 14 in pages of 16: tokens 15 and 16 fill the first page, the next one begins the second."""
+    """A prompt of 14 in pages of 16: tokens 15 and 16 fill the first page, the next one begins the
+    second.
+    """
     pipe = new_pipeline(new_cache(16, 8, 64))
     pipe.scheduler.add(new_sequence(0, 14, 6))
     pipe.submit()
@@ -142,7 +153,9 @@ def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
 
 
 def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> None:
-    """Each may become 116 tokens long, 8 pages; there are 12. All run at once while they are short."""
+    """Each may become 116 tokens long, 8 pages; there are 12. All run at once while they are
+    short.
+    """
     pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)))
     for seq_id in range(4):
         pipe.scheduler.add(new_sequence(seq_id, 16, 100))
@@ -152,7 +165,9 @@ def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> 
 
 
 def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
-    """12 pages, three sequences that will hold 5 each: the last one gives back what it has, and still gets all its tokens."""
+    """12 pages, three sequences that will hold 5 each: the last one gives back what it has, and
+    still gets all its tokens.
+    """
     pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), budget=200)
     for seq_id in range(3):
         pipe.scheduler.add(new_sequence(seq_id, 20, 60))
@@ -162,7 +177,9 @@ def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
         pipe.answer()
     assert [c.seq_id for c in again] == [2]
     known = (*new_sequence(2, 20, 60).prompt_ids, *[50] * len(pipe.tokens_of(2)))
-    assert again[0].token_ids == known[again[0].start : again[0].start + again[0].num_tokens], "its prompt and its answer so far"
+    assert again[0].token_ids == known[again[0].start : again[0].start + again[0].num_tokens], (
+        "its prompt and its answer so far"
+    )
     assert again[0].needs_sample
     assert pipe.scheduler.num_preempted == 1
     assert [len(pipe.tokens_of(i)) for i in range(3)] == [60, 60, 60]
@@ -170,14 +187,18 @@ def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
 
 
 def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_them() -> None:
-    """Four pages of four positions, two for each. Sequence 0 needs a third while sequence 1 is in the pipeline."""
+    """Four pages of four positions, two for each. Sequence 0 needs a third while sequence 1 is in
+    the pipeline.
+    """
     pipe = new_pipeline(CachePlan(4, (WindowClass(None, 4, 4),)), in_flight=2)
     pipe.scheduler.add(new_sequence(0, 4, 10))
     pipe.scheduler.add(new_sequence(1, 3, 10))
     while not pipe.scheduler.num_preempted:
         while pipe.submit():
             pass
-        assert not pipe.scheduler.num_preempted or [c.seq_id for batch in pipe.in_flight for c in all_chunks(batch)] == [1]
+        assert not pipe.scheduler.num_preempted or [
+            c.seq_id for batch in pipe.in_flight for c in all_chunks(batch)
+        ] == [1]
         if not pipe.scheduler.num_preempted:
             pipe.answer()
     tokens = len(pipe.tokens_of(1))
@@ -243,10 +264,17 @@ def test_refuses_what_can_never_run(prompt: int, message: str) -> None:
 @pytest.mark.parametrize("token_id", [-1, 1000])
 def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
-    with pytest.raises(RequestError, match=f"the prompt has token id {token_id}; the model's vocabulary has the ids 0 to 999"):
+    with pytest.raises(
+        RequestError,
+        match=f"the prompt has token id {token_id}; the model's vocabulary has the ids 0 to 999",
+    ):
         pipe.scheduler.add(Sequence(0, (5, token_id), SamplingParams(max_tokens=1), 3))
     with pytest.raises(RequestError, match=f"logit_bias: token id {token_id} is outside"):
-        pipe.scheduler.add(Sequence(0, (5,), SamplingParams(max_tokens=1, logit_bias=((7, 1.0), (token_id, 1.0))), 3))
+        pipe.scheduler.add(
+            Sequence(
+                0, (5,), SamplingParams(max_tokens=1, logit_bias=((7, 1.0), (token_id, 1.0))), 3
+            )
+        )
 
 
 def test_refuses_a_sequence_larger_than_the_pool() -> None:
@@ -268,7 +296,9 @@ def test_check_integrity_sees_a_lost_page() -> None:
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "even": FixedInFlightPolicy,
     "balanced": BalancedPolicy,
-    "balanced, with a target": lambda num_stages, budget: BalancedPolicy(num_stages, budget, itl_target_s=2e-3),
+    "balanced, with a target": lambda num_stages, budget: BalancedPolicy(
+        num_stages, budget, itl_target_s=2e-3
+    ),
     "uniform budget": SarathiPolicy,
 }
 
@@ -296,9 +326,13 @@ def test_any_traffic(
     policy: str,
     priorities: tuple[int, ...],
 ) -> None:
-    """Random arrivals, aborts and ends: every sequence gets its own tokens, all of them, or was aborted; all pages come back."""
+    """Random arrivals, aborts and ends: every sequence gets its own tokens, all of them, or was
+    aborted; all pages come back.
+    """
     chosen = POLICIES[policy](in_flight, budget)
-    pipe = new_pipeline(new_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen)
+    pipe = new_pipeline(
+        new_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen
+    )
     pipe.token_at, pipe.num_stages = some_token, in_flight
     wanted = submit_traffic(pipe, random.Random(seed), priorities)
     pipe.drain()

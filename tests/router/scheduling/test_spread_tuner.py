@@ -1,11 +1,18 @@
-"""How many micro-batches decodes are spread over: predictions, trials, and what measured rounds change."""
+"""How many micro-batches decodes are spread over: predictions, trials, and what measured rounds
+change.
+"""
 
 import itertools
 from collections.abc import Mapping
 
 import pytest
 
-from tramontane.router.scheduling.round_times import MAX_DRAFTED, RETRY_ROUNDS, TRIAL_ROUNDS, SpreadTuner
+from tramontane.router.scheduling.round_times import (
+    MAX_DRAFTED,
+    RETRY_ROUNDS,
+    TRIAL_ROUNDS,
+    SpreadTuner,
+)
 
 ALIKE = {1: 10.0, 2: 10.0}
 
@@ -20,12 +27,20 @@ class Measured:
         self.now += took_s
         self.tuner.observe(spread, predicted_round_s, self.now)
 
-    def spreads(self, rounds_s: Mapping[int, float], count: int, ratios: Mapping[int, float] | None = None) -> list[int]:
-        """Return the spreads of the next micro-batches. A round takes its predicted time, times the ratio of its spread."""
+    def spreads(
+        self, rounds_s: Mapping[int, float], count: int, ratios: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """Return the spreads of the next micro-batches. A round takes its predicted time, times the
+        ratio of its spread.
+        """
         found = []
         for _ in range(count):
             spread = self.tuner.choose(rounds_s)
-            self.observe(spread, rounds_s[spread], rounds_s[spread] * (ratios or {}).get(spread, 1.0) / spread)
+            self.observe(
+                spread,
+                rounds_s[spread],
+                rounds_s[spread] * (ratios or {}).get(spread, 1.0) / spread,
+            )
             found.append(spread)
         return found
 
@@ -45,15 +60,22 @@ def _runs(spreads: list[int]) -> list[tuple[int, int]]:
         ({3: 5.0}, 3),
     ],
 )
-def test_decodes_are_cut_only_if_that_saves_three_percent(rounds_s: dict[int, float], best: int) -> None:
+def test_decodes_are_cut_only_if_that_saves_three_percent(
+    rounds_s: dict[int, float], best: int
+) -> None:
     assert SpreadTuner().choose(rounds_s) == best
 
 
 def test_another_spread_is_tried_once_the_best_is_measured() -> None:
-    """The first micro-batch of a spread only begins its round; three rounds are measured. A trial of two has three rounds, too,
-    one micro-batch of the former spread, which is still in flight, and the one that begins.
+    """The first micro-batch of a spread only begins its round; three rounds are measured. A trial
+    of two has three rounds, too, one micro-batch of the former spread, which is still in flight,
+    and the one that begins.
     """
-    assert _runs(Measured().spreads(ALIKE, 20)) == [(1, 1 + TRIAL_ROUNDS), (2, 1 + 2 * TRIAL_ROUNDS + 1), (1, 8)]
+    assert _runs(Measured().spreads(ALIKE, 20)) == [
+        (1, 1 + TRIAL_ROUNDS),
+        (2, 1 + 2 * TRIAL_ROUNDS + 1),
+        (1, 8),
+    ]
 
 
 def test_what_is_predicted_to_take_more_than_twice_as_long_is_not_tried() -> None:
@@ -62,10 +84,18 @@ def test_what_is_predicted_to_take_more_than_twice_as_long_is_not_tried() -> Non
 
 
 def test_a_spread_is_tried_again_after_128_rounds_and_then_after_256() -> None:
-    """Rounds of the best one count, three at a time: 43 times three are at least 128, 86 times three at least 256."""
+    """Rounds of the best one count, three at a time: 43 times three are at least 128, 86 times
+    three at least 256.
+    """
     trial = 1 + 2 * TRIAL_ROUNDS + 1
     runs = _runs(Measured().spreads({1: 10.0, 2: 15.0}, 420))
-    assert runs[:5] == [(1, 1 + TRIAL_ROUNDS), (2, trial), (1, 1 + 43 * TRIAL_ROUNDS), (2, trial), (1, 1 + 86 * TRIAL_ROUNDS)]
+    assert runs[:5] == [
+        (1, 1 + TRIAL_ROUNDS),
+        (2, trial),
+        (1, 1 + 43 * TRIAL_ROUNDS),
+        (2, trial),
+        (1, 1 + 86 * TRIAL_ROUNDS),
+    ]
     assert (RETRY_ROUNDS, 43 * TRIAL_ROUNDS, 86 * TRIAL_ROUNDS) == (128, 129, 258)
 
 
@@ -80,10 +110,16 @@ def test_a_spread_that_is_measured_to_be_slower_is_left() -> None:
     assert spreads[1][0] == 1
 
 
-@pytest.mark.parametrize(("ratios", "corrected"), [([2.0], 20.0), ([2.0, 1.0], 17.0), ([2.0, 1.0, 1.0], 14.9)])
+@pytest.mark.parametrize(
+    ("ratios", "corrected"), [([2.0], 20.0), ([2.0, 1.0], 17.0), ([2.0, 1.0, 1.0], 14.9)]
+)
 @pytest.mark.parametrize(("offset", "best"), [(0.01, 1), (-0.01, 2)])
-def test_a_measured_ratio_is_smoothed(ratios: list[float], corrected: float, offset: float, best: int) -> None:
-    """The first counts fully, each later one by 30 %: 2, then 2 - 0.3, then 1.7 - 0.3 * 0.7. Two begin at 97 % of that."""
+def test_a_measured_ratio_is_smoothed(
+    ratios: list[float], corrected: float, offset: float, best: int
+) -> None:
+    """The first counts fully, each later one by 30 %: 2, then 2 - 0.3, then 1.7 - 0.3 * 0.7. Two
+    begin at 97 % of that.
+    """
     measured = Measured()
     for _ in range(1 + 2 * TRIAL_ROUNDS):
         measured.observe(2, 10.0, 5.0)  # as predicted
@@ -95,7 +131,9 @@ def test_a_measured_ratio_is_smoothed(ratios: list[float], corrected: float, off
 
 
 def test_micro_batches_with_prompts_are_not_measured() -> None:
-    """Spread 0; the round that they interrupt does not count, and neither does the time that they took."""
+    """Spread 0; the round that they interrupt does not count, and neither does the time that they
+    took.
+    """
     measured = Measured()
     for _ in range(9):
         measured.observe(1, 10.0, 10.0)
@@ -104,7 +142,9 @@ def test_micro_batches_with_prompts_are_not_measured() -> None:
     for _ in range(1 + TRIAL_ROUNDS):
         measured.observe(1, 10.0, 10.0)
     assert measured.tuner.choose(ALIKE) == 2
-    assert measured.tuner.choose({1: 10.0, 3: 9.71}) == 3, "of one, which is not slower than predicted, another is tried"
+    assert measured.tuner.choose({1: 10.0, 3: 9.71}) == 3, (
+        "of one, which is not slower than predicted, another is tried"
+    )
 
 
 def test_a_trial_ends_where_its_spread_is_not_possible() -> None:
@@ -124,7 +164,9 @@ def test_a_trial_in_which_sequences_draft_is_given_up_and_made_later() -> None:
         measured.tuner.observe(0, 0.0, measured.now, has_drafts=True)
     assert _runs(chosen) == [(2, MAX_DRAFTED), (1, 2 * MAX_DRAFTED)]
     trial = 1 + 2 * TRIAL_ROUNDS + 1
-    assert _runs(measured.spreads(ALIKE, 200))[:2] == [(1, 1 + 43 * TRIAL_ROUNDS), (2, trial)], "after 128 rounds"
+    assert _runs(measured.spreads(ALIKE, 200))[:2] == [(1, 1 + 43 * TRIAL_ROUNDS), (2, trial)], (
+        "after 128 rounds"
+    )
 
 
 def test_a_few_micro_batches_with_drafts_do_not_end_a_trial() -> None:

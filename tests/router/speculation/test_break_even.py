@@ -5,7 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.balanced_policy import BREAK_EVEN_MARGIN, MIN_BREAK_EVEN, BalancedPolicy
+from tramontane.router.scheduling.balanced_policy import (
+    BREAK_EVEN_MARGIN,
+    MIN_BREAK_EVEN,
+    BalancedPolicy,
+)
 from tramontane.router.scheduling.policy import (
     ASSUMED_BREAK_EVEN,
     NEVER,
@@ -58,36 +62,54 @@ def test_without_times_it_is_assumed() -> None:
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_a_stream_alone_drafts_nearly_always(num_stages: int) -> None:
     """A row more takes a tenth of what the first one took, in every stage."""
-    assert _trained(num_stages).draft_break_even(ALONE) == pytest.approx(BREAK_EVEN_MARGIN * ROW_S / (BASE_S + ROW_S), rel=0.1)
+    assert _trained(num_stages).draft_break_even(ALONE) == pytest.approx(
+        BREAK_EVEN_MARGIN * ROW_S / (BASE_S + ROW_S), rel=0.1
+    )
     assert _trained(num_stages).draft_break_even(ALONE) >= MIN_BREAK_EVEN
 
 
 @pytest.mark.parametrize("num_streams", [16, 64])
 def test_a_draft_among_many_costs_each_of_them_its_time(num_streams: int) -> None:
-    state = replace(ALONE, num_decoding=num_streams, decoding_keys=100 * num_streams, num_ready=num_streams)
+    state = replace(
+        ALONE, num_decoding=num_streams, decoding_keys=100 * num_streams, num_ready=num_streams
+    )
     expected = BREAK_EVEN_MARGIN * ROW_S * num_streams / (BASE_S + ROW_S * num_streams)
     assert _trained(1).draft_break_even(state) == pytest.approx(expected, rel=0.05)
 
 
 def test_long_contexts_make_rows_dearer() -> None:
     policy = _trained(1, key_s=1e-7)
-    short, long = (policy.draft_break_even(replace(ALONE, decoding_keys=keys)) for keys in (100, 50_000))
+    short, long = (
+        policy.draft_break_even(replace(ALONE, decoding_keys=keys)) for keys in (100, 50_000)
+    )
     assert long > 2 * short
 
 
 def test_a_row_that_seems_to_cost_nothing_still_has_a_price() -> None:
     policy = BalancedPolicy(1, 64)
     for step in range(40):
-        policy.observe(BatchBudget(1, 0), BatchWork(0, 0, 1 + step % 7, 100), [StageTiming(0, step, BASE_S, 1)])
+        policy.observe(
+            BatchBudget(1, 0), BatchWork(0, 0, 1 + step % 7, 100), [StageTiming(0, step, BASE_S, 1)]
+        )
     assert policy.draft_break_even(ALONE) == MIN_BREAK_EVEN
 
 
-def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They were predicted without them."""
     policy, observed = BalancedPolicy(1, 64), list[tuple[int, bool]]()
-    monkeypatch.setattr(policy._spread_tuner, "observe", lambda spread, *_, has_drafts: observed.append((spread, has_drafts)))
+    monkeypatch.setattr(
+        policy._spread_tuner,
+        "observe",
+        lambda spread, *_, has_drafts: observed.append((spread, has_drafts)),
+    )
     for rows in (4, 9):
-        policy.observe(BatchBudget(4, 0, spread=2, round_s=1.0), BatchWork(0, 0, rows, 100), [StageTiming(0, 0.0, BASE_S, rows)])
+        policy.observe(
+            BatchBudget(4, 0, spread=2, round_s=1.0),
+            BatchWork(0, 0, rows, 100),
+            [StageTiming(0, 0.0, BASE_S, rows)],
+        )
     assert observed == [(2, False), (0, True)]
 
 
@@ -98,10 +120,14 @@ def test_drafts_go_ahead_where_fewer_streams_than_stages_leave_these_idle() -> N
     for policy in (FixedInFlightPolicy(4, 64), BalancedPolicy(4, 64), _trained(4)):
         assert policy.ahead_break_even(IN_FLIGHT) < 1
         assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=2)) < 1
-        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=3)) == NEVER, "every stage has one"
+        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=3)) == NEVER, (
+            "every stage has one"
+        )
         assert policy.ahead_break_even(replace(IN_FLIGHT, pending_tokens=5)) == NEVER
         assert policy.ahead_break_even(replace(IN_FLIGHT, waiting_tokens=5)) == NEVER
-    assert BalancedPolicy(4, 64, stages_at_once=1).ahead_break_even(IN_FLIGHT) == NEVER, "stages take turns"
+    assert BalancedPolicy(4, 64, stages_at_once=1).ahead_break_even(IN_FLIGHT) == NEVER, (
+        "stages take turns"
+    )
     assert _trained(1).ahead_break_even(IN_FLIGHT) == NEVER
     for policy in (BalancedPolicy(4, 64), _trained(4)):
         assert policy.ahead_break_even(replace(IN_FLIGHT, num_decoding=3)) < 1
@@ -110,12 +136,20 @@ def test_drafts_go_ahead_where_fewer_streams_than_stages_leave_these_idle() -> N
 
 @pytest.mark.parametrize("num_stages", [2, 8])
 @pytest.mark.parametrize("hop_s", [0.0, 5e-3])
-def test_the_longer_the_way_the_less_likely_drafts_ahead_have_to_be_right(num_stages: int, hop_s: float) -> None:
-    """Half of a stage's time is at stake, against the whole way. Waiting for a stage now and then does not make it longer."""
+def test_the_longer_the_way_the_less_likely_drafts_ahead_have_to_be_right(
+    num_stages: int, hop_s: float
+) -> None:
+    """Half of a stage's time is at stake, against the whole way. Waiting for a stage now and then
+    does not make it longer.
+    """
     busy, policy = BASE_S + ROW_S, BalancedPolicy(num_stages, 512)
     for step in range(100):
         waits = 0.2 if step % 5 else 0.0
-        timings = [StageTiming(n, step + n * (busy + hop_s + waits), busy, 1) for n in range(num_stages)]
+        timings = [
+            StageTiming(n, step + n * (busy + hop_s + waits), busy, 1) for n in range(num_stages)
+        ]
         policy.observe(BatchBudget(1, 0), BatchWork(0, 0, 1, 100), timings)
     way = num_stages * busy + (num_stages - 1) * hop_s
-    assert policy.ahead_break_even(IN_FLIGHT) == pytest.approx(max(busy / (busy + 2 * way), MIN_BREAK_EVEN), rel=0.06)
+    assert policy.ahead_break_even(IN_FLIGHT) == pytest.approx(
+        max(busy / (busy + 2 * way), MIN_BREAK_EVEN), rel=0.06
+    )

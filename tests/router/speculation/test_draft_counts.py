@@ -1,4 +1,6 @@
-"""How many drafts of a sequence were right: its own count, whatever else is computed, and however often it begins again."""
+"""How many drafts of a sequence were right: its own count, whatever else is computed, and however
+often it begins again.
+"""
 
 import random
 from collections.abc import Callable
@@ -24,20 +26,30 @@ def _pipeline(**settings: object) -> FakePipeline:
 
 
 def _counts(*sequences: Sequence) -> tuple[int, int]:
-    return sum(each.num_draft_tokens for each in sequences), sum(each.num_right_drafts for each in sequences)
+    return sum(each.num_draft_tokens for each in sequences), sum(
+        each.num_right_drafts for each in sequences
+    )
 
 
-# What is drafted for a position, and the drafts of 30 tokens after the first, and the right ones of them.
+# What is drafted for a position, and the drafts of 30 tokens after the first, and the right ones of
+# them.
 GUESSES: dict[str, tuple[Callable[[int], int], tuple[int, int]]] = {
-    "right": (lambda position: _token_at(0, position), (24, 24)),  # six times four, each with one more token
+    # six times four, each with one more token
+    "right": (lambda position: _token_at(0, position), (24, 24)),
     "wrong": (lambda _: WRONG, (26 * 4 + 3 + 2 + 1, 0)),  # none beyond the end
-    # Of 8 the draft is right; then of two in a row, and every third token is sampled in place of a wrong draft.
-    "partly right": (lambda position: WRONG if position % 3 == 0 else _token_at(0, position), (9 * 4 + 3, 1 + 9 * 2)),
+    # Of 8 the draft is right; then of two in a row, and every third token is sampled in place of a
+    # wrong draft.
+    "partly right": (
+        lambda position: WRONG if position % 3 == 0 else _token_at(0, position),
+        (9 * 4 + 3, 1 + 9 * 2),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", GUESSES)
-def test_drafts_of_a_sequence_and_those_that_became_its_tokens(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_drafts_of_a_sequence_and_those_that_became_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     draft, expected = GUESSES[kind]
     guess(monkeypatch, lambda text: draft(len(text)), 1.0)
     pipe, sequence = _pipeline(in_flight=1), new_sequence(0, 7, 31)
@@ -60,7 +72,11 @@ def test_drafts_after_the_end_were_not_right(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_each_sequence_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, silent = new_sequence(0, 7, 21), new_sequence(1, 7, 21), new_sequence(2, 7, 1)
-    guess(monkeypatch, lambda text: _token_at(0, len(text)) if tuple(text[:7]) == right.prompt_ids else WRONG, 1.0)
+    guess(
+        monkeypatch,
+        lambda text: _token_at(0, len(text)) if tuple(text[:7]) == right.prompt_ids else WRONG,
+        1.0,
+    )
     pipe = _pipeline(seqs=16)
     for sequence in (right, wrong, silent):
         pipe.scheduler.add(sequence)
@@ -78,9 +94,15 @@ def test_a_preemption_forgets_none(monkeypatch: pytest.MonkeyPatch, num_spare: i
     num_preempted = num_forgettable = 0
     for seed in range(20):
         rng = random.Random(seed)
-        pipe = new_pipeline(CachePlan(4, (WindowClass(None, 16, 16 + num_spare),), FOUR.max_drafts()), speculative=FOUR)
+        pipe = new_pipeline(
+            CachePlan(4, (WindowClass(None, 16, 16 + num_spare),), FOUR.max_drafts()),
+            speculative=FOUR,
+        )
         pipe.token_at = _token_at
-        sequences = [new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64) for number in range(2)]
+        sequences = [
+            new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64)
+            for number in range(2)
+        ]
         for sequence in sequences:
             pipe.scheduler.add(sequence)
         while pipe.in_flight or pipe.submit():
@@ -88,7 +110,9 @@ def test_a_preemption_forgets_none(monkeypatch: pytest.MonkeyPatch, num_spare: i
             while pipe.submit():
                 pass
             if pipe.scheduler.num_preempted > before:
-                num_forgettable += sum(map(bool, _counts(*(s for s in sequences if s.speculation is None))))
+                num_forgettable += sum(
+                    map(bool, _counts(*(s for s in sequences if s.speculation is None)))
+                )
             pipe.answer()
         num_preempted += pipe.scheduler.num_preempted
         assert _counts(*sequences) == (pipe.num_drafts, pipe.num_accepted)

@@ -1,4 +1,6 @@
-"""Drafts in micro-batches: sequences get the tokens that they would get without, and stages find what they need."""
+"""Drafts in micro-batches: sequences get the tokens that they would get without, and stages find
+what they need.
+"""
 
 import random
 from collections.abc import Sequence as Several
@@ -37,7 +39,9 @@ def next_token_of(sequences: Several[Sequence]) -> object:
     by_prompt = {sequence.prompt_ids: sequence.seq_id for sequence in sequences}
 
     def next_token(text: Several[int]) -> int:
-        seq_id = next(number for prompt, number in by_prompt.items() if tuple(text[: len(prompt)]) == prompt)
+        seq_id = next(
+            number for prompt, number in by_prompt.items() if tuple(text[: len(prompt)]) == prompt
+        )
         return token_at(seq_id, len(text))
 
     return next_token
@@ -79,10 +83,15 @@ def test_tokens_are_those_without_drafts(
     rng = random.Random(seed)
     config = SpeculativeConfig(num_drafts, 1, 2)
     cache = new_cache(page_size, num_seqs, None, window, num_drafts=max_drafts)
-    policy = BalancedPolicy(num_stages, budget) if num_stages else FixedInFlightPolicy(in_flight, budget)
+    policy = (
+        BalancedPolicy(num_stages, budget) if num_stages else FixedInFlightPolicy(in_flight, budget)
+    )
     pipe = new_pipeline(cache, seqs=8, budget=budget, policy=policy, speculative=config)
     pipe.token_at, pipe.num_stages = token_at, num_stages
-    sequences = [new_sequence(number, rng.randint(1, 60), rng.randint(1, 40), rng.randrange(3)) for number in range(6)]
+    sequences = [
+        new_sequence(number, rng.randint(1, 60), rng.randint(1, 40), rng.randrange(3))
+        for number in range(6)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         guess(patch, next_token_of(sequences), share, seed)  # type: ignore[arg-type]
         for sequence in sequences:
@@ -104,10 +113,14 @@ def test_tokens_are_those_without_drafts(
         assert [event.token_id for event in events] == tokens[: len(events)]
         if sequence.seq_id not in aborted:
             assert len(events) == len(tokens)
-            assert events[-1].finish is (FinishReason.STOP if EOS in tokens else FinishReason.LENGTH)
+            assert events[-1].finish is (
+                FinishReason.STOP if EOS in tokens else FinishReason.LENGTH
+            )
     counts = pipe.scheduler.draft_counts
     assert not any(event.token_id == NO_TOKEN for event in pipe.events)
-    assert counts.num_draft_tokens >= pipe.num_drafts, "what was in flight at a fence is not counted there"
+    assert counts.num_draft_tokens >= pipe.num_drafts, (
+        "what was in flight at a fence is not counted there"
+    )
 
 
 def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +137,9 @@ def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pipe.num_ahead == 5, "all but the first micro-batch of decodes"
 
 
-def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next one goes where the last one ended; when all are in flight none does."""
     guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
     pipe = drafting_pipeline(in_flight=3)
@@ -165,7 +180,9 @@ def test_n_grams_of_what_is_confirmed_in_flight_are_drafted_too() -> None:
     pipe.drain()
 
 
-def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answer = {12: 99}  # in place of what is drafted
     guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
     pipe = drafting_pipeline(in_flight=3)
@@ -178,12 +195,18 @@ def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_i
     assert [event.token_id for event in pipe.tokens_of(3)][-1] == 99
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.decodes.is_ahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (False, 12, 99)
+    assert (batch.decodes.is_ahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (
+        False,
+        12,
+        99,
+    )
     pipe.answer()
     pipe.answer()
     assert len(pipe.tokens_of(3)) == 6, "no token came from what was in vain"
     pipe.drain()
-    assert [event.token_id for event in pipe.tokens_of(3)] == [answer.get(n, 50 + n % 3) for n in range(7, 27)]
+    assert [event.token_id for event in pipe.tokens_of(3)] == [
+        answer.get(n, 50 + n % 3) for n in range(7, 27)
+    ]
 
 
 def test_after_a_fence_nothing_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +226,9 @@ def test_after_a_fence_nothing_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     assert [event.token_id for event in pipe.tokens_of(3)] == [50 + n % 3 for n in range(7, 67)]
 
 
-def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 50, 1.0)
     pipe = new_pipeline(new_cache(4, 4, 9, num_drafts=7), in_flight=8, speculative=FOUR)
     pipe.token_at = lambda *_: 50
@@ -215,11 +240,15 @@ def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(monkeypa
     pipe.drain()
 
 
-def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 50, 1.0)
     pipe = drafting_pipeline()
     pipe.token_at = lambda *_: 50
-    pipe.scheduler.add(Sequence(0, (5, 6, 7), SamplingParams(max_tokens=30, presence_penalty=0.5), 33))
+    pipe.scheduler.add(
+        Sequence(0, (5, 6, 7), SamplingParams(max_tokens=30, presence_penalty=0.5), 33)
+    )
     pipe.drain()
     assert pipe.num_accepted
     assert not pipe.num_ahead
@@ -234,12 +263,16 @@ def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) ->
     pipe.answer()
     batch = pipe.submit()
     assert batch is not None
-    assert batch.decodes.starts == (5, 6, 7), "the first token is known, and the last is sampled from the third row"
+    assert batch.decodes.starts == (5, 6, 7), (
+        "the first token is known, and the last is sampled from the third row"
+    )
     pipe.drain()
     assert len(pipe.tokens_of(0)) == 4
 
 
-def test_decodes_with_drafts_are_no_more_than_sequences_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_with_drafts_are_no_more_than_sequences_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every sequence keeps its own row, and drafts share the rest."""
     guess(monkeypatch, lambda _: 50, 1.0)
     pipe = drafting_pipeline(seqs=6, in_flight=1)
@@ -265,14 +298,20 @@ def test_drafts_leave_pages_for_other_sequences(monkeypatch: pytest.MonkeyPatch)
     pipe.answer()
     batch = pipe.submit()
     assert batch is not None
-    assert batch.decodes.starts == (10,), "positions 10 and 11 are on page 2 of 4, and one is to be left"
+    assert batch.decodes.starts == (10,), (
+        "positions 10 and 11 are on page 2 of 4, and one is to be left"
+    )
     pipe.drain()
 
 
-def test_a_sequence_whose_experts_are_returned_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_experts_are_returned_has_no_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 50, 1.0)
     pipe = drafting_pipeline()
-    pipe.scheduler.add(Sequence(0, (5, 6, 7), SamplingParams(max_tokens=9, return_experts=(0,)), 12))
+    pipe.scheduler.add(
+        Sequence(0, (5, 6, 7), SamplingParams(max_tokens=9, return_experts=(0,)), 12)
+    )
     pipe.drain()
     assert not pipe.num_drafts
 
@@ -305,7 +344,9 @@ def test_no_sequence_has_drafts_while_a_prompt_waits(monkeypatch: pytest.MonkeyP
     assert pipe.num_accepted
 
 
-def test_blocks_that_drafts_have_filled_are_found_by_the_next_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_drafts_have_filled_are_found_by_the_next_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And what wrong drafts have left is not: its rows are checked when they are read."""
     for share in (1.0, 0.6):
         first = new_sequence(0, 6, 31)
@@ -321,15 +362,24 @@ def test_blocks_that_drafts_have_filled_are_found_by_the_next_sequence(monkeypat
 
 
 @pytest.mark.parametrize("num_spare", range(4))
-def test_where_pages_are_short_drafts_and_sequences_stay_together(monkeypatch: pytest.MonkeyPatch, num_spare: int) -> None:
-    """Of two sequences one is preempted when the other one needs a page, in the middle of making a micro-batch."""
+def test_where_pages_are_short_drafts_and_sequences_stay_together(
+    monkeypatch: pytest.MonkeyPatch, num_spare: int
+) -> None:
+    """Of two sequences one is preempted when the other one needs a page, in the middle of making a
+    micro-batch.
+    """
     guess(monkeypatch, lambda text: 50 + len(text) % 7, 0.7)
     ring = 16
     for seed in range(20):
         rng = random.Random(seed)
-        pipe = new_pipeline(CachePlan(4, (WindowClass(None, ring, ring + num_spare),), FOUR.max_drafts()), speculative=FOUR)
+        pipe = new_pipeline(
+            CachePlan(4, (WindowClass(None, ring, ring + num_spare),), FOUR.max_drafts()),
+            speculative=FOUR,
+        )
         pipe.token_at = lambda _, position: 50 + position % 7
         for number in range(2):
-            pipe.scheduler.add(new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64))
+            pipe.scheduler.add(
+                new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64)
+            )
         pipe.drain()
         assert all(len(pipe.tokens_of(number)) >= 20 for number in range(2))

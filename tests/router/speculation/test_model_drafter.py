@@ -1,4 +1,6 @@
-"""Drafts of a draft model: what it is asked for, and which of its drafts still fit when they come."""
+"""Drafts of a draft model: what it is asked for, and which of its drafts still fit when they
+come.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -12,12 +14,16 @@ from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def _drafter(queue: DraftQueue, tokens: list[int], seq_id: int = 7, num_tokens: int = 3, max_len: int = 99) -> ModelDrafter:
+def _drafter(
+    queue: DraftQueue, tokens: list[int], seq_id: int = 7, num_tokens: int = 3, max_len: int = 99
+) -> ModelDrafter:
     return ModelDrafter(tokens, seq_id, GREEDY, num_tokens, max_len, queue)
 
 
 class FakeModel:
-    """Keeps the texts of sequences as a draft model does, and drafts by ``next_token``. It forgets those in ``lost``."""
+    """Keeps the texts of sequences as a draft model does, and drafts by ``next_token``. It forgets
+    those in ``lost``.
+    """
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
@@ -26,7 +32,9 @@ class FakeModel:
     def next_token(self, text: Sequence[int]) -> int:
         return sum(text) % 5
 
-    def draft(self, requests: Sequence[DraftRequest], ended: Collection[int]) -> list[tuple[int, ...] | None]:
+    def draft(
+        self, requests: Sequence[DraftRequest], ended: Collection[int]
+    ) -> list[tuple[int, ...] | None]:
         for seq_id in ended:
             self.texts.pop(seq_id, None)
         return [self._draft(request) for request in requests]
@@ -46,7 +54,9 @@ class FakeModel:
 
 def _answer(queue: DraftQueue, model: FakeModel) -> None:
     drafters, ended = queue.take()
-    for drafter, drafts in zip(drafters, model.draft([each.request() for each in drafters], ended), strict=True):
+    for drafter, drafts in zip(
+        drafters, model.draft([each.request() for each in drafters], ended), strict=True
+    ):
         drafter.receive(drafts)
 
 
@@ -150,7 +160,9 @@ def test_a_sequence_that_has_ended_waits_no_longer_and_is_forgotten() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject) -> None:
-    """Whenever drafts come, and whatever has been sampled since, of several sequences; also by a model that forgets."""
+    """Whenever drafts come, and whatever has been sampled since, of several sequences; also by a
+    model that forgets.
+    """
     model, queue = FakeModel(), DraftQueue()
     texts = [[seq_id + 1] for seq_id in range(3)]
     drafters = [_drafter(queue, text, seq_id) for seq_id, text in enumerate(texts)]
@@ -159,7 +171,10 @@ def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject
         number = data.draw(st.integers(0, 2))
         match data.draw(st.sampled_from(["draft", "grow", "answer", "answer", "forget"])):
             case "draft":
-                drafts, expected = drafters[number].draft(data.draw(st.integers(1, 6))), list(texts[number])
+                drafts, expected = (
+                    drafters[number].draft(data.draw(st.integers(1, 6))),
+                    list(texts[number]),
+                )
                 for _ in drafts:
                     expected.append(model.next_token(expected))
                 assert list(drafts) == expected[len(texts[number]) :]
@@ -180,7 +195,9 @@ def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject
 
 
 def test_sequences_that_the_model_does_not_know_leave_no_ids() -> None:
-    """As on a server that is too busy for drafts: neither those that never asked nor those that no call has taken."""
+    """As on a server that is too busy for drafts: neither those that never asked nor those that no
+    call has taken.
+    """
     queue, model = DraftQueue(), FakeModel()
     for seq_id in range(1000):
         drafter = _drafter(queue, [1, 2, 3], seq_id)

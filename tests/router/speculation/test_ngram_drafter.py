@@ -16,7 +16,9 @@ from tramontane.router.speculation.ngram_drafter import MAX_PLACES, NgramDrafter
 def _searched(text: Sequence[int], low: int, high: int, num_tokens: int) -> tuple[int, ...]:
     """Search all of the text."""
     end = len(text)
-    places = [p for p in range(low, end) if list(text[p - low : p]) == list(text[end - low : end])][-MAX_PLACES:]
+    places = [p for p in range(low, end) if list(text[p - low : p]) == list(text[end - low : end])][
+        -MAX_PLACES:
+    ]
     if not places:
         return ()
 
@@ -40,7 +42,9 @@ def _searched(text: Sequence[int], low: int, high: int, num_tokens: int) -> tupl
     st.integers(1, 7),
     st.integers(1, 9),
 )
-def test_a_draft_is_what_followed_the_last_tokens(text: list[int], low: int, more: int, num_tokens: int, step: int) -> None:
+def test_a_draft_is_what_followed_the_last_tokens(
+    text: list[int], low: int, more: int, num_tokens: int, step: int
+) -> None:
     """Asked for at every step of a text that grows, some tokens at a time."""
     tokens: list[int] = []
     drafter = NgramDrafter(tokens, low, low + more)
@@ -67,7 +71,12 @@ def test_the_examples_of_the_documentation() -> None:
 def test_a_long_prompt_is_indexed_in_pieces() -> None:
     text = [*range(100, 130), 100, 101]
     drafter, drafts = NgramDrafter(text, 2, 5), []
-    assert [(drafter.index(10), drafts.append(drafter.draft(2)))[0] for _ in range(4)] == [10, 10, 10, 0]
+    assert [(drafter.index(10), drafts.append(drafter.draft(2)))[0] for _ in range(4)] == [
+        10,
+        10,
+        10,
+        0,
+    ]
     assert drafts == [(), (), (102, 103), (102, 103)], "of 32 tokens two have nothing before them"
 
 
@@ -78,7 +87,9 @@ def test_of_a_longer_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) 
     assert drafter.draft(1) == ()
 
 
-def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 100)
     text = random.Random(1).sample(range(10_000), k=90)
     drafter = NgramDrafter(text, 2, 5)
@@ -96,7 +107,9 @@ def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(monkeypa
 @pytest.mark.parametrize("size", [1, 2, 5, 10])
 @pytest.mark.parametrize(("period", "num_periods"), [(40_000, 1), (16_000, 5)])
 def test_an_index_takes_no_more_than_is_planned(size: int, period: int, num_periods: int) -> None:
-    """A text that does not repeat itself, and one in which as many n-grams as are kept stand in as many places as are."""
+    """A text that does not repeat itself, and one in which as many n-grams as are kept stand in as
+    many places as are.
+    """
     draw = random.Random(size)
     tokens = [draw.randrange(32_000) for _ in range(period)] * num_periods
     planned = SpeculativeConfig(5, size, size).index_bytes(1, len(tokens))

@@ -6,7 +6,11 @@ import pytest
 
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.router.speculation.ngram_drafter import NgramDrafter
-from tramontane.router.speculation.speculation_state import MAX_ACCEPTANCE, AcceptanceEstimate, SpeculationState
+from tramontane.router.speculation.speculation_state import (
+    MAX_ACCEPTANCE,
+    AcceptanceEstimate,
+    SpeculationState,
+)
 
 CONFIG = SpeculativeConfig(4, 1, 3)
 METHODS: tuple[Literal["ngram", "draft_model"], ...] = ("ngram", "draft_model")
@@ -31,9 +35,12 @@ def test_an_estimate_follows_what_is_observed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probability", "expected"), [(0.3, 3), (0.71, 0), (0.69, 1), (0.49, 2), (1.0, 0), (2.0, 0), (0.0, 2**30)]
+    ("probability", "expected"),
+    [(0.3, 3), (0.71, 0), (0.69, 1), (0.49, 2), (1.0, 0), (2.0, 0), (0.0, 2**30)],
 )
-def test_how_many_drafts_are_likely(probability: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_drafts_are_likely(
+    probability: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(AcceptanceEstimate, "probability", 0.7)
     assert AcceptanceEstimate().num_likely(probability) == expected
 
@@ -43,7 +50,9 @@ def test_how_many_drafts_are_likely(probability: float, expected: int, monkeypat
 def test_as_many_drafts_are_worthwhile_as_give_most_tokens_in_the_same_time(
     acceptance: float, break_even: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round of n drafts yields 1 + a + ... + a**n tokens, and takes 1 + n b of the time of one without."""
+    """A round of n drafts yields 1 + a + ... + a**n tokens, and takes 1 + n b of the time of one
+    without.
+    """
     monkeypatch.setattr(AcceptanceEstimate, "probability", acceptance)
     rates = [sum(acceptance**i for i in range(n + 1)) / (1 + n * break_even) for n in range(33)]
     estimate = AcceptanceEstimate()
@@ -53,7 +62,9 @@ def test_as_many_drafts_are_worthwhile_as_give_most_tokens_in_the_same_time(
 
 
 def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
-    """Also what is not submitted is compared, so that drafts begin again where the text does repeat."""
+    """Also what is not submitted is compared, so that drafts begin again where the text does
+    repeat.
+    """
     state, output = _state((1, 2, 3)), list[int]()
 
     def draft(*tokens: int) -> tuple[int, ...]:
@@ -85,7 +96,9 @@ def test_a_draft_is_the_same_until_a_token_comes() -> None:
 
 
 def test_drafts_in_flight_that_agree_with_the_output_stay() -> None:
-    """Known 1 2 3 1, drafted 2 3 1 2 ...; two with the last token, and three in a micro-batch of their own."""
+    """Known 1 2 3 1, drafted 2 3 1 2 ...; two with the last token, and three in a micro-batch of
+    their own.
+    """
     state, output = _state((1, 2, 3)), [1]
     state.acceptance = AcceptanceEstimate()
     for _ in range(40):
@@ -116,7 +129,9 @@ def test_drafts_that_do_not_agree_with_those_in_flight_do_not_follow_them() -> N
 
 
 def test_all_drafts_in_flight_together() -> None:
-    assert SpeculativeConfig(5, 1, 3).max_drafts() == 47, "five after a known token, and six in each of seven more micro-batches"
+    assert SpeculativeConfig(5, 1, 3).max_drafts() == 47, (
+        "five after a known token, and six in each of seven more micro-batches"
+    )
 
 
 def test_a_draft_model_is_not_asked_for_what_is_not_worth_a_row() -> None:
@@ -128,7 +143,10 @@ def test_a_draft_model_is_not_asked_for_what_is_not_worth_a_row() -> None:
             asked.append(num_tokens)
             return super().draft(num_tokens)
 
-    states = [SpeculationState(SpeculativeConfig(4, 1, 3, method), (1, 2, 1), lambda t: Asked(t, 1, 3)) for method in METHODS]
+    states = [
+        SpeculationState(SpeculativeConfig(4, 1, 3, method), (1, 2, 1), lambda t: Asked(t, 1, 3))
+        for method in METHODS
+    ]
     for state in states:
         state.update([2])
         state.index(99)

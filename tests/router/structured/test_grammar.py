@@ -1,4 +1,6 @@
-"""From OpenAI's words to grammars: what a grammar takes and what not, and what is refused by the ingress."""
+"""From OpenAI's words to grammars: what a grammar takes and what not, and what is refused by the
+ingress.
+"""
 
 import json
 import resource
@@ -16,15 +18,31 @@ from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import answer_rules as constraints
 from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.answer_rules import Constraint
-from tramontane.router.structured.grammar import Function, ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
+from tramontane.router.structured.grammar import (
+    Function,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    build_grammar,
+    visible_tools,
+)
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.tokenization.chat import ToolFormat
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 CALLS, ARGS, THINK, END_THINK = 256, 257, 258, 259  # control tokens, after a token for every byte
 LIST, BY_NAME = ToolFormat(CALLS), ToolFormat(CALLS, ARGS)
-CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "additionalProperties": False}
-WEATHER = {"name": "weather", "parameters": CITY | {"$defs": {"city": {"enum": ["Paris", "Rome"]}}}, "strict": True}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "name": "weather",
+    "parameters": CITY | {"$defs": {"city": {"enum": ["Paris", "Rome"]}}},
+    "strict": True,
+}
 TIME = {"name": "time"}
 
 
@@ -51,12 +69,16 @@ def _takes(grammar: str, *said: str | int) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def _format(schema: Any, **more: Any) -> ResponseFormat:  # noqa: ANN401
-    return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "x", "schema": schema} | more})
+def _format(schema: Any, **more: Any) -> ResponseFormat:
+    return ResponseFormat.model_validate(
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema} | more}
+    )
 
 
 def _tools(*functions: dict[str, Any]) -> list[Tool]:
-    return [Tool.model_validate({"type": "function", "function": function}) for function in functions]
+    return [
+        Tool.model_validate({"type": "function", "function": function}) for function in functions
+    ]
 
 
 def _choice(value: object) -> ToolChoice:
@@ -67,14 +89,28 @@ def _choice(value: object) -> ToolChoice:
 def test_without_a_wish_there_is_no_grammar() -> None:
     text = ResponseFormat.model_validate({"type": "text"})
     assert build_grammar(None) == build_grammar(text) == build_grammar(text, [], None, LIST) == ""
-    assert build_grammar(None, _tools(TIME), "none", LIST) == build_grammar(None, _tools(TIME), "none") == ""
+    assert (
+        build_grammar(None, _tools(TIME), "none", LIST)
+        == build_grammar(None, _tools(TIME), "none")
+        == ""
+    )
 
 
 def test_any_object() -> None:
     grammar = build_grammar(ResponseFormat.model_validate({"type": "json_object"}))
     for text in ('{"a": [1, {"b": null}]}', '{"a":[1,2]}', " {}", '{"\u00e9": "\\n\\""}'):
         assert _takes(grammar, text)
-    for text in ("[]", "{", '{"a":\n1}', '{"a":  1}', "{} ", '{"a": "\\ud800"}', '{"a": 01}', "", "x"):
+    for text in (
+        "[]",
+        "{",
+        '{"a":\n1}',
+        '{"a":  1}',
+        "{} ",
+        '{"a": "\\ud800"}',
+        '{"a": 01}',
+        "",
+        "x",
+    ):
         assert not _takes(grammar, text)
 
 
@@ -87,7 +123,11 @@ def test_a_schema() -> None:
 
 def test_no_property_passes_for_another_by_its_spelling() -> None:
     """To a reader both are the same, and the second one has the wrong type."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
     grammar = build_grammar(_format(schema))
     assert _takes(grammar, '{"a": 1, "b": "x"}')
     assert not _takes(grammar, '{"a": 1, "\\u0061": "x"}')
@@ -95,7 +135,10 @@ def test_no_property_passes_for_another_by_its_spelling() -> None:
 
 def test_calls_as_a_list() -> None:
     grammar = build_grammar(None, _tools(WEATHER, TIME), "required", LIST)
-    one, other = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "time", "arguments": {"x": 1}}'
+    one, other = (
+        '{"name": "weather", "arguments": {"city": "Rome"}}',
+        '{"name": "time", "arguments": {"x": 1}}',
+    )
     assert _takes(grammar, CALLS, f"[{one}]")
     assert _takes(grammar, CALLS, f" [{one}, {other}, {one}]")
     assert not _takes(grammar, CALLS, "[]")
@@ -161,7 +204,12 @@ def test_an_answer_by_its_schema_follows_a_thought_that_says_anything(kind: str)
     form = MARKERS[kind]
     begin, end = (form.begin_id or form.begin, form.end_id or form.end)
     schema = _format(
-        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
     )
     grammar = build_grammar(schema, thoughts=ThoughtRules(form, is_open=False))
     for said in (
@@ -205,23 +253,39 @@ def test_calls_follow_a_thought(kind: str) -> None:
     assert not _takes(required, begin, "I need the time.", end)
     assert not _takes(required, begin, "I need ", *call)
     free = build_grammar(None, _tools(TIME), None, BY_NAME, thoughts=thoughts)
-    for said in ((begin, "a", end, "Text.", *call), (begin, "a", end, "Text."), (begin, "a", end), ("Text.", *call)):
+    for said in (
+        (begin, "a", end, "Text.", *call),
+        (begin, "a", end, "Text."),
+        (begin, "a", end),
+        ("Text.", *call),
+    ):
         assert _takes(free, *said), said
     assert not _takes(free, *call, begin, "a", end)
-    either = build_grammar(_format({"type": "integer"}), _tools(TIME), "auto", BY_NAME, thoughts=thoughts)
+    either = build_grammar(
+        _format({"type": "integer"}), _tools(TIME), "auto", BY_NAME, thoughts=thoughts
+    )
     assert _takes(either, begin, "a", end, "17")
     assert _takes(either, begin, "a", end, *call)
     assert not _takes(either, begin, "a", end, "text")
 
 
 def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
-    parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}, "required": ["a"]}
-    grammar = build_grammar(None, _tools({"name": "f", "parameters": parameters}), "required", BY_NAME)
+    parameters = {
+        "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+        "required": ["a"],
+    }
+    grammar = build_grammar(
+        None, _tools({"name": "f", "parameters": parameters}), "required", BY_NAME
+    )
     assert _takes(grammar, CALLS, "f", ARGS, '{"a": [1, 1]}')
     assert not _takes(grammar, CALLS, "f", ARGS, '{"a": ["x"]}')
     strict = _tools(TIME, {"name": "f", "parameters": parameters, "strict": True})
     with pytest.raises(
-        ParameterError, match=r"tools\[1\]\.function\.parameters cannot be followed: Unimplemented keys: \[.uniqueItems.\]$"
+        ParameterError,
+        match=(
+            r"tools\[1\]\.function\.parameters cannot be followed: Unimplemented keys:"
+            r" \[.uniqueItems.\]$"
+        ),
     ) as refused:
         build_grammar(None, strict, "required", BY_NAME)
     assert refused.value.parameter == "tools[1].function.parameters"
@@ -257,7 +321,9 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
         ({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_refused_by_the_ingress(schema: dict[str, Any], complaint: str) -> None:
+def test_a_schema_that_cannot_be_followed_is_refused_by_the_ingress(
+    schema: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ParameterError, match=complaint) as refused:
         build_grammar(_format(schema))
     assert refused.value.parameter == "response_format.json_schema.schema"
@@ -288,14 +354,21 @@ def test_the_depth_of_a_schema_is_bounded() -> None:
 
 def test_usual_multiples_are_taken() -> None:
     prices = {"type": "number", "multipleOf": 0.01}
-    grammar = build_grammar(_format({"type": "array", "items": [prices, {"type": "integer", "multipleOf": 25}]}))
+    grammar = build_grammar(
+        _format({"type": "array", "items": [prices, {"type": "integer", "multipleOf": 25}]})
+    )
     assert _takes(grammar, "[12.34, 75]")
     assert not _takes(grammar, "[12.34, 76]")
     assert build_grammar(_format({"properties": {"multipleOf": {"type": "integer"}}}))
 
 
-PATTERNS = [{"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(2, 30)]
-LINKED = {f"d{i}": {"allOf": [pattern, {"$ref": f"#/$defs/d{i + 1}"}]} for i, pattern in enumerate(PATTERNS)} | {"d28": {}}
+PATTERNS = [
+    {"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(2, 30)
+]
+LINKED = {
+    f"d{i}": {"allOf": [pattern, {"$ref": f"#/$defs/d{i + 1}"}]}
+    for i, pattern in enumerate(PATTERNS)
+} | {"d28": {}}
 
 
 @pytest.mark.parametrize(
@@ -314,27 +387,43 @@ def test_a_schema_that_takes_long_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match="schema cannot be followed: it is too complicated"):
         build_grammar(_format(schema))
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert after.ru_utime - before.ru_utime < grammar_child.MAX_CPU_S / 2, "another process computes"
+    assert after.ru_utime - before.ru_utime < grammar_child.MAX_CPU_S / 2, (
+        "another process computes"
+    )
 
 
-# Without memory the library aborts; where the stack cannot grow, the kernel ends the process, some with SIGKILL.
+# Without memory the library aborts; where the stack cannot grow, the kernel ends the process, some
+# with SIGKILL.
 OUT_OF_MEMORY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL}
 
 
-@pytest.mark.parametrize(("name", "value", "signals"), [("MAX_CPU_S", 60, OUT_OF_MEMORY), ("MAX_BYTES", 2**40, {signal.SIGPROF})])
-def test_memory_and_computing_are_each_bounded(name: str, value: float, signals: set[signal.Signals]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "signals"),
+    [("MAX_CPU_S", 60, OUT_OF_MEMORY), ("MAX_BYTES", 2**40, {signal.SIGPROF})],
+)
+def test_memory_and_computing_are_each_bounded(
+    name: str, value: float, signals: set[signal.Signals]
+) -> None:
     """With the other bound out of the way."""
     start = "from tramontane.router.structured import validator_process as child"
     code = f"{start}; child.{name} = {value}; child.main({_lib.__file__!r})"
     whole = 'start: %json {"allOf": ' + json.dumps(PATTERNS) + "}"
-    child = subprocess.run([sys.executable, "-c", code], input=json.dumps([whole]), text=True, capture_output=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps([whole]),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert -child.returncode in signals
     assert not child.stdout
 
 
 def test_one_tool_that_takes_long_is_not_looked_for() -> None:
     tools = _tools(TIME, {"name": "f", "parameters": {"properties": {"a": {"allOf": PATTERNS}}}})
-    with pytest.raises(ParameterError, match="the schemas cannot be followed together: it is too complicated"):
+    with pytest.raises(
+        ParameterError, match="the schemas cannot be followed together: it is too complicated"
+    ):
         build_grammar(None, tools, "required", LIST)
 
 
@@ -393,36 +482,58 @@ def test_malformed_formats(body: object) -> None:
 def test_nothing_in_a_schema_gets_out_of_it() -> None:
     """Whatever it says, it stays JSON inside the grammar."""
     nasty = '"}\nstart: /.*/ // %llguidance {} \\u0000 </'
-    grammar = build_grammar(_format({"type": "object", "properties": {nasty: {"const": nasty}}, "required": [nasty]}))
+    grammar = build_grammar(
+        _format({"type": "object", "properties": {nasty: {"const": nasty}}, "required": [nasty]})
+    )
     assert grammar.count("\n") == 2
     assert _takes(grammar, json.dumps({nasty: nasty}, ensure_ascii=False))
     assert not _takes(grammar, "x")
 
 
 @pytest.mark.parametrize("where", [{"const": 2**1536}, {"enum": [1, {"a": [-(2**1536)]}]}])
-def test_a_number_of_many_digits_is_refused_before_a_schema_is_written(where: dict[str, Any]) -> None:
-    """Writing it takes time quadratic in its length, and a schema has room for thousands; also where nothing is called."""
+def test_a_number_of_many_digits_is_refused_before_a_schema_is_written(
+    where: dict[str, Any],
+) -> None:
+    """Writing it takes time quadratic in its length, and a schema has room for thousands; also
+    where nothing is called.
+    """
     with pytest.raises(ValidationError, match="more than 1536 bits"):
         Function(name="f", parameters=where)
     with pytest.raises(ValidationError, match="more than 1536 bits"):
         _format(where)
-    assert Function(name="f", parameters={"const": 2**1536 - 1}).parameters == {"const": 2**1536 - 1}
+    assert Function(name="f", parameters={"const": 2**1536 - 1}).parameters == {
+        "const": 2**1536 - 1
+    }
 
 
 def test_a_schema_is_too_large_before_it_is_written() -> None:
     """By its names and texts; with all else, and many numbers, it may only be larger."""
-    with pytest.raises(ParameterError, match="the schemas take 65540 characters; they may take 65536"):
+    with pytest.raises(
+        ParameterError, match="the schemas take 65540 characters; they may take 65536"
+    ):
         build_grammar(_format({"enum": ["a" * 65536]}))
 
 
 @pytest.mark.parametrize(
     ("constraint", "taken", "refused"),
     [
-        (Constraint("choice", ("yes", 'no "/\n'), "guided_choice"), ["yes", 'no "/\n'], ["", "ye", " yes", "yesno"]),
+        (
+            Constraint("choice", ("yes", 'no "/\n'), "guided_choice"),
+            ["yes", 'no "/\n'],
+            ["", "ye", " yes", "yesno"],
+        ),
         (Constraint("regex", "[a-c/]+d?", "guided_regex"), ["a/c", "bd"], ["", "d", " a", "ad\n"]),
         (Constraint("regex", "^(a|b)$", "guided_regex"), ["a", "b"], ["ab", "^a$"]),
-        (Constraint("regex", r"a\/b|c\\/d" + "|e\nf", "guided_regex"), ["a/b", "c\\/d", "e\nf"], [r"a\/b", "c/d", "ef"]),
-        (Constraint("json", CITY | {"$defs": {"city": {"const": "Rome"}}}, "guided_json"), ['{"city": "Rome"}'], ["Rome"]),
+        (
+            Constraint("regex", r"a\/b|c\\/d" + "|e\nf", "guided_regex"),
+            ["a/b", "c\\/d", "e\nf"],
+            [r"a\/b", "c/d", "ef"],
+        ),
+        (
+            Constraint("json", CITY | {"$defs": {"city": {"const": "Rome"}}}, "guided_json"),
+            ['{"city": "Rome"}'],
+            ["Rome"],
+        ),
     ],
 )
 def test_an_answer_is_one_of_several_texts_or_matches_a_pattern(

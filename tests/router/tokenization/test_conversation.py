@@ -39,7 +39,9 @@ def test_a_question_without_an_answer_is_forgotten(answer: str) -> None:
 
 
 def test_the_oldest_are_forgotten_where_there_is_no_room_for_an_answer() -> None:
-    """Of 20 positions 8 are for the answer: 3 and 4 + 4 and 2 fit, with another 1 + 1 they do not."""
+    """Of 20 positions 8 are for the answer: 3 and 4 + 4 and 2 fit, with another 1 + 1 they do
+    not.
+    """
     conversation = Conversation(OneTokenPerLetter(), 20, 8, (SYSTEM,))
     extended, _ = conversation.with_question("a")
     extended, _ = extended.with_answer("b").with_question("cccc")
@@ -53,7 +55,9 @@ def test_what_fits_into_no_context_is_refused() -> None:
     conversation = Conversation(OneTokenPerLetter(), 20, 8, (SYSTEM,))
     extended, ids = conversation.with_question("x" * 16)
     assert len(ids) == 19, "one position is left for an answer"
-    with pytest.raises(RequestError, match="takes 20 tokens; with a context of 20 positions it may take 19"):
+    with pytest.raises(
+        RequestError, match="takes 20 tokens; with a context of 20 positions it may take 19"
+    ):
         conversation.with_question("x" * 17)
     with pytest.raises(RequestError):
         extended.with_answer("y").with_question("x" * 17)
@@ -65,7 +69,9 @@ def test_what_fits_into_no_context_is_refused() -> None:
     context=st.integers(13, 60),
     max_tokens=st.integers(1, 80),
 )
-def test_the_prompt_is_always_the_latest_that_fit(lengths: list[tuple[int, int]], context: int, max_tokens: int) -> None:
+def test_the_prompt_is_always_the_latest_that_fit(
+    lengths: list[tuple[int, int]], context: int, max_tokens: int
+) -> None:
     conversation = Conversation(OneTokenPerLetter(), context, max_tokens)
     said = ""
     for number, (question, answer) in enumerate(lengths):

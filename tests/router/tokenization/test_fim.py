@@ -7,10 +7,20 @@ import pytest
 from mistral_common.protocol.fim.request import FIMRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-from tokenizer_files import AWKWARD, SENTENCEPIECE, json_of_sentencepiece, json_of_tekken, small_tekken
+from tokenizer_files import (
+    AWKWARD,
+    SENTENCEPIECE,
+    json_of_sentencepiece,
+    json_of_tekken,
+    small_tekken,
+)
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.backends import (
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TekkenTokenizer,
+)
 from tramontane.router.tokenization.fim import encode_fim
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -24,7 +34,10 @@ PAIRS = [
 def _check(ours: Tokenizer, path: Path) -> None:
     theirs = MistralTokenizer.from_file(str(path))
     for prompt, suffix in PAIRS:
-        assert list(encode_fim(ours, prompt, suffix)) == theirs.encode_fim(FIMRequest(prompt=prompt, suffix=suffix)).tokens
+        assert (
+            list(encode_fim(ours, prompt, suffix))
+            == theirs.encode_fim(FIMRequest(prompt=prompt, suffix=suffix)).tokens
+        )
 
 
 @pytest.mark.parametrize("version", ["v3", "v7"])
@@ -52,11 +65,18 @@ def _hf_tokenizer(folder: Path, data: object) -> HfTokenizer:
 def test_tokenizers_without_the_control_tokens_are_refused(tmp_path: Path) -> None:
     """Version 2 has neither; mistral-common writes the unknown token for them."""
     path = small_tekken(tmp_path / "tekken")
-    named = json.loads(json.dumps(Tekkenizer.DEPRECATED_SPECIAL_TOKENS).replace("[SUFFIX]", "[OTHER]"))
+    named = json.loads(
+        json.dumps(Tekkenizer.DEPRECATED_SPECIAL_TOKENS).replace("[SUFFIX]", "[OTHER]")
+    )
     data = json.loads(path.read_text(encoding="utf-8")) | {"special_tokens": named}
     path.write_text(json.dumps(data), encoding="utf-8")
-    others: list[Tokenizer] = [SentencePieceTokenizer(SENTENCEPIECE[version]) for version in ("v1", "v2")]
-    others += [_hf_tokenizer(tmp_path, json_of_sentencepiece(SENTENCEPIECE["v2"])), TekkenTokenizer(path)]
+    others: list[Tokenizer] = [
+        SentencePieceTokenizer(SENTENCEPIECE[version]) for version in ("v1", "v2")
+    ]
+    others += [
+        _hf_tokenizer(tmp_path, json_of_sentencepiece(SENTENCEPIECE["v2"])),
+        TekkenTokenizer(path),
+    ]
     for tokenizer in others:
         with pytest.raises(RequestError, match="no tokens for a suffix"):
             encode_fim(tokenizer, "a", "b")

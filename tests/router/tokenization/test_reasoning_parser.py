@@ -1,4 +1,6 @@
-"""Thoughts are parsed apart from answers: the same two texts however an answer is cut, and nothing of it is lost."""
+"""Thoughts are parsed apart from answers: the same two texts however an answer is cut, and nothing
+of it is lost.
+"""
 
 import json
 import re
@@ -31,7 +33,13 @@ class _Parsed:
     """Both texts, in the pieces in which they came, and what the places say of each token."""
 
     def __init__(
-        self, form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], *, is_open: bool, only_first: bool = False
+        self,
+        form: ReasoningFormat,
+        tokenizer: Tokenizer,
+        ids: Sequence[int],
+        *,
+        is_open: bool,
+        only_first: bool = False,
     ) -> None:
         parser = ReasoningParser(form, tokenizer, is_open=is_open, only_first=only_first)
         splits = [parser.push(token_id) for token_id in ids] + [parser.finish()]
@@ -53,10 +61,17 @@ def _cut(text: str, cuts: Sequence[int]) -> list[bytes]:
 
 
 def _parse_text(
-    text: str, cuts: Sequence[int], form: ReasoningFormat = TEXT_MARKERS, *, is_open: bool = False, only_first: bool = False
+    text: str,
+    cuts: Sequence[int],
+    form: ReasoningFormat = TEXT_MARKERS,
+    *,
+    is_open: bool = False,
+    only_first: bool = False,
 ) -> _Parsed:
     pieces = _cut(text, cuts)
-    return _Parsed(form, SpelledTokenizer(pieces), range(len(pieces)), is_open=is_open, only_first=only_first)
+    return _Parsed(
+        form, SpelledTokenizer(pieces), range(len(pieces)), is_open=is_open, only_first=only_first
+    )
 
 
 def _expected(text: str, *, is_open: bool, trims: bool = True) -> tuple[str, str]:
@@ -67,7 +82,10 @@ def _expected(text: str, *, is_open: bool, trims: bool = True) -> tuple[str, str
             thoughts += [""] * (not in_thought)
             in_thought = True
         elif part == END:
-            thoughts[-1:] = [thought.rstrip("\n") if in_thought and trims else thought for thought in thoughts[-1:]]
+            thoughts[-1:] = [
+                thought.rstrip("\n") if in_thought and trims else thought
+                for thought in thoughts[-1:]
+            ]
             in_thought, after_marker = False, trims
         elif in_thought:
             thoughts[-1] += part
@@ -80,7 +98,23 @@ def _expected(text: str, *, is_open: bool, trims: bool = True) -> tuple[str, str
 
 
 CHUNKS = st.sampled_from(
-    [BEGIN, END, "<", "</", "think", ">", "<think", "/", "a", " ", "\n", "\n\n", "\u00e9", "\U0001f642", "x<y"]
+    [
+        BEGIN,
+        END,
+        "<",
+        "</",
+        "think",
+        ">",
+        "<think",
+        "/",
+        "a",
+        " ",
+        "\n",
+        "\n\n",
+        "\u00e9",
+        "\U0001f642",
+        "x<y",
+    ]
 )
 TEXTS = st.lists(CHUNKS, max_size=14).map("".join)
 CUTS = st.lists(st.integers(0, 200), max_size=60)
@@ -92,7 +126,9 @@ CUTS = st.lists(st.integers(0, 200), max_size=60)
 @example(text="a</think>\n", cuts=[1, 3, 9], is_open=True)
 @example(text="<<think>a\n</</think>b</think>c<think>d", cuts=list(range(60)), is_open=False)
 @example(text="<think>\n<think>\na\n\n", cuts=list(range(60)), is_open=False)
-def test_markers_that_are_text_split_any_text_alike_at_every_cut(text: str, cuts: list[int], is_open: bool) -> None:
+def test_markers_that_are_text_split_any_text_alike_at_every_cut(
+    text: str, cuts: list[int], is_open: bool
+) -> None:
     at_once = _parse_text(text, [], is_open=is_open)
     assert at_once.texts == _expected(text, is_open=is_open)
     assert _parse_text(text, cuts, is_open=is_open).texts == at_once.texts
@@ -112,20 +148,30 @@ def test_any_markers_even_such_that_overlap_split_alike_at_every_cut(
     begin: str, end: str, text: str, cuts: list[int], is_open: bool, only_first: bool
 ) -> None:
     form = ReasoningFormat(begin, end, trims=True)
-    whole, parts = (_parse_text(text, each, form, is_open=is_open, only_first=only_first) for each in ([], cuts))
+    whole, parts = (
+        _parse_text(text, each, form, is_open=is_open, only_first=only_first) for each in ([], cuts)
+    )
     assert whole.texts == parts.texts
 
 
 @settings(deadline=None, max_examples=200)
 @given(text=TEXTS, cuts=CUTS, is_open=st.booleans())
-def test_places_of_tokens_tell_thoughts_from_content(text: str, cuts: list[int], is_open: bool) -> None:
-    """Tokens of one character: the content is made of those that are not in a thought, each at its place."""
+def test_places_of_tokens_tell_thoughts_from_content(
+    text: str, cuts: list[int], is_open: bool
+) -> None:
+    """Tokens of one character: the content is made of those that are not in a thought, each at its
+    place.
+    """
     pieces = [character.encode() for character in text]
     parsed = _Parsed(TEXT_MARKERS, SpelledTokenizer(pieces), range(len(pieces)), is_open=is_open)
-    of_content = [(place.offset, text[i]) for i, place in enumerate(parsed.places) if not place.in_thought]
+    of_content = [
+        (place.offset, text[i]) for i, place in enumerate(parsed.places) if not place.in_thought
+    ]
     assert of_content == list(enumerate(parsed.content))
     several = _parse_text(text, cuts, is_open=is_open)
-    assert all(place.in_thought or 0 <= place.offset <= len(several.content) for place in several.places)
+    assert all(
+        place.in_thought or 0 <= place.offset <= len(several.content) for place in several.places
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +207,10 @@ def test_where_an_answer_follows_a_grammar_only_its_beginning_is_a_thought() -> 
         ("<think>a</think><think>b</think>", False, "<think>b</think>", "a"),
     ):
         for cuts in ([], range(99)):
-            assert _parse_text(text, cuts, is_open=is_open, only_first=True).texts == (content, thought)
+            assert _parse_text(text, cuts, is_open=is_open, only_first=True).texts == (
+                content,
+                thought,
+            )
 
 
 # Markers that are tokens
@@ -169,7 +218,9 @@ def test_where_an_answer_follows_a_grammar_only_its_beginning_is_a_thought() -> 
 
 @cache
 def _tokenizers() -> tuple[Tokenizer, Tokenizer, Tokenizer]:
-    """Mistral's, and one in which the markers are added tokens: special ones, and such that have a text."""
+    """Mistral's, and one in which the markers are added tokens: special ones, and such that have a
+    text.
+    """
     with TemporaryDirectory() as folder:
         tekken = TekkenTokenizer(thinking_tekken(Path(folder)))
         return tekken, *(_hf_tokenizer(Path(folder), special=special) for special in (True, False))
@@ -180,7 +231,13 @@ def _hf_tokenizer(folder: Path, *, special: bool) -> HfTokenizer:
     for content in (BEGIN, END):
         token_id = len(data["model"]["vocab"])
         data["model"]["vocab"][content] = token_id
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        flags = {
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": special,
+        }
         data["added_tokens"].append({"id": token_id, "content": content} | flags)
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     return HfTokenizer(folder / "tokenizer.json")
@@ -199,14 +256,19 @@ def test_formats_are_found() -> None:
     assert _form(tekken) == ReasoningFormat("[THINK]", "[/THINK]", THINK, END_THINK)
     for tokenizer in (special, added):
         assert _form(tokenizer) == ReasoningFormat(BEGIN, END, 32000, 32001, trims=True)
-        assert tokenizer.vocabulary()[32000:32002] == (b"", b""), "a grammar names them by their ids"
+        assert tokenizer.vocabulary()[32000:32002] == (b"", b""), (
+            "a grammar names them by their ids"
+        )
     plain = SpelledTokenizer([b"a"])
     assert find_reasoning_format(plain, "{{ messages }}") is None
     assert find_reasoning_format(plain, "{{ content.split('</think>')[-1] }}") == TEXT_MARKERS
 
 
-SAID = st.sampled_from(["a", " b", "\n", "\n\n", "<think>", "</think>", "[/THINK]", "[THINK]", "\u00e9\U0001f642", " "])
-PARTS = st.lists(SAID | st.booleans(), max_size=10)  # texts, and markers: true for one that begins a thought
+SAID = st.sampled_from(
+    ["a", " b", "\n", "\n\n", "<think>", "</think>", "[/THINK]", "[THINK]", "\u00e9\U0001f642", " "]
+)
+# texts, and markers: true for one that begins a thought
+PARTS = st.lists(SAID | st.booleans(), max_size=10)
 
 
 @settings(deadline=None, max_examples=300)
@@ -216,12 +278,21 @@ PARTS = st.lists(SAID | st.booleans(), max_size=10)  # texts, and markers: true 
 def test_markers_that_are_tokens_are_known_by_their_ids(
     parts: list[str | bool], which: int, is_open: bool, num_lost: int
 ) -> None:
-    """What only looks like a marker is text. Without its last tokens an answer may end within a character."""
+    """What only looks like a marker is text. Without its last tokens an answer may end within a
+    character.
+    """
     tokenizer = _tokenizers()[which]
     form = _form(tokenizer)
     marker_ids = {True: form.begin_id, False: form.end_id}
-    said = [marker_ids[part] if isinstance(part, bool) else tokenizer.encode(part)[1:] for part in parts]
-    ids = [token_id for each in said for token_id in (each if isinstance(each, tuple) else (each,)) if token_id is not None]
+    said = [
+        marker_ids[part] if isinstance(part, bool) else tokenizer.encode(part)[1:] for part in parts
+    ]
+    ids = [
+        token_id
+        for each in said
+        for token_id in (each if isinstance(each, tuple) else (each,))
+        if token_id is not None
+    ]
     ids = ids[: max(len(ids) - num_lost, 0)]
     in_thought, content, thoughts = is_open, "", [""] * is_open
     for is_marker, group in groupby(ids, key=list(marker_ids.values()).__contains__):
@@ -238,7 +309,8 @@ def test_markers_that_are_tokens_are_known_by_their_ids(
     parsed = _Parsed(form, tokenizer, ids, is_open=is_open)
     if which == 0:
         assert parsed.texts == (content, "\n".join(filter(None, thoughts)))
-    for text, expected in zip(parsed.texts, (content, "".join(thoughts)), strict=True):  # but for what is trimmed
+    # but for what is trimmed
+    for text, expected in zip(parsed.texts, (content, "".join(thoughts)), strict=True):
         assert re.sub(r"[ \n]", "", text) == re.sub(r"[ \n]", "", expected)
 
 

@@ -1,4 +1,6 @@
-"""Variables that clients give to chat templates, and messages of the assistant that are continued."""
+"""Variables that clients give to chat templates, and messages of the assistant that are
+continued.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,9 @@ HELLO = ChatMessage("user", "Hello", name="Ada")
 
 
 def _chat(folder: Path, template: str) -> ChatTemplate:
-    (folder / "tokenizer.json").write_text(json.dumps(json_of_sentencepiece(SENTENCEPIECE["v1"])), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json.dumps(json_of_sentencepiece(SENTENCEPIECE["v1"])), encoding="utf-8"
+    )
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return load_chat_template(folder, require_tokenizer(folder, 10**6))
@@ -32,12 +36,17 @@ def test_variables_and_names_reach_a_template_as_text(tmp_path: Path) -> None:
     chat = _chat(tmp_path, PLAIN)
     tokenizer = require_tokenizer(tmp_path, 10**6)
     end = tokenizer.control_id("</s>")
-    plain, more = chat.encode([HELLO]), chat.encode([HELLO], variables={"thinking": True, "style": "</s>", "unused": [1]})
+    plain, more = (
+        chat.encode([HELLO]),
+        chat.encode([HELLO], variables={"thinking": True, "style": "</s>", "unused": [1]}),
+    )
     assert "[user Ada] Hello" in tokenizer.decode(plain)
     assert tokenizer.decode(more).endswith(" thinks</s>"), "spelled out, not the control token"
     assert plain.count(end) == more.count(end) == 1
     for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
-        with pytest.raises(ParameterError, match=f"has {name}, which the server sets itself") as refused:
+        with pytest.raises(
+            ParameterError, match=f"has {name}, which the server sets itself"
+        ) as refused:
             chat.encode([HELLO], variables={name: "x"})
         assert refused.value.parameter == "chat_template_kwargs"
 
@@ -45,17 +54,27 @@ def test_variables_and_names_reach_a_template_as_text(tmp_path: Path) -> None:
 def test_mistrals_formats_have_no_variables() -> None:
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
     assert chat.encode([HELLO], variables={}) == chat.encode([ChatMessage("user", "Hello")])
-    with pytest.raises(ParameterError, match="has thinking, and this model's chat format is Mistral's own"):
+    with pytest.raises(
+        ParameterError, match="has thinking, and this model's chat format is Mistral's own"
+    ):
         chat.encode([HELLO], variables={"thinking": True})
 
 
 @pytest.mark.parametrize("content", ["Good mor", "a space at the end ", "1 2 3"])
 def test_a_message_is_continued_as_transformers_does(tmp_path: Path, content: str) -> None:
     chat = _chat(tmp_path, PLAIN)
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
     written = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": content}]
-    kwargs: dict[str, Any] = {"chat_template": PLAIN, "continue_final_message": True, "return_dict": False}
-    ids = chat.encode([ChatMessage("user", "Hello"), ChatMessage("assistant", content, is_prefix=True)])
+    kwargs: dict[str, Any] = {
+        "chat_template": PLAIN,
+        "continue_final_message": True,
+        "return_dict": False,
+    }
+    ids = chat.encode(
+        [ChatMessage("user", "Hello"), ChatMessage("assistant", content, is_prefix=True)]
+    )
     assert list(ids) == reference.apply_chat_template(written, **kwargs)
 
 
@@ -84,4 +103,6 @@ def test_variables_are_bounded(variables: dict[str, Any]) -> None:
 
 
 def test_what_is_done_anyway_is_no_variable() -> None:
-    assert TypeAdapter(TemplateVariables).validate_python({"add_generation_prompt": True, "a": None}) == {"a": None}
+    assert TypeAdapter(TemplateVariables).validate_python(
+        {"add_generation_prompt": True, "a": None}
+    ) == {"a": None}

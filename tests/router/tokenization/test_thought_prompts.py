@@ -1,4 +1,6 @@
-"""Thoughts in a conversation become what mistral-common and templates make of them; so does ``reasoning_effort``."""
+"""Thoughts in a conversation become what mistral-common and templates make of them; so does
+``reasoning_effort``.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,13 @@ from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.responses import to_json
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import TokenizeRequest, tokenize
-from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, Thought, with_thoughts
+from tramontane.router.tokenization.chat import (
+    VARIABLES,
+    ChatMessage,
+    ChatTemplate,
+    Thought,
+    with_thoughts,
+)
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.reasoning_parser import is_open_after
 
@@ -44,10 +52,22 @@ def _thinking(text: str, **more: bool) -> dict[str, Any]:
 EXAMPLE = [_text("First think."), _thinking("Like this [/THINK] </think>."), _text("Then answer.")]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER, {"role": "assistant", "content": [_thinking("340 + 51"), _text("391")]}, USER],
-    [USER, {"role": "assistant", "content": [_thinking("340 + "), _thinking("51"), _text("391"), _text("!")]}, USER],
+    [
+        USER,
+        {
+            "role": "assistant",
+            "content": [_thinking("340 + "), _thinking("51"), _text("391"), _text("!")],
+        },
+        USER,
+    ],
     [USER, {"role": "assistant", "content": [_thinking("340 +", closed=False)]}, USER],
     [{"role": "system", "content": EXAMPLE}, USER],
-    [{"role": "system", "content": EXAMPLE}, USER, {"role": "assistant", "content": [_thinking(" a\n\n"), _text(" b")]}, USER],
+    [
+        {"role": "system", "content": EXAMPLE},
+        USER,
+        {"role": "assistant", "content": [_thinking(" a\n\n"), _text(" b")]},
+        USER,
+    ],
     [
         USER,
         {"role": "assistant", "content": [_thinking("I call f.")], "tool_calls": [CALL]},
@@ -78,8 +98,12 @@ def _mistral_common(path: Path) -> MistralTokenizer:
     return MistralTokenizer.from_file(path)
 
 
-def _reference(path: Path, messages: Sequence[Any], **more: Any) -> list[int]:  # noqa: ANN401
-    tokens: list[int] = _mistral_common(path).encode_chat_completion(ChatCompletionRequest(messages=messages, **more)).tokens
+def _reference(path: Path, messages: Sequence[Any], **more: Any) -> list[int]:
+    tokens: list[int] = (
+        _mistral_common(path)
+        .encode_chat_completion(ChatCompletionRequest(messages=messages, **more))
+        .tokens
+    )
     return tokens
 
 
@@ -96,22 +120,32 @@ def _has_system(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_thoughts_are_encoded_as_mistral_common_does(path: Path, version: str, messages: list[dict[str, Any]]) -> None:
+def test_thoughts_are_encoded_as_mistral_common_does(
+    path: Path, version: str, messages: list[dict[str, Any]]
+) -> None:
     if version == "v15" and _has_system(messages):
         with pytest.raises(RequestError, match=r"no such conversation: .*system"):
             _chat(path.parent).encode(_parsed(messages))
     else:
         ids = list(_chat(path.parent).encode(_parsed(messages)))
         assert ids == _reference(path, messages)
-        assert ids.count(THINK) == sum(part["type"] == "thinking" for message in messages for part in _parts(message))
+        assert ids.count(THINK) == sum(
+            part["type"] == "thinking" for message in messages for part in _parts(message)
+        )
 
 
-PIECES = st.lists(st.tuples(st.booleans(), st.text("ab \n\u00e9[/THINK]", min_size=1, max_size=8)), min_size=1, max_size=4)
+PIECES = st.lists(
+    st.tuples(st.booleans(), st.text("ab \n\u00e9[/THINK]", min_size=1, max_size=8)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @settings(deadline=None, max_examples=60)
 @given(pieces=PIECES)
-def test_any_thoughts_are_encoded_as_mistral_common_does(path: Path, pieces: list[tuple[bool, str]]) -> None:
+def test_any_thoughts_are_encoded_as_mistral_common_does(
+    path: Path, pieces: list[tuple[bool, str]]
+) -> None:
     parts = [_thinking(text) if is_thought else _text(text) for is_thought, text in pieces]
     messages = [USER, {"role": "assistant", "content": [*parts, _text(".")]}, USER]
     if any(is_thought for is_thought, _ in pieces):  # texts alone are joined as lines
@@ -123,7 +157,12 @@ def test_a_thought_may_be_a_field(path: Path, name: str) -> None:
     """As an answer of this server has it, and as mistral-common reads it of OpenAI's messages."""
     content = [_thinking("340 + 51"), _text("391")]
     expected = _reference(path, [USER, {"role": "assistant", "content": content}, USER])
-    answer: dict[str, Any] = {"role": "assistant", "content": "391", "refusal": None, name: "340 + 51"}
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "391",
+        "refusal": None,
+        name: "340 + 51",
+    }
     both = answer | {"reasoning": "340 + 51", "reasoning_content": "340 + 51"}
     of_mistral = {
         "role": "assistant",
@@ -134,7 +173,11 @@ def test_a_thought_may_be_a_field(path: Path, name: str) -> None:
     # Without a text, as where the token limit was in the thought.
     for content, ids in (("391", expected), ("", None), (None, None)):
         conversation = [USER, {"role": "assistant", "content": content, name: "340 + 51"}, USER]
-        by_mistral_common = _mistral_common(path).encode_chat_completion(ChatCompletionRequest.from_openai(conversation)).tokens
+        by_mistral_common = (
+            _mistral_common(path)
+            .encode_chat_completion(ChatCompletionRequest.from_openai(conversation))
+            .tokens
+        )
         assert list(_chat(path.parent).encode(_parsed(conversation))) == by_mistral_common
         assert ids in (None, by_mistral_common)
 
@@ -142,12 +185,19 @@ def test_a_thought_may_be_a_field(path: Path, name: str) -> None:
 def test_a_thought_that_is_null_or_empty_is_none(path: Path) -> None:
     plain = _reference(path, [USER, {"role": "assistant", "content": "391"}, USER])
     for thought in (None, ""):
-        message = {"role": "assistant", "content": "391", "reasoning": thought, "reasoning_content": thought}
+        message = {
+            "role": "assistant",
+            "content": "391",
+            "reasoning": thought,
+            "reasoning_content": thought,
+        }
         assert list(_chat(path.parent).encode(_parsed([USER, message, USER]))) == plain
 
 
 def test_the_text_of_a_marker_in_a_thought_stays_text(path: Path) -> None:
-    ids = _chat(path.parent).encode(_parsed([USER, {"role": "assistant", "content": "a", "reasoning": "[/THINK] b"}, USER]))
+    ids = _chat(path.parent).encode(
+        _parsed([USER, {"role": "assistant", "content": "a", "reasoning": "[/THINK] b"}, USER])
+    )
     assert [token_id for token_id in ids if token_id in (THINK, END_THINK)] == [THINK, END_THINK]
 
 
@@ -156,7 +206,9 @@ def test_versions_without_thoughts_refuse_them(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model.v7").write_bytes(SENTENCEPIECE["v7"].read_bytes())
     thinking_tekken(tmp_path / "v11", "v11")
     for folder in (tmp_path, tmp_path / "v11"):
-        with pytest.raises(RequestError, match=r"messages\[1\] has a thought, and this model's format has none"):
+        with pytest.raises(
+            RequestError, match=r"messages\[1\] has a thought, and this model's format has none"
+        ):
             _chat(folder).encode(messages)
     assert _chat(tmp_path).reasoning_format is None
 
@@ -171,13 +223,17 @@ def test_version_15_knows_efforts(tmp_path: Path, effort: str | None) -> None:
 
 
 def test_an_effort_that_a_model_does_not_know_is_refused(path: Path, version: str) -> None:
-    known = " knows none, high" if version == "v15" else "'s format has no such setting; leave it out"
-    with pytest.raises(ParameterError, match=f"reasoning_effort is 'low'; this model{known}") as refused:
+    known = (
+        " knows none, high" if version == "v15" else "'s format has no such setting; leave it out"
+    )
+    with pytest.raises(
+        ParameterError, match=f"reasoning_effort is 'low'; this model{known}"
+    ) as refused:
         _chat(path.parent).encode(HELLO, reasoning_effort="low")
     assert refused.value.parameter == "reasoning_effort"
 
 
-def _tokens(folder: Path, **more: Any) -> list[int]:  # noqa: ANN401
+def _tokens(folder: Path, **more: Any) -> list[int]:
     """What ``POST /tokenize`` returns of a conversation."""
     tokenizer = require_tokenizer(folder, 10**6)
     model = ServedModel("m", tokenizer, 512, 16, tokenizer.vocab_size)
@@ -187,13 +243,23 @@ def _tokens(folder: Path, **more: Any) -> list[int]:  # noqa: ANN401
 
 def test_tokenize_takes_efforts_and_variables(tmp_path: Path) -> None:
     path = thinking_tekken(tmp_path, "v15", ("none", "high"))
-    assert _tokens(tmp_path, reasoning_effort="high") == _reference(path, [USER], reasoning_effort="high")
-    for wrong, parameter in (({"reasoning_effort": "low"}, "reasoning_effort"), ({VARIABLES: {"tone": "b"}}, VARIABLES)):
+    assert _tokens(tmp_path, reasoning_effort="high") == _reference(
+        path, [USER], reasoning_effort="high"
+    )
+    for wrong, parameter in (
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({VARIABLES: {"tone": "b"}}, VARIABLES),
+    ):
         with pytest.raises(ParameterError) as refused:
             _tokens(tmp_path, **wrong)
         assert refused.value.parameter == parameter
     folder = _folder(tmp_path / "jinja", "{{ tone }}: {{ messages[0].content }}")
-    assert require_tokenizer(folder, 10**6).decode(tuple(_tokens(folder, **{VARIABLES: {"tone": "b"}}))).strip() == "b: 17 * 23?"
+    assert (
+        require_tokenizer(folder, 10**6)
+        .decode(tuple(_tokens(folder, **{VARIABLES: {"tone": "b"}})))
+        .strip()
+        == "b: 17 * 23?"
+    )
 
 
 # Templates
@@ -204,7 +270,13 @@ def _folder(folder: Path, template: str, *, special: bool = False) -> Path:
     for content in (BEGIN, END):
         token_id = len(data["model"]["vocab"])
         data["model"]["vocab"][content] = token_id
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        flags = {
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": special,
+        }
         data["added_tokens"].append({"id": token_id, "content": content} | flags)
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
@@ -216,11 +288,23 @@ def _folder(folder: Path, template: str, *, special: bool = False) -> Path:
 
 @pytest.mark.parametrize("template", [MESSAGES, OPENED])
 @pytest.mark.parametrize("special", [True, False])
-def test_a_template_gets_the_thought_as_transformers_gives_it(tmp_path: Path, template: str, special: bool) -> None:
+def test_a_template_gets_the_thought_as_transformers_gives_it(
+    tmp_path: Path, template: str, special: bool
+) -> None:
     folder = _folder(tmp_path, template, special=special)
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
-    written: list[dict[str, str]] = [USER, {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"}, USER]
-    kwargs: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    written: list[dict[str, str]] = [
+        USER,
+        {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"},
+        USER,
+    ]
+    kwargs: dict[str, Any] = {
+        "chat_template": template,
+        "add_generation_prompt": True,
+        "return_dict": False,
+    }
     ids = _chat(folder).encode(_parsed(written))
     assert list(ids) == reference.apply_chat_template(written, **kwargs)
     form, tokenizer = _chat(folder).reasoning_format, require_tokenizer(folder, 10**6)
@@ -230,7 +314,9 @@ def test_a_template_gets_the_thought_as_transformers_gives_it(tmp_path: Path, te
 
 def test_a_marker_in_a_thought_stays_text_in_templates(tmp_path: Path) -> None:
     folder = _folder(tmp_path, MESSAGES)
-    ids = _chat(folder).encode(_parsed([USER, {"role": "assistant", "content": "a", "reasoning": "x</think>y"}, USER]))
+    ids = _chat(folder).encode(
+        _parsed([USER, {"role": "assistant", "content": "a", "reasoning": "x</think>y"}, USER])
+    )
     assert [token_id for token_id in ids if token_id >= 32000] == [32000, 32001]
 
 
@@ -241,20 +327,33 @@ def test_a_template_may_know_thoughts_as_parts_of_the_content(tmp_path: Path) ->
     folder = _folder(tmp_path, template)
     system = {"role": "system", "content": [_text("So: "), _thinking("hm"), _text("yes")]}
     tokenizer = require_tokenizer(folder, 10**6)
-    assert tokenizer.decode(_chat(folder).encode(_parsed([system, USER]))).strip() == "So: <think> hm</think> yes17 * 23?", (
-        "each text after a marker has the space that this tokenizer writes"
-    )
+    assert (
+        tokenizer.decode(_chat(folder).encode(_parsed([system, USER]))).strip()
+        == "So: <think> hm</think> yes17 * 23?"
+    ), "each text after a marker has the space that this tokenizer writes"
 
 
 def test_a_template_that_knows_thoughts_of_answers_alone_refuses_others(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"messages\[0\] has a thought, which the model's chat template knows only in answers"):
-        _chat(_folder(tmp_path, MESSAGES)).encode(_parsed([{"role": "system", "content": EXAMPLE}, USER]))
+    with pytest.raises(
+        RequestError,
+        match=r"messages\[0\] has a thought, which the model's chat template knows only in answers",
+    ):
+        _chat(_folder(tmp_path, MESSAGES)).encode(
+            _parsed([{"role": "system", "content": EXAMPLE}, USER])
+        )
 
 
 def test_a_template_gets_an_effort_if_it_mentions_one(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "{{ reasoning_effort | default('medium') }}: {{ messages[0].content }}")
+    folder = _folder(
+        tmp_path, "{{ reasoning_effort | default('medium') }}: {{ messages[0].content }}"
+    )
     tokenizer = require_tokenizer(folder, 10**6)
     for effort, expected in ((None, "medium: a"), ("high", "high: a")):
-        assert tokenizer.decode(_chat(folder).encode([ChatMessage("user", "a")], reasoning_effort=effort)).strip() == expected
+        assert (
+            tokenizer.decode(
+                _chat(folder).encode([ChatMessage("user", "a")], reasoning_effort=effort)
+            ).strip()
+            == expected
+        )
     with pytest.raises(ParameterError, match="no such setting"):
         thinking_model("added").chat.encode(HELLO, reasoning_effort="high")

@@ -43,7 +43,8 @@ def test_pieces_add_up_to_the_text(
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     # SentencePiece puts a space before the text and drops one when it decodes.
     assert "".join(pieces) + decoder.finish() == decode_like_sentencepiece(ids)
-    readable = "\x00" not in text and "\u2581" not in text  # the latter is how SentencePiece writes a space
+    # the latter is how SentencePiece writes a space
+    readable = "\x00" not in text and "\u2581" not in text
     assert tokenizer.decode(ids) == text or not readable
 
 
@@ -87,7 +88,9 @@ def test_a_text_is_too_long_if_even_its_longest_pieces_are_too_many(tokenizer: T
     longest = tokenizer.max_piece_bytes
     assert longest > 1
     tokenizer.check_length("a" * (7 * longest), 7)
-    with pytest.raises(RequestError, match=f"{7 * longest + 1} characters is too long; there is room for 7 tokens"):
+    with pytest.raises(
+        RequestError, match=f"{7 * longest + 1} characters is too long; there is room for 7 tokens"
+    ):
         tokenizer.check_length("a" * (7 * longest + 1), 7)
 
 
@@ -97,13 +100,17 @@ def test_a_long_text_of_far_too_many_tokens_is_found_out_piece_by_piece(
     monkeypatch.setattr(tokenizer_module, "UNCHECKED_CHARS", 40)
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 16)
     encode, lengths = tokenizer.encode, list[int]()
-    monkeypatch.setattr(tokenizer, "encode", lambda text: (lengths.append(len(text)), encode(text))[1])
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text: (lengths.append(len(text)), encode(text))[1]
+    )
     text = "one two three " * 20
     num_tokens = sum(len(encode(text[start : start + 16])) for start in range(0, len(text), 16))
     tokenizer.check_num_tokens(text, (num_tokens + 1) // 2)
     assert lengths == [16] * 17 + [8], "to its end"
     lengths.clear()
-    with pytest.raises(RequestError, match=r"the text has more than \d+ tokens; there is room for 12"):
+    with pytest.raises(
+        RequestError, match=r"the text has more than \d+ tokens; there is room for 12"
+    ):
         tokenizer.check_num_tokens(text, 12)
     assert 1 < len(lengths) < 17, "only until it is known"
     lengths.clear()

@@ -1,4 +1,6 @@
-"""Calls of tools, read back from tokens: in both of Mistral's formats, however the text is cut into tokens."""
+"""Calls of tools, read back from tokens: in both of Mistral's formats, however the text is cut into
+tokens.
+"""
 
 import json
 import shutil
@@ -11,14 +13,23 @@ from tokenizer_files import SENTENCEPIECE, small_tekken
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
 from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, merge_deltas, new_call_id
+from tramontane.router.tokenization.tool_parser import (
+    CallDelta,
+    ToolCallParser,
+    merge_deltas,
+    new_call_id,
+)
 
-NASTY = json.dumps({"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False)
+NASTY = json.dumps(
+    {"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False
+)
 ARGUMENTS = ["{}", '{"city": "Rome"}', '{"a":{"b":{}}}', NASTY]
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "tekken"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     if request.param == "tekken":
         small_tekken(folder)
@@ -30,7 +41,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def _form(tokenizer: Tokenizer, *, by_name: bool) -> ToolFormat:
     calls = tokenizer.control_id("[TOOL_CALLS]")
     assert calls is not None
-    return ToolFormat(calls, tokenizer.control_id("[INST]") if by_name else None)  # any other control token does
+    # any other control token does
+    return ToolFormat(calls, tokenizer.control_id("[INST]") if by_name else None)
 
 
 def _said(tokenizer: Tokenizer, form: ToolFormat, calls: Sequence[tuple[str, str]]) -> list[int]:
@@ -38,9 +50,15 @@ def _said(tokenizer: Tokenizer, form: ToolFormat, calls: Sequence[tuple[str, str
         return list(tokenizer.encode(text))[1:]  # without the token that begins a sequence
 
     if form.args is None:
-        listed = ", ".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+        listed = ", ".join(
+            f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls
+        )
         return [form.calls, *ids(f"[{listed}]")]
-    return [token for name, arguments in calls for token in (form.calls, *ids(name), form.args, *ids(arguments))]
+    return [
+        token
+        for name, arguments in calls
+        for token in (form.calls, *ids(name), form.args, *ids(arguments))
+    ]
 
 
 def _parser(tokenizer: Tokenizer, form: ToolFormat) -> ToolCallParser:
@@ -53,20 +71,28 @@ def test_calls_are_read_back(tokenizer: Tokenizer, by_name: bool) -> None:
     form = _form(tokenizer, by_name=by_name)
     calls = [(f"f_{i}-x", arguments) for i, arguments in enumerate(ARGUMENTS)]
     parser = _parser(tokenizer, form)
-    deltas = [delta for token_id in _said(tokenizer, form, calls) for delta in parser.push(token_id)]
-    assert merge_deltas(deltas) == tuple(ToolCall(f"call{i}", name, arguments) for i, (name, arguments) in enumerate(calls))
+    deltas = [
+        delta for token_id in _said(tokenizer, form, calls) for delta in parser.push(token_id)
+    ]
+    assert merge_deltas(deltas) == tuple(
+        ToolCall(f"call{i}", name, arguments) for i, (name, arguments) in enumerate(calls)
+    )
     assert parser.num_calls == len(calls)
     assert sum(delta.name is not None for delta in deltas) == len(calls)
     assert len(deltas) > 3 * len(calls), "piece by piece"
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_call_that_is_cut_off_is_reported_as_far_as_it_goes(tokenizer: Tokenizer, by_name: bool) -> None:
+def test_a_call_that_is_cut_off_is_reported_as_far_as_it_goes(
+    tokenizer: Tokenizer, by_name: bool
+) -> None:
     form = _form(tokenizer, by_name=by_name)
     said = _said(tokenizer, form, [("f", ARGUMENTS[1]), ("g", ARGUMENTS[1])])
     for length in range(len(said)):
         parser = _parser(tokenizer, form)
-        reported = merge_deltas([delta for token_id in said[:length] for delta in parser.push(token_id)])
+        reported = merge_deltas(
+            [delta for token_id in said[:length] for delta in parser.push(token_id)]
+        )
         assert all(ARGUMENTS[1].startswith(call.arguments) for call in reported)
         assert [call.arguments for call in reported[:-1]] == [ARGUMENTS[1]] * len(reported[:-1])
         assert [call.name for call in reported] == ["f", "g"][: len(reported)]

@@ -1,4 +1,6 @@
-"""Fixtures of tests of the kernels in C: they need a compiler, and another one stands for other processors."""
+"""Fixtures of tests of the kernels in C: they need a compiler, and another one stands for other
+processors.
+"""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ def compiler() -> None:
 
 
 @pytest.fixture(params=OTHER_PROCESSORS)
-def other_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def other_processor(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """Compile as for another processor; returns the dtype to try there."""
     options, dtype = OTHER_PROCESSORS[request.param]
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {options}")

@@ -1,4 +1,6 @@
-"""Kernels are tried before they are used: the fastest of those that are right, and PyTorch's where there is none."""
+"""Kernels are tried before they are used: the fastest of those that are right, and PyTorch's where
+there is none.
+"""
 
 import dataclasses
 import functools
@@ -46,7 +48,11 @@ RIGHT = torch.arange(1.0, 5.0)
 AT_ONCE = KernelSelector(lambda _compute: 1.0)
 
 
-def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], caplog: pytest.LogCaptureFixture) -> str | None:
+def _chosen(
+    computed: dict[str, Tensor | Exception],
+    seconds: dict[str, float],
+    caplog: pytest.LogCaptureFixture,
+) -> str | None:
     last: list[str] = []
 
     def prepare(name: str) -> Compute:
@@ -64,7 +70,9 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         return seconds[last[0]]
 
     with caplog.at_level(logging.INFO, logger="tramontane.workers.device.kernel_selection"):
-        return KernelSelector(clock).fastest("decode", "", {name: name for name in computed}, prepare, lambda: prepare, RIGHT)
+        return KernelSelector(clock).fastest(
+            "decode", "", {name: name for name in computed}, prepare, lambda: prepare, RIGHT
+        )
 
 
 def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,8 +86,9 @@ def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None
     seconds = {"slow": 3e-5, "fast": 2e-5, "wrong": 1e-6, "none": 1e-6}
     assert _chosen(computed, seconds, caplog) == "fast"
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; "
+    assert (
+        record.getMessage()
+        == "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; "
         "absent not built for this GPU ... which ends)"
     )
 
@@ -95,7 +104,9 @@ class _WiderWindow(SdpaPrefill):
     """By one."""
 
     def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
-        return super().build_mask(dataclasses.replace(index, window=index.window and index.window + 1))
+        return super().build_mask(
+            dataclasses.replace(index, window=index.window and index.window + 1)
+        )
 
 
 class _NoWindow(SdpaPrefill):
@@ -119,28 +130,43 @@ class _FromTheFirstRow(PagedDecode):
         return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
 
 
-@pytest.mark.parametrize("windows", [(None,), (24,), (1024,), (5000,), (None, 4096), (64, 4096, None)], ids=str)
-def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize(
+    "windows", [(None,), (24,), (1024,), (5000,), (None, 4096), (64, 4096, None)], ids=str
+)
+def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(
+    windows: tuple[int | None, ...],
+) -> None:
     """Of every window class, however wide."""
-    plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
+    plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[
+        0
+    ]
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
     trials, right = correctness_cases(plan, CPU, NUM_CORRECTNESS_TOKENS), SdpaPrefill()
     given = AT_ONCE, plan, trials, lambda: trials
     assert _choose_prefill(*given, {**wrong, "right": right}) is right
     assert _choose_prefill(*given, wrong) not in wrong.values()
-    wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
+    wrong_decodes = {"oldest": _ForgetsTheOldest()} | (
+        {"first": _FromTheFirstRow()} if has_window else {}
+    )
     gathered = GatheredDecode()
-    assert _choose_decode(*given, {**wrong_decodes, "right": gathered, "also": PagedDecode()}) is gathered
+    assert (
+        _choose_decode(*given, {**wrong_decodes, "right": gathered, "also": PagedDecode()})
+        is gathered
+    )
     assert type(_choose_decode(*given, wrong_decodes)) is PagedDecode
 
 
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("num_tokens", TIMED_TOKENS)
-def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
+def test_what_is_timed_are_tables_that_are_partly_filled(
+    num_tokens: int, page_size: int, window: int | None
+) -> None:
     """As most are while a sequence grows, with the stage's own window."""
-    plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
+    plan = tiny_plan(
+        tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size
+    ).stages[0]
     trials, timed = correctness_cases(plan, CPU, num_tokens), timing_cases(plan, CPU, num_tokens)
     seen: list[Tensor] = []
 
@@ -148,7 +174,13 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
         seen.append(compute())
         return 1.0
 
-    _choose_decode(KernelSelector(clock), plan, trials, lambda: timed, {"right": PagedDecode(), "also": GatheredDecode()})
+    _choose_decode(
+        KernelSelector(clock),
+        plan,
+        trials,
+        lambda: timed,
+        {"right": PagedDecode(), "also": GatheredDecode()},
+    )
     torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
     index = timed[0].decode_index
     assert index.ring.window == window
@@ -157,22 +189,35 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
     assert max(filled) < 0.85
 
 
-def test_the_kernels_of_a_gpu_are_the_same_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_gpu_are_the_same_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For prompts, and for each number of single tokens; the cases for timing are not even made."""
     plan, choices = tiny_plan(tiny_args(n_layers=1), 1).stages[0], KernelChoices("a GPU", tmp_path)
-    candidates = {"padded": SdpaPrefill(), "other": SdpaPrefill()}, {"paged": PagedDecode(), "gathered": GatheredDecode()}
-    monkeypatch.setattr(autotune, "_gpu_candidates", lambda *_: (candidates[0], lambda _num_tokens: candidates[1]))
+    candidates = (
+        {"padded": SdpaPrefill(), "other": SdpaPrefill()},
+        {"paged": PagedDecode(), "gathered": GatheredDecode()},
+    )
+    monkeypatch.setattr(
+        autotune, "_gpu_candidates", lambda *_: (candidates[0], lambda _num_tokens: candidates[1])
+    )
     for cases in ("correctness_cases", "timing_cases"):
         on_cpu = functools.partial(vars(autotune)[cases], plan, CPU)
-        monkeypatch.setattr(autotune, cases, lambda _plan, _device, num_tokens, on_cpu=on_cpu: on_cpu(num_tokens))
+        monkeypatch.setattr(
+            autotune, cases, lambda _plan, _device, num_tokens, on_cpu=on_cpu: on_cpu(num_tokens)
+        )
     times = itertools.count(9, -1)  # each is faster than the one before
     gpu = torch.device("cuda")
-    first = autotune.select_kernels(plan, gpu, KernelSelector(lambda _compute: float(next(times)), choices))
+    first = autotune.select_kernels(
+        plan, gpu, KernelSelector(lambda _compute: float(next(times)), choices)
+    )
     assert first.prefill is candidates[0]["other"]
     assert isinstance(first.decode, BatchSizeDispatch)
     assert first.decode.kernels == (candidates[1]["gathered"],) * len(TIMED_TOKENS)
     monkeypatch.setattr(autotune, "timing_cases", lambda *_: pytest.fail("nothing is timed"))
-    again = autotune.select_kernels(plan, gpu, KernelSelector(lambda _compute: pytest.fail("nothing is timed"), choices))
+    again = autotune.select_kernels(
+        plan, gpu, KernelSelector(lambda _compute: pytest.fail("nothing is timed"), choices)
+    )
     assert (again.prefill, again.decode.kernels) == (first.prefill, first.decode.kernels)  # type: ignore[attr-defined]
 
 
@@ -192,7 +237,9 @@ def test_numbers_of_tokens_have_kernels_of_their_own() -> None:
     kernel = BatchSizeDispatch((gathered, paged, gathered), (2, 8))
     for num_tokens in (1, 2, 3, 8, 9, 32):
         (trial,) = correctness_cases(plan, CPU, num_tokens)
-        assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= 2 or num_tokens > 8)
+        assert isinstance(kernel.build_mask(trial.decode_index), list) == (
+            num_tokens <= 2 or num_tokens > 8
+        )
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
 
 
@@ -202,33 +249,53 @@ class _FindsPages(PagedDecode):
 
 @pytest.mark.parametrize(
     ("kernels", "needs_tables"),
-    [((_FindsPages(),) * 3, False), ((_FindsPages(), PagedDecode(), _FindsPages()), True), ((PagedDecode(),) * 3, True)],
+    [
+        ((_FindsPages(),) * 3, False),
+        ((_FindsPages(), PagedDecode(), _FindsPages()), True),
+        ((PagedDecode(),) * 3, True),
+    ],
 )
-def test_one_kernel_with_a_page_table_is_enough_to_need_tables(kernels: tuple[PagedDecode, ...], needs_tables: bool) -> None:
-    assert AttentionKernels(SdpaPrefill(), BatchSizeDispatch(kernels, (2, 8))).needs_page_tables == needs_tables
+def test_one_kernel_with_a_page_table_is_enough_to_need_tables(
+    kernels: tuple[PagedDecode, ...], needs_tables: bool
+) -> None:
+    assert (
+        AttentionKernels(SdpaPrefill(), BatchSizeDispatch(kernels, (2, 8))).needs_page_tables
+        == needs_tables
+    )
     assert AttentionKernels(SdpaPrefill(), kernels[1]).needs_page_tables == needs_tables
 
 
-def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[str]:  # noqa: ANN401
-    """What xformers says against an operator on a GPU of capability 9; tensors of a fake one have shapes only."""
+def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[str]:
+    """What xformers says against an operator on a GPU of capability 9; tensors of a fake one have
+    shapes only.
+    """
     from xformers.ops.fmha import common
 
     with FakeTensorMode():
-        q, k = (torch.empty(1, n, 2, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (num_tokens, num_keys))
+        q, k = (
+            torch.empty(1, n, 2, 4, 128, dtype=torch.bfloat16, device="cuda")
+            for n in (num_tokens, num_keys)
+        )
     return list(operator.not_supported_reasons(common.Inputs(q, k, k, mask)))
 
 
-def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The extension of its wheel does not load with a torch for CUDA 13, nor with one for CPUs."""
     kernels = pytest.importorskip(
-        "tramontane.workers.attention.xformers_backend", reason="xformers is published for Linux on x86-64 only"
+        "tramontane.workers.attention.xformers_backend",
+        reason="xformers is published for Linux on x86-64 only",
     )
     from xformers.ops.fmha import common
 
     monkeypatch.setattr(common, "_built_with_cuda", False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    prefill, packed = kernels.prefill_kernels(), kernels.PackedPrefill(None).build_mask(_packed_index())
+    prefill, packed = (
+        kernels.prefill_kernels(),
+        kernels.PackedPrefill(None).build_mask(_packed_index()),
+    )
 
     def refusals() -> dict[str, list[str]]:
         return {
@@ -243,8 +310,14 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     said = refusals()
     assert said["cutlass"] == []
     has_flash = prefill["flash 2"].operator.is_available()  # a torch for CPUs has not
-    assert said["flash 2"] == [] if has_flash else all("operator wasn't built" in why for why in said["flash 2"])
-    assert _refusals(prefill["cutlass"].operator, "a mask of no kind", 7, 13), "what it cannot do it still refuses"
+    assert (
+        said["flash 2"] == []
+        if has_flash
+        else all("operator wasn't built" in why for why in said["flash 2"])
+    )
+    assert _refusals(prefill["cutlass"].operator, "a mask of no kind", 7, 13), (
+        "what it cannot do it still refuses"
+    )
     monkeypatch.delattr(common, "_built_with_cuda")
     kernels.patch_built_with_cuda()
     assert not hasattr(common, "_built_with_cuda")
@@ -264,7 +337,9 @@ def test_what_cannot_be_imported_takes_no_other_kernel_away(
     modules = {
         "varlen_backend": SimpleNamespace(VarlenPrefill=SdpaPrefill),
         "xformers_backend": SimpleNamespace(prefill_kernels=lambda: {"flash 2": SdpaPrefill()}),
-        "triton_decode": SimpleNamespace(split_k_kernels=lambda tokens, heads: {f"{tokens}, {heads}": PagedDecode()}),
+        "triton_decode": SimpleNamespace(
+            split_k_kernels=lambda tokens, heads: {f"{tokens}, {heads}": PagedDecode()}
+        ),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"{package}.{name}", None if name == absent else module)
@@ -281,9 +356,13 @@ def test_one_kernel_rotates_and_writes_where_it_is_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, is_used: bool
 ) -> None:
     """Or layers rotate by themselves, and the log says so."""
-    triton_cache = pytest.importorskip("tramontane.workers.attention.triton_cache", reason="Triton is not on every platform")
+    triton_cache = pytest.importorskip(
+        "tramontane.workers.attention.triton_cache", reason="Triton is not on every platform"
+    )
 
-    def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+    def rotate_and_write(
+        cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor
+    ) -> Tensor:
         num_keys = cached.k_NGd.shape[1]
         rotated_BHd = EAGER.apply_rotary(qkv_BHd[:, :-num_keys], cos_Bd, sin_Bd)
         cached.write(rows_B, factor * rotated_BHd[:, -num_keys:], qkv_BHd[:, -num_keys:])
@@ -295,7 +374,10 @@ def test_one_kernel_rotates_and_writes_where_it_is_right(
         ("rotate_and_write", rotate_and_write),
     ):
         monkeypatch.setattr(triton_cache, name, kernel)
-    plan, own = tiny_plan(tiny_args(n_layers=1), 1).stages[0], AttentionKernels(SdpaPrefill(), PagedDecode())
+    plan, own = (
+        tiny_plan(tiny_args(n_layers=1), 1).stages[0],
+        AttentionKernels(SdpaPrefill(), PagedDecode()),
+    )
     kernels = autotune._with_triton_writes(own, plan, CPU)
     assert kernels.rotate_and_write is (rotate_and_write if is_used else None)
     assert ("rotated by a kernel of its own: differs by" in caplog.text) is not is_used

@@ -1,4 +1,6 @@
-"""Triton's kernels on a cache in FP8: by the interpreter, compiled for GPUs that are not there, and on a GPU."""
+"""Triton's kernels on a cache in FP8: by the interpreter, compiled for GPUs that are not there, and
+on a GPU.
+"""
 
 import pytest
 import torch
@@ -35,8 +37,12 @@ def test_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("capability", [ADA, HOPPER])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_decodes_compile_without_spills(variant: tuple[int, int, int], page_size: int, capability: int) -> None:
-    """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a time."""
+def test_decodes_compile_without_spills(
+    variant: tuple[int, int, int], page_size: int, capability: int
+) -> None:
+    """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a
+    time.
+    """
     block, warps, stages = variant
     types = (
         "*bf16",
@@ -58,14 +64,34 @@ def test_decodes_compile_without_spills(variant: tuple[int, int, int], page_size
 
 
 @pytest.mark.parametrize("capability", [ADA, HOPPER])
-def test_the_batch_invariant_kernel_spills_no_more_than_of_keys_in_bfloat16(capability: int) -> None:
-    """With 4 query heads of 128 for each key/value head: on Hopper nothing, on Ada a few bytes of either."""
-    module, constants = "tramontane.workers.attention.triton_attention", (4, 8, 128, 128, 64, KEYS[2], 16)
+def test_the_batch_invariant_kernel_spills_no_more_than_of_keys_in_bfloat16(
+    capability: int,
+) -> None:
+    """With 4 query heads of 128 for each key/value head: on Hopper nothing, on Ada a few bytes of
+    either.
+    """
+    module, constants = (
+        "tramontane.workers.attention.triton_attention",
+        (4, 8, 128, 128, 64, KEYS[2], 16),
+    )
 
     def compiled(keys: str, scales: tuple[str, ...], aligned: tuple[int, ...]) -> ResourceUsage:
-        types = ("*bf16", keys, keys, "*i32", "*i64", "*bf16", *("*fp32",) * 2, *("i32",) * 4, "fp32", *scales)
+        types = (
+            "*bf16",
+            keys,
+            keys,
+            "*i32",
+            "*i64",
+            "*bf16",
+            *("*fp32",) * 2,
+            *("i32",) * 4,
+            "fp32",
+            *scales,
+        )
         given = constants if scales else (None, None, *constants)
-        return resource_usage(module, "_kernel", types, given, (*range(8), *aligned), WARPS, STAGES, capability)
+        return resource_usage(
+            module, "_kernel", types, given, (*range(8), *aligned), WARPS, STAGES, capability
+        )
 
     usage, plain = compiled("*fp8e4nv", ("*fp32",) * 2, (13, 14)), compiled("*bf16", (), ())
     assert usage.spilled_bytes <= min(plain.spilled_bytes, 64)
@@ -77,19 +103,34 @@ def test_rotation_and_writes_compile_without_spills(capability: int) -> None:
     """Of 32 query heads and 8 key/value heads of 128."""
     module = "tramontane.workers.attention.triton_cache"
     types = (*("*bf16",) * 3, "*i64", "*bf16", *("*fp8e4nv",) * 2, "i32", *("*fp32",) * 2)
-    rotation = resource_usage(module, "_rotate_and_write", types, (32, 8, 64, 64, A_BLOCK), range(10), 1, 3, capability)
+    rotation = resource_usage(
+        module, "_rotate_and_write", types, (32, 8, 64, 64, A_BLOCK), range(10), 1, 3, capability
+    )
     assert rotation.spilled_bytes == 0
     assert rotation.has_wide_loads
     types = (*("*bf16",) * 2, *("*fp8e4nv",) * 2, *("*fp32",) * 2, *("*i64",) * 2, *("i32",) * 2)
     for has_tokens in (False, True):
-        usage = resource_usage(module, "_write_quantized", types, (8, 128, 8, 128, has_tokens), range(10), 4, 3, capability)
+        usage = resource_usage(
+            module,
+            "_write_quantized",
+            types,
+            (8, 128, 8, 128, has_tokens),
+            range(10),
+            4,
+            3,
+            capability,
+        )
         assert usage.spilled_bytes == 0
     types = (*("*fp8e4nv",) * 2, *("*fp32",) * 2, "*i64", *("*bf16",) * 2)
-    usage = resource_usage(module, "_read_quantized", types, (8, 128, 8, 128), range(7), READ_WARPS, 3, capability)
+    usage = resource_usage(
+        module, "_read_quantized", types, (8, 128, 8, 128), range(7), READ_WARPS, 3, capability
+    )
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
     types = (*("*bf16",) * 4, *("i32",) * 2)
-    usage = resource_usage(module, "_read_back", types, (8, 128, 8, 128), range(6), 4, 3, capability)
+    usage = resource_usage(
+        module, "_read_back", types, (8, 128, 8, 128), range(6), 4, 3, capability
+    )
     assert usage.spilled_bytes == 0
 
 
@@ -99,5 +140,8 @@ def test_gpus_without_fp8_are_refused_in_one_sentence() -> None:
     for capability in ((7, 5), (8, 0), (8, 6)):
         with pytest.raises(ConfigError) as refusal:
             check_fp8_support("Stage 1/2 layers 0-15", capability)
-        text = f"compute capability {capability[0]}.{capability[1]}, and --kv-cache-dtype fp8 needs 8.9 or later"
+        text = (
+            f"compute capability {capability[0]}.{capability[1]}, and --kv-cache-dtype fp8 needs"
+            " 8.9 or later"
+        )
         assert str(refusal.value) == f"Stage 1/2 layers 0-15 is on a GPU of {text}; leave it out"

@@ -1,4 +1,6 @@
-"""The kernel in C for single tokens computes what PyTorch's attention does, for each token on its own."""
+"""The kernel in C for single tokens computes what PyTorch's attention does, for each token on its
+own.
+"""
 
 from dataclasses import replace
 
@@ -21,25 +23,45 @@ STARTS = [0, 1, 15, 16, 17, 63, 64, 299, 31, 128, 5]
 
 
 def _case(
-    window: int | None, page_size: int, heads: tuple[int, int], head_dim: int, dtype: str, starts: list[int]
+    window: int | None,
+    page_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: str,
+    starts: list[int],
 ) -> tuple[Tensor, LayerCache, DecodeMetadata]:
-    """Queries, a cache in which the rows that no token sees are NaN, and the index of single tokens at these positions."""
+    """Queries, a cache in which the rows that no token sees are NaN, and the index of single tokens
+    at these positions.
+    """
     entries = ring_pages(window, page_size, MAX_LEN)
-    ring = PageRings(WindowClass(window, entries, entries * len(starts)), page_size, len(starts), CPU)
-    pages = torch.randperm(entries * len(starts), generator=torch.Generator().manual_seed(1)).tolist()
+    ring = PageRings(
+        WindowClass(window, entries, entries * len(starts)), page_size, len(starts), CPU
+    )
+    pages = torch.randperm(
+        entries * len(starts), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     for slot in range(len(starts)):
         ring.put_pages(slot, 0, tuple(pages[slot * entries : (slot + 1) * entries]))
     ring.flush()
     slots, positions = torch.arange(len(starts)), torch.tensor(starts)
     index = build_decode_metadata(ring, slots, positions, padded_width(starts, ring), starts)
     torch.manual_seed(0)
-    cache = LayerCache(*(torch.full(((ring.num_pages + 1) * page_size, heads[1], head_dim), torch.nan) for _ in range(2)))
+    cache = LayerCache(
+        *(
+            torch.full(((ring.num_pages + 1) * page_size, heads[1], head_dim), torch.nan)
+            for _ in range(2)
+        )
+    )
     for slot, start in enumerate(starts):
         seen = torch.arange(ring.first_visible(start), start + 1)
         rows = ring.rows(torch.full_like(seen, slot), seen)
         cache.write(rows, *(torch.randn(len(seen), heads[1], head_dim) for _ in range(2)))
     kind = getattr(torch, dtype)
-    return torch.randn(len(starts), heads[0], head_dim).to(kind), LayerCache(cache.k_NGd.to(kind), cache.v_NGd.to(kind)), index
+    return (
+        torch.randn(len(starts), heads[0], head_dim).to(kind),
+        LayerCache(cache.k_NGd.to(kind), cache.v_NGd.to(kind)),
+        index,
+    )
 
 
 def _expected(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
@@ -57,7 +79,8 @@ def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 64, 3, 20])
 @pytest.mark.parametrize(
-    ("page_size", "heads", "head_dim"), [(16, *each) for each in GEOMETRIES] + [(page, (6, 2), 34) for page in (1, 4)]
+    ("page_size", "heads", "head_dim"),
+    [(16, *each) for each in GEOMETRIES] + [(page, (6, 2), 34) for page in (1, 4)],
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
@@ -74,7 +97,8 @@ def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
 def test_what_it_computes_depends_on_no_other_token_and_on_no_number_of_threads(dtype: str) -> None:
     q, cache, index = _case(64, 16, (6, 2), 34, dtype, STARTS)
     together = _native(q, cache, index)
-    for number in (1, 2, len(STARTS) + 1):  # with the last, heads of a token are computed by several
+    # with the last, heads of a token are computed by several
+    for number in (1, 2, len(STARTS) + 1):
         with threads(number):
             assert torch.equal(_native(q, cache, index), together)
             for i, start in enumerate(STARTS):
@@ -108,12 +132,18 @@ def test_a_key_or_value_that_is_nan_is_not_hidden(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_results_are_rounded_as_pytorch_rounds(dtype: str) -> None:
-    """The mean of two values, such as 1 and 1 + 2^-7 in bfloat16, lies in the middle between two numbers."""
+    """The mean of two values, such as 1 and 1 + 2^-7 in bfloat16, lies in the middle between two
+    numbers.
+    """
     _, cache, index = _case(None, 16, (4, 4), 8, dtype, [1] * 64)
-    values = 1 + torch.finfo(cache.v_NGd.dtype).eps * torch.randint(0, 8, cache.v_NGd.shape).double()
+    values = (
+        1 + torch.finfo(cache.v_NGd.dtype).eps * torch.randint(0, 8, cache.v_NGd.shape).double()
+    )
     cache = LayerCache(cache.k_NGd, values.to(cache.v_NGd.dtype))
     q = torch.zeros(64, 4, 8, dtype=cache.v_NGd.dtype)
-    first, second = (values[index.ring.rows(index.slots, torch.full_like(index.slots, n))] for n in (0, 1))
+    first, second = (
+        values[index.ring.rows(index.slots, torch.full_like(index.slots, n))] for n in (0, 1)
+    )
     assert torch.equal(_native(q, cache, index), ((first + second) / 2).to(q.dtype))
 
 

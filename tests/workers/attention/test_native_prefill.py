@@ -1,4 +1,6 @@
-"""The kernel in C for chunks of prompts computes what the definition of attention gives, from what each token sees alone."""
+"""The kernel in C for chunks of prompts computes what the definition of attention gives, from what
+each token sees alone.
+"""
 
 from itertools import product
 
@@ -12,18 +14,25 @@ from tramontane.workers.attention.metadata import PrefillMetadata
 
 pytestmark = pytest.mark.usefixtures("compiler")
 WINDOWS = [None, 1, 3, 20, 64]
-# (start, tokens): first and later ones, shorter and longer than windows, blocks of keys and the 128 queries of a unit of work
+# (start, tokens): first and later ones, shorter and longer than windows, blocks of keys and the 128
+# queries of a unit of work
 CHUNKS = [(0, 5), (0, 150), (7, 2), (40, 25), (100, 129), (300, 33)]
 
 
-def _inputs(index: PrefillMetadata, heads: tuple[int, int], head_dim: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    index: PrefillMetadata, heads: tuple[int, int], head_dim: int, dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
     return inputs(sum(index.query_lens), sum(index.key_lens), heads, head_dim, dtype)
 
 
 def _expected(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, index: PrefillMetadata) -> Tensor:
     """In float64, by definition."""
     outs = []
-    parts = zip(q_THd.double().split(index.query_lens), *(x.double().split(index.key_lens) for x in (k_SGd, v_SGd)), strict=True)
+    parts = zip(
+        q_THd.double().split(index.query_lens),
+        *(x.double().split(index.key_lens) for x in (k_SGd, v_SGd)),
+        strict=True,
+    )
     for q, k, v in parts:
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1)) / q.shape[2] ** 0.5
@@ -41,7 +50,9 @@ def _assert_close(out: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "head_dim"), GEOMETRIES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_it_agrees_with_the_definition_in_float64(window: int | None, heads: tuple[int, int], head_dim: int, dtype: str) -> None:
+def test_it_agrees_with_the_definition_in_float64(
+    window: int | None, heads: tuple[int, int], head_dim: int, dtype: str
+) -> None:
     index = prefill_index(CHUNKS, window)
     q, k, v = _inputs(index, heads, head_dim, dtype)
     out = prefill(q, k, v, index)
@@ -79,7 +90,11 @@ def test_queries_keys_and_values_may_be_parts_of_wider_tensors() -> None:
     index = prefill_index(CHUNKS, 20)
     q, k, v = _inputs(index, (4, 2), 8, "float32")
     expected = prefill(q, k, v, index)
-    wide_q, wide_k, wide_v = torch.cat((q * 2, q), dim=1), torch.cat((k, v, v), dim=1), torch.cat((k, k, k, v), dim=1)
+    wide_q, wide_k, wide_v = (
+        torch.cat((q * 2, q), dim=1),
+        torch.cat((k, v, v), dim=1),
+        torch.cat((k, k, k, v), dim=1),
+    )
     assert torch.equal(prefill(wide_q[:, 4:], wide_k[:, :2], wide_v[:, 6:], index), expected)
     wide_q, wide_k = torch.cat((q, q * 2), dim=2), torch.cat((v, k), dim=2)  # heads apart
     assert torch.equal(prefill(wide_q[..., :8], wide_k[..., 8:], v, index), expected)
@@ -88,12 +103,16 @@ def test_queries_keys_and_values_may_be_parts_of_wider_tensors() -> None:
 @pytest.mark.parametrize("broken", [0, 15, 16, 70, 149])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_key_or_value_that_is_nan_changes_what_sees_it_and_nothing_else(dtype: str, window: int | None, broken: int) -> None:
+def test_a_key_or_value_that_is_nan_changes_what_sees_it_and_nothing_else(
+    dtype: str, window: int | None, broken: int
+) -> None:
     _assert_broken_where_seen(dtype, window, broken)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_nor_does_it_with_vectors_of_other_processors(other_processor: str, window: int | None) -> None:
+def test_nor_does_it_with_vectors_of_other_processors(
+    other_processor: str, window: int | None
+) -> None:
     _assert_broken_where_seen(other_processor, window, 70)
 
 
@@ -111,11 +130,15 @@ def test_nor_does_it_in_a_chunk_of_two_tokens(dtype: str, element: int) -> None:
 
 
 def _assert_broken_where_seen(dtype: str, window: int | None, broken: int) -> None:
-    """Put NaN or an infinity into the key or value of one position, of one of two heads, in any panel of 16 or 32 elements."""
+    """Put NaN or an infinity into the key or value of one position, of one of two heads, in any
+    panel of 16 or 32 elements.
+    """
     index = prefill_index([(0, 150)], window)
     q, k, v = _inputs(index, (6, 2), 34, dtype)
     right, sees = prefill(q, k, v, index), causal_window_mask(150, 150, window)[:, broken]
-    for (where, number), element in product(((k, torch.nan), (v, torch.nan), (v, torch.inf), (v, -torch.inf)), (3, 19, 33)):
+    for (where, number), element in product(
+        ((k, torch.nan), (v, torch.nan), (v, torch.inf), (v, -torch.inf)), (3, 19, 33)
+    ):
         before = where[broken, 1, element].clone()
         where[broken, 1, element] = number
         out = prefill(q, k, v, index)

@@ -1,4 +1,6 @@
-"""A stage on a CPU uses the kernels in C that are right and faster; without a compiler PyTorch computes."""
+"""A stage on a CPU uses the kernels in C that are right and faster; without a compiler PyTorch
+computes.
+"""
 
 import logging
 import re
@@ -31,11 +33,17 @@ def _plan() -> StagePlan:
     return tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1, batch_invariant=False).stages[0]
 
 
-def _choose(caplog: pytest.LogCaptureFixture, seconds: list[float]) -> tuple[AttentionKernels, list[str]]:
-    """Choose when kernels take these seconds, C before PyTorch; also return the lines of the log."""
+def _choose(
+    caplog: pytest.LogCaptureFixture, seconds: list[float]
+) -> tuple[AttentionKernels, list[str]]:
+    """Choose when kernels take these seconds, C before PyTorch; also return the lines of the
+    log.
+    """
     times = iter(seconds)
     with caplog.at_level(logging.INFO, logger=LOGGER):
-        chosen = autotune._select_for_cpu.__wrapped__(_plan(), KernelSelector(lambda _compute: next(times)))
+        chosen = autotune._select_for_cpu.__wrapped__(
+            _plan(), KernelSelector(lambda _compute: next(times))
+        )
     return chosen, caplog.messages
 
 
@@ -55,7 +63,9 @@ def test_kernels_in_c_compute_prefill_and_decode_unless_they_are_much_slower(
 @needs_compiler
 @pytest.mark.parametrize("kernel", [NativePrefill, NativeDecode])
 def test_kernels_in_c_of_which_one_is_wrong_are_not_used(
-    kernel: type[NativePrefill | NativeDecode], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernel: type[NativePrefill | NativeDecode],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     right = kernel.attend
 
@@ -65,13 +75,17 @@ def test_kernels_in_c_of_which_one_is_wrong_are_not_used(
     monkeypatch.setattr(kernel, "attend", wrong)
     chosen, (line,) = _choose(caplog, [1.0])  # the wrong one is not timed
     assert (type(chosen.prefill), type(chosen.decode)) == (SdpaPrefill, GatheredDecode)
-    assert re.fullmatch(r"attention by PyTorch \(C differs by 0\.[0-9]+; PyTorch 1000000 us\)", line)
+    assert re.fullmatch(
+        r"attention by PyTorch \(C differs by 0\.[0-9]+; PyTorch 1000000 us\)", line
+    )
 
 
 def test_a_stage_that_starts_again_has_the_kernels_that_the_first_one_chose(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever times are then; nothing is timed. With another shape or data type it chooses anew."""
+    """Whatever times are then; nothing is timed. With another shape or data type it chooses
+    anew.
+    """
     in_c, cpu, plan = AttentionKernels(SdpaPrefill(), PagedDecode()), torch.device("cpu"), _plan()
     monkeypatch.setattr(autotune, "native_kernels", lambda _plan: in_c)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -100,7 +114,9 @@ def test_a_stage_that_starts_again_has_the_kernels_that_the_first_one_chose(
 
 
 @needs_compiler
-def test_a_stage_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_computes_with_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen, _ = _choose(caplog, [1.0, 2.0])
     monkeypatch.setattr(autotune, "_select_for_cpu", lambda *_: chosen)
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
@@ -114,7 +130,10 @@ def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
     chosen, lines = _choose(caplog, [])
     assert type(chosen.prefill) is SdpaPrefill
     assert type(chosen.decode) is GatheredDecode
-    assert lines == ["attention is computed by PyTorch, two to four times as slow as the kernels in C: there is no C compiler"]
+    assert lines == [
+        "attention is computed by PyTorch, two to four times as slow as the kernels in C: there is"
+        " no C compiler"
+    ]
 
 
 def _no_compiler(_plan: StagePlan) -> AttentionKernels:

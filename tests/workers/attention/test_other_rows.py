@@ -1,4 +1,6 @@
-"""No kernel lets what other sequences have left in the cache, or hold in the row, change a bit of a token's attention."""
+"""No kernel lets what other sequences have left in the cache, or hold in the row, change a bit of a
+token's attention.
+"""
 
 import pytest
 import torch
@@ -52,17 +54,26 @@ def _chosen() -> ChosenKeys:
 @pytest.mark.usefixtures("compiler")
 def test_chosen_keys(kernels: str, dtype: str) -> None:
     args, chosen, kind = sparse_args(), _chosen(), getattr(torch, dtype)
-    sparse: SparseKernels = TorchSparseKernels() if kernels == "PyTorch" else NativeSparse(args, dtype)
-    q_THd, k_NGd, _ = inputs(len(COUNTS), NUM_ROWS, (args.n_heads, args.n_kv_heads), args.head_dim, dtype)
+    sparse: SparseKernels = (
+        TorchSparseKernels() if kernels == "PyTorch" else NativeSparse(args, dtype)
+    )
+    q_THd, k_NGd, _ = inputs(
+        len(COUNTS), NUM_ROWS, (args.n_heads, args.n_kv_heads), args.head_dim, dtype
+    )
     assert args.sparse is not None
     q_TIi, keys_Ni = (
         torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)).to(kind)
-        for shape in ((args.sparse.index_n_heads, args.sparse.index_head_dim), (NUM_ROWS, args.sparse.index_head_dim))
+        for shape in (
+            (args.sparse.index_n_heads, args.sparse.index_head_dim),
+            (NUM_ROWS, args.sparse.index_head_dim),
+        )
     )
     keys_Ni = keys_Ni[0]
     own_S = torch.arange(1, 4)
     is_own_N = torch.zeros(NUM_ROWS, dtype=torch.bool)
-    is_own_N[torch.cat([rows[:count] for rows, count in zip(chosen.rows_TK, COUNTS, strict=True)]).long()] = True
+    is_own_N[
+        torch.cat([rows[:count] for rows, count in zip(chosen.rows_TK, COUNTS, strict=True)]).long()
+    ] = True
 
     def compute(fill: float) -> tuple[torch.Tensor, torch.Tensor]:
         rows_NGd = k_NGd.masked_fill(~is_own_N[:, None, None], fill)

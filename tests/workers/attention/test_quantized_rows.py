@@ -1,4 +1,6 @@
-"""A cache in FP8: what is kept of a key, and that every kernel reads the same of it, in pages and in pieces."""
+"""A cache in FP8: what is kept of a key, and that every kernel reads the same of it, in pages and
+in pieces.
+"""
 
 from dataclasses import replace
 
@@ -46,13 +48,18 @@ def test_a_vector_is_rounded_to_the_nearest_numbers_of_its_scale(vector: list[fl
     x = torch.tensor(vector)
     numbers, scale = quantize(x)
     assert numbers.dtype == FP8
-    torch.testing.assert_close(scale, (x.abs().max() / 448).clamp(min=SMALLEST_SCALE), rtol=2**-23, atol=0)
+    torch.testing.assert_close(
+        scale, (x.abs().max() / 448).clamp(min=SMALLEST_SCALE), rtol=2**-23, atol=0
+    )
     for each, number in zip(vector, numbers.float().tolist(), strict=True):
         assert number in _nearest(each, float(scale))
 
 
 def test_the_largest_element_of_a_vector_is_nearly_exact_and_the_others_have_four_bits() -> None:
-    x = torch.randn(1000, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 1000)[:, None]
+    x = (
+        torch.randn(1000, 128, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-30, 30, 1000)[:, None]
+    )
     read = dequantize(*quantize(x), torch.float32)
     error = ((read - x).abs() / x.abs().amax(dim=1, keepdim=True)).amax()
     assert 2**-6 < error < 2**-4, "half of the last of four bits at most"
@@ -65,12 +72,16 @@ def test_zeros_stay_zeros_and_subnormal_vectors_are_finite() -> None:
         numbers, scale = quantize(x)
         assert scale == SMALLEST_SCALE
         read = dequantize(numbers, scale, torch.float32)
-        assert (read - x).abs().max() <= SMALLEST_SCALE * 2**-10, "half of the smallest number of FP8"
+        assert (read - x).abs().max() <= SMALLEST_SCALE * 2**-10, (
+            "half of the smallest number of FP8"
+        )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_vector_that_is_not_finite_is_nan_throughout_and_no_other_is(bad: float, dtype: torch.dtype) -> None:
+def test_a_vector_that_is_not_finite_is_nan_throughout_and_no_other_is(
+    bad: float, dtype: torch.dtype
+) -> None:
     x = torch.ones(3, 2, 4, dtype=dtype)
     x[1, 0, 2] = bad
     read = dequantize(*quantize(x), dtype)
@@ -86,7 +97,9 @@ def test_a_row_that_is_written_again_is_that_of_its_last_token() -> None:
     found, firsts = cached.read(torch.tensor([[5, 2], [0, 1]])), (1000 * k_TGd, v_TGd)
     for read, token, first in zip(found, (k_TGd, v_TGd), firsts, strict=True):
         assert read.dtype == torch.bfloat16
-        expected = torch.stack((first[0], token[3], token[1], torch.zeros_like(token[0]))).view(2, 2, 2, 8)
+        expected = torch.stack((first[0], token[3], token[1], torch.zeros_like(token[0]))).view(
+            2, 2, 2, 8
+        )
         torch.testing.assert_close(read, expected, rtol=2**-4, atol=1e-2)
         assert not torch.equal(read, expected)
 
@@ -100,7 +113,9 @@ def _cut(window: int | None, page_size: int, pages: Tensor, starts: Tensor) -> T
     return pages[(first[:, None] + torch.arange(len(pages))).clamp(max=len(pages) - 1)].int()
 
 
-def _kernels(heads: tuple[int, int], head_dim: int, dtype: str) -> tuple[NativePrefill, NativeDecode]:
+def _kernels(
+    heads: tuple[int, int], head_dim: int, dtype: str
+) -> tuple[NativePrefill, NativeDecode]:
     geometry = (head_dim, heads[0] // heads[1], 16, dtype, True)
     return NativePrefill(*geometry), NativeDecode(*geometry)
 
@@ -112,7 +127,9 @@ def _kernels(heads: tuple[int, int], head_dim: int, dtype: str) -> tuple[NativeP
 def test_kernels_in_c_read_pages_as_pytorch_does_bit_for_bit(
     window: int | None, heads: tuple[int, int], head_dim: int, dtype: str
 ) -> None:
-    """As a whole prompt in one piece, as its second half after pages, and as single tokens; one key has every number of FP8."""
+    """As a whole prompt in one piece, as its second half after pages, and as single tokens; one key
+    has every number of FP8.
+    """
     length, half = 90, 41
     q_LHd, k_LGd, v_LGd = inputs(length, length, heads, head_dim, dtype)
     k_LGd = k_LGd * torch.logspace(-3, 2, length)[:, None, None].to(k_LGd.dtype)
@@ -125,12 +142,18 @@ def test_kernels_in_c_read_pages_as_pytorch_does_bit_for_bit(
     cached.write(pages[positions // 16] * 16 + positions % 16, k_LGd, v_LGd)
     read = cached.read_back(k_LGd, v_LGd)
     prefill, decode = _kernels(heads, head_dim, dtype)
-    whole_LHd = prefill.attend(q_LHd, *read, prefill.build_mask(prefill_index([(0, length)], window)))
-    one_by_one = decode.attend(q_LHd, cached, NativeMask(window or 2**62, positions, _cut(window, 16, pages, positions)))
+    whole_LHd = prefill.attend(
+        q_LHd, *read, prefill.build_mask(prefill_index([(0, length)], window))
+    )
+    one_by_one = decode.attend(
+        q_LHd, cached, NativeMask(window or 2**62, positions, _cut(window, 16, pages, positions))
+    )
     assert torch.equal(one_by_one, whole_LHd)
     index = prefill_index([(half, length - half)], window)
     index = replace(index, pages_CN=_cut(window, 16, pages, positions[half - 1 : half] + 1))
-    later = prefill.attend_pages(q_LHd[half:], *(x[half:] for x in read), cached, prefill.build_mask(index))
+    later = prefill.attend_pages(
+        q_LHd[half:], *(x[half:] for x in read), cached, prefill.build_mask(index)
+    )
     assert torch.equal(later, whole_LHd[half:])
 
 
@@ -142,10 +165,16 @@ def test_every_number_is_read_as_pytorch_reads_it(dtype: str) -> None:
     values = NUMBERS.view(torch.uint8).repeat(4, 1).view(4, 4, 64).view(16, 1, 64).view(FP8)
     cached = LayerCache.zeros((16, 1, 64), getattr(torch, dtype), CPU, is_fp8=True)
     assert cached.scales is not None
-    cached = LayerCache(cached.k_NGd, values, replace(cached.scales, v_NG=scales.repeat_interleave(4)[:, None]))
+    cached = LayerCache(
+        cached.k_NGd, values, replace(cached.scales, v_NG=scales.repeat_interleave(4)[:, None])
+    )
     _, decode = _kernels((4, 1), 64, dtype)
     table = torch.zeros(16, 1, dtype=torch.int32)
-    out_BHd = decode.attend(torch.zeros(16, 4, 64, dtype=getattr(torch, dtype)), cached, NativeMask(1, torch.arange(16), table))
+    out_BHd = decode.attend(
+        torch.zeros(16, 4, 64, dtype=getattr(torch, dtype)),
+        cached,
+        NativeMask(1, torch.arange(16), table),
+    )
     expected = cached.dequantized()[1].expand(16, 4, 64)
     assert expected.isnan().sum() == 4 * 4 * 2
     torch.testing.assert_close(out_BHd, expected, rtol=0, atol=0, equal_nan=True)
@@ -173,8 +202,12 @@ def test_kernels_of_pytorch_read_the_cache_that_a_stage_compares_kernels_with(dt
     for case in correctness_cases(plan, CPU, 3):
         assert case.cached.scales is not None
         for decode in (PagedDecode(), GatheredDecode()):
-            torch.testing.assert_close(case.decode(decode)().float(), case.expected[1], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(case.prefill(SdpaPrefill())().float(), case.expected[0], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                case.decode(decode)().float(), case.expected[1], rtol=2e-2, atol=2e-2
+            )
+        torch.testing.assert_close(
+            case.prefill(SdpaPrefill())().float(), case.expected[0], rtol=2e-2, atol=2e-2
+        )
 
 
 # ---- stages and plans
@@ -213,7 +246,10 @@ def test_about_twice_as_many_pages_fit() -> None:
     assert fp8.stages[0].cache_bytes == pytest.approx(plain.stages[0].cache_bytes, rel=1e-3)
     longest = replace(request, budgets=(StageBudget(16 * GIB),), max_model_len=32768)
     assert not is_feasible(preset("mistral-7b-v0.3"), longest)
-    assert is_feasible(preset("mistral-7b-v0.3"), replace(longest, kv_cache_dtype="fp8", budgets=(StageBudget(18 * GIB),)))
+    assert is_feasible(
+        preset("mistral-7b-v0.3"),
+        replace(longest, kv_cache_dtype="fp8", budgets=(StageBudget(18 * GIB),)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +260,9 @@ def test_about_twice_as_many_pages_fit() -> None:
         (TINY, "float16", "float16"),
     ],
 )
-def test_what_cannot_have_it_is_refused_in_one_sentence(args: ModelArgs, dtype: str, why: str) -> None:
+def test_what_cannot_have_it_is_refused_in_one_sentence(
+    args: ModelArgs, dtype: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"--kv-cache-dtype fp8 is not for .*{why}") as refusal:
         tiny_plan(args, dtype=dtype, kv_cache_dtype="fp8")
     assert "\n" not in str(refusal.value)

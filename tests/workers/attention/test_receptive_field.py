@@ -1,6 +1,8 @@
-"""One changed token is felt k layers later up to k * (W-1) positions away, and not one position farther: bit for bit.
+"""One changed token is felt k layers later up to k * (W-1) positions away, and not one position
+farther: bit for bit.
 
-Every layer is a stage of its own here, so the hidden states between stages are those after 1, 2, ... k layers.
+Every layer is a stage of its own here, so the hidden states between stages are those after 1, 2,
+... k layers.
 """
 
 from collections.abc import Sequence as Seq
@@ -23,7 +25,9 @@ SAMPLING = SamplingParams(temperature=0.0)
 CHANGED = 13  # the position whose token differs
 
 
-def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_size: int) -> list[Tensor]:
+def _hidden_by_layer(
+    args: ModelArgs, prompt: list[int], cut: list[int], page_size: int
+) -> list[Tensor]:
     """[T, D] after each layer, computed chunk by chunk through the caches."""
     plan = tiny_plan(args, args.n_layers, page_size)
     workers = split_model(random_model(args), plan)
@@ -38,7 +42,14 @@ def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_si
     for step, num_tokens in enumerate(cut):
         end = start + num_tokens
         pages = allocator.allocate(sequence, start, end)
-        chunk = Chunk(0, start, tuple(prompt[start:end]), pages, SAMPLING if start == 0 else None, needs_sample=False)
+        chunk = Chunk(
+            0,
+            start,
+            tuple(prompt[start:end]),
+            pages,
+            SAMPLING if start == 0 else None,
+            needs_sample=False,
+        )
         _step(workers, MicroBatch(0, step, (chunk,)))
         start = end
     assert start == len(prompt)
@@ -53,16 +64,24 @@ def _step(workers: Seq[StageWorker], batch: MicroBatch) -> None:
 
 
 def _felt(args: ModelArgs, length: int, cut: list[int], page_size: int) -> list[list[int]]:
-    """After each layer, the positions whose hidden state differs in any bit when one token is changed."""
-    prompt = torch.randint(args.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    """After each layer, the positions whose hidden state differs in any bit when one token is
+    changed.
+    """
+    prompt = torch.randint(
+        args.vocab_size, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     changed = list(prompt)
     changed[CHANGED] = (changed[CHANGED] + 1) % args.vocab_size
-    pairs = zip(*(_hidden_by_layer(args, p, cut, page_size) for p in (prompt, changed)), strict=True)
+    pairs = zip(
+        *(_hidden_by_layer(args, p, cut, page_size) for p in (prompt, changed)), strict=True
+    )
     return [(one != other).any(-1).nonzero()[:, 0].tolist() for one, other in pairs]
 
 
 def _reach(windows: Seq[int | None], length: int) -> list[list[int]]:
-    """[5, 3] -> after one layer 4 positions beyond the changed one, after two 4 + 2; without a window to the end."""
+    """[5, 3] -> after one layer 4 positions beyond the changed one, after two 4 + 2; without a
+    window to the end.
+    """
     last, reach = CHANGED, []
     for window in windows:
         last = length - 1 if window is None else min(last + window - 1, length - 1)
@@ -99,7 +118,9 @@ def test_a_token_is_felt_exactly_as_far_as_the_windows_reach(
 
 
 def test_the_far_past_is_felt_through_the_layers_only() -> None:
-    """The last position feels a token 3 * (W-1) before it through three layers, and not through two."""
+    """The last position feels a token 3 * (W-1) before it through three layers, and not through
+    two.
+    """
     window, length = 23, CHANGED + 3 * 22 + 1
     args = tiny_args(n_layers=3, window=window, moe=False, max_seq_len=128)
     felt = _felt(args, length, [30, 1, 30, length - 61], page_size=16)
@@ -108,8 +129,10 @@ def test_the_far_past_is_felt_through_the_layers_only() -> None:
 
 @pytest.mark.parametrize("window", [3, 7])
 def test_experts_carry_nothing_from_token_to_token(window: int) -> None:
-    """A changed token may choose other experts, which changes the shape of their groups and so the rounding of all tokens
-    that share them: here every affected token is computed alone, the rest in chunks."""
+    """A changed token may choose other experts, which changes the shape of their groups and so the
+    rounding of all tokens that share them: here every affected token is computed alone, the rest in
+    chunks.
+    """
     args = tiny_args(n_layers=3, window=window, moe=True, max_seq_len=128)
     touched = 3 * (window - 1) + 1
     cut = [CHANGED - 4, 4, *[1] * touched, 9, 1, 12]

@@ -1,6 +1,8 @@
-"""Which rows are written, which are read, and in what order: the worked examples of the design, then any geometry.
+"""Which rows are written, which are read, and in what order: the worked examples of the design,
+then any geometry.
 
-A key here is (sequence, position), its value the same negated: what attention is given shows where it came from.
+A key here is (sequence, position), its value the same negated: what attention is given shows where
+it came from.
 """
 
 from collections import deque
@@ -57,7 +59,12 @@ class PrefillRecorder:
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PrefillMetadata) -> Tensor:
         assert [len(q_THd), len(k_SGd)] == [sum(mask.query_lens), sum(mask.key_lens)]
-        self.seen.append([_keys(k, v) for k, v in zip(k_SGd.split(mask.key_lens), v_SGd.split(mask.key_lens), strict=True)])
+        self.seen.append(
+            [
+                _keys(k, v)
+                for k, v in zip(k_SGd.split(mask.key_lens), v_SGd.split(mask.key_lens), strict=True)
+            ]
+        )
         return q_THd
 
 
@@ -82,8 +89,11 @@ class DecodeRecorder:
         gathered: dict[int, list[Key]] = {}
         for group in bucket_decodes(mask):
             k_BLGd, v_BLGd = cached.read(group.keys.rows_BL)
-            for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, _key_lens(group), strict=True):
-                assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))  # padding: the token's own key
+            for token, k_LGd, v_LGd, num_keys in zip(
+                group.tokens.tolist(), k_BLGd, v_BLGd, _key_lens(group), strict=True
+            ):
+                # padding: the token's own key
+                assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))
                 gathered[token] = _keys(k_LGd[:num_keys], v_LGd[:num_keys])
         in_order = [gathered[token] for token in range(len(q_BHd))]
         assert _paged_keys(cached, mask) == in_order
@@ -93,9 +103,14 @@ class DecodeRecorder:
 
 def _paged_keys(cached: LayerCache, index: DecodeMetadata) -> list[list[Key]]:
     """Page by page and row by row, as the table has it."""
-    table, page_size = page_table(index.ring, index.positions, index.num_pages), index.ring.page_size
+    table, page_size = (
+        page_table(index.ring, index.positions, index.num_pages),
+        index.ring.page_size,
+    )
     seen = []
-    for pages, first, end in zip(table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist(), strict=True):
+    for pages, first, end in zip(
+        table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist(), strict=True
+    ):
         assert end <= len(pages) * page_size
         rows = [page * page_size + row for page in pages for row in range(page_size)][first:end]
         seen.append(_keys(cached.k_NGd[rows], cached.v_NGd[rows]))
@@ -108,10 +123,21 @@ def _keys(k_SGd: Tensor, v_SGd: Tensor) -> list[Key]:
 
 
 class Stage:
-    """A layer for each window, over the real tables and caches; ``run`` sends chunks through all of them."""
+    """A layer for each window, over the real tables and caches; ``run`` sends chunks through all of
+    them.
+    """
 
-    def __init__(self, windows: Seq[int | None], page_size: int, max_len: int, max_num_seqs: int = 4) -> None:
-        args = tiny_args(n_layers=len(windows), windows=windows, n_heads=1, n_kv_heads=1, head_dim=2, max_seq_len=max_len)
+    def __init__(
+        self, windows: Seq[int | None], page_size: int, max_len: int, max_num_seqs: int = 4
+    ) -> None:
+        args = tiny_args(
+            n_layers=len(windows),
+            windows=windows,
+            n_heads=1,
+            n_kv_heads=1,
+            head_dim=2,
+            max_seq_len=max_len,
+        )
         self.plan = tiny_plan(args, 1, page_size, max_num_seqs)
         self.table = SequenceTable(self.plan.cache, max_num_seqs, CPU)
         self.cache = RollingCache(self.plan.stages[0], torch.float32, CPU)
@@ -121,7 +147,14 @@ class Stage:
         self.num_steps = 0
         self.num_written: list[int] = []  # rows, by calls
 
-    def _write(self, cached: LayerCache, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
+    def _write(
+        self,
+        cached: LayerCache,
+        rows_W: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        tokens_W: Tensor | None = None,
+    ) -> None:
         self.num_written.append(len(rows_W))
         cached.write(rows_W, k_TGd, v_TGd, tokens_W)
 
@@ -134,35 +167,63 @@ class Stage:
     def run(
         self, chunks: Seq[Chunk], released: tuple[int, ...] = ()
     ) -> tuple[AttentionMetadata, PrefillRecorder, DecodeRecorder]:
-        index, prefilled, decoded = self.index(chunks, released), PrefillRecorder(), DecodeRecorder()
-        k_TGd = torch.tensor([(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]).float()[:, None, :]
-        attend = CachedAttention(self.cache, index, AttentionKernels(prefilled, decoded, write=self._write))
+        index, prefilled, decoded = (
+            self.index(chunks, released),
+            PrefillRecorder(),
+            DecodeRecorder(),
+        )
+        k_TGd = torch.tensor(
+            [(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]
+        ).float()[:, None, :]
+        attend = CachedAttention(
+            self.cache, index, AttentionKernels(prefilled, decoded, write=self._write)
+        )
         for layer in self.cache.layers:
-            assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)  # outputs are in the order of the tokens
+            # outputs are in the order of the tokens
+            assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)
         return index, prefilled, decoded
 
     def positions(self, layer: int, pages: Seq[int]) -> list[int]:
         """Positions that these pages hold, row after row."""
         page_size = self.plan.cache.page_size
-        return [int(self.cache.layers[layer].k_NGd[page * page_size + row, 0, 1]) for page in pages for row in range(page_size)]
+        return [
+            int(self.cache.layers[layer].k_NGd[page * page_size + row, 0, 1])
+            for page in pages
+            for row in range(page_size)
+        ]
 
 
 def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
-    return Chunk(seq_id, start, (0,) * num_tokens, pages, SAMPLING if start == 0 else None, needs_sample=False)
+    return Chunk(
+        seq_id,
+        start,
+        (0,) * num_tokens,
+        pages,
+        SAMPLING if start == 0 else None,
+        needs_sample=False,
+    )
 
 
-def _first(stage: Stage, seq_id: int, num_tokens: int, *rings: tuple[int, ...], start: int = 0) -> Chunk:
-    """Return a chunk, by default the first, of a sequence whose page of index n is the one in the entry of n."""
+def _first(
+    stage: Stage, seq_id: int, num_tokens: int, *rings: tuple[int, ...], start: int = 0
+) -> Chunk:
+    """Return a chunk, by default the first, of a sequence whose page of index n is the one in the
+    entry of n.
+    """
     size, end = stage.plan.cache.page_size, start + num_tokens
     pairs = zip(stage.plan.cache.classes, rings, strict=True)
-    pages = (tuple(ring[n % c.ring_pages] for n in c.new_pages(start, end, size)) for c, ring in pairs)
+    pages = (
+        tuple(ring[n % c.ring_pages] for n in c.new_pages(start, end, size)) for c, ring in pairs
+    )
     return _chunk(seq_id, start, num_tokens, tuple(pages))
 
 
 @pytest.mark.parametrize("windows", [[3], [None], [3, None]])
 @pytest.mark.parametrize("kinds", ["chunks", "single tokens", "both"])
 def test_a_layer_writes_once_in_a_step(windows: list[int | None], kinds: str) -> None:
-    """Also where chunks of several tokens and single tokens are packed together; each token's key stands in its row."""
+    """Also where chunks of several tokens and single tokens are packed together; each token's key
+    stands in its row.
+    """
     stage = Stage(windows, page_size=1, max_len=8)
     rings = [tuple(range(c.ring_pages)) for c in stage.plan.cache.classes]
     others = [tuple(range(8, 8 + c.ring_pages)) for c in stage.plan.cache.classes]
@@ -172,7 +233,11 @@ def test_a_layer_writes_once_in_a_step(windows: list[int | None], kinds: str) ->
     kept = {3: 3, None: 5} if chunks else {3: 0, None: 0}
     assert stage.num_written == [kept[window] + len(ones) for window in windows]
     for layer in stage.cache.layers:
-        held = [position for position in stage.positions(layer, rings[stage.cache.class_of[layer]]) if position >= 0]
+        held = [
+            position
+            for position in stage.positions(layer, rings[stage.cache.class_of[layer]])
+            if position >= 0
+        ]
         assert sorted(held) == (list(range(5))[-kept[windows[layer]] :] if chunks else [])
         assert (stage.positions(layer, [8]) == [0]) == bool(ones)
 
@@ -189,7 +254,8 @@ def test_the_plain_ring_of_the_paper(pages: tuple[int, ...]) -> None:
     _, second, _ = stage.run([_chunk(0, 5, 5, ((),))])
     assert stage.positions(0, pages) == [9, 7, 8]
     assert [p for _, p in first.seen[0][0]] == [0, 1, 2, 3, 4]
-    assert [p for _, p in second.seen[0][0]] == [3, 4, 5, 6, 7, 8, 9]  # two cached, unrotated, and its own
+    # two cached, unrotated, and its own
+    assert [p for _, p in second.seen[0][0]] == [3, 4, 5, 6, 7, 8, 9]
 
 
 def _lens(index: AttentionMetadata, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
@@ -205,7 +271,9 @@ def _lens(index: AttentionMetadata, chunks: Seq[Chunk]) -> dict[int, tuple[int, 
 
 
 def test_three_prompts_two_tokens_a_step() -> None:
-    """Prompts of 4, 1 and 3 tokens (sequences 0, 1, 2), W = 3: queries [2, 1, 2], then [2, 0, 1], then [1, 1, 1]."""
+    """Prompts of 4, 1 and 3 tokens (sequences 0, 1, 2), W = 3: queries [2, 1, 2], then [2, 0, 1],
+    then [1, 1, 1].
+    """
     stage = Stage([3], page_size=1, max_len=32)
     first = [_chunk(0, 0, 2, ((0, 1),)), _chunk(2, 0, 2, ((3, 4),)), _chunk(1, 0, 1, ((6,),))]
     lens = _lens(stage.run(first)[0], first)
@@ -225,7 +293,8 @@ def test_three_prompts_two_tokens_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "window", "expected"), [(0, 3, 0), (1, 3, 1), (2, 3, 2), (3, 3, 2), (50, 3, 2), (9, 1, 0), (50, None, 50)]
+    ("start", "window", "expected"),
+    [(0, 3, 0), (1, 3, 1), (2, 3, 2), (3, 3, 2), (50, 3, 2), (9, 1, 0), (50, None, 50)],
 )
 def test_cached_keys(start: int, window: int | None, expected: int) -> None:
     assert num_cached_keys(start, window) == expected
@@ -253,12 +322,18 @@ def test_ring_pages(window: int | None, page_size: int, max_len: int, expected: 
 
 def test_headline_eight_times_smaller_at_32k_and_flat_from_the_window_on() -> None:
     context, window, page_size = 32768, 4096, 16
-    rolling, full = (WindowClass(w, ring_pages(w, page_size, context), 10_000) for w in (window, None))
+    rolling, full = (
+        WindowClass(w, ring_pages(w, page_size, context), 10_000) for w in (window, None)
+    )
     assert full.pages_for(context, page_size) == context // page_size
     assert abs(rolling.pages_for(context, page_size) - full.pages_for(context, page_size) / 8) <= 1
-    assert len({rolling.pages_for(position + 1, page_size) for position in range(window, context)}) == 1
+    assert (
+        len({rolling.pages_for(position + 1, page_size) for position in range(window, context)})
+        == 1
+    )
     grown = [rolling.pages_for(position + 1, page_size) for position in range(window)]
-    assert grown == [position // page_size + 1 for position in range(window)]  # until then only the pages it has filled
+    # until then only the pages it has filled
+    assert grown == [position // page_size + 1 for position in range(window)]
 
 
 def test_a_sequence_holds_no_more_pages_from_the_window_on() -> None:
@@ -325,7 +400,8 @@ def test_a_chunk_writes_its_last_rows_in_order(start: int, num_tokens: int, writ
 
 
 @pytest.mark.parametrize(
-    ("start", "read"), [(0, range(0)), (5, range(5)), (63, range(63)), (64, range(1, 64)), (90, range(27, 90))]
+    ("start", "read"),
+    [(0, range(0)), (5, range(5)), (63, range(63)), (64, range(1, 64)), (90, range(27, 90))],
 )
 def test_a_chunk_reads_what_the_window_leaves_in_position_order(start: int, read: range) -> None:
     index = _prefill_rows(start, 20)
@@ -369,7 +445,9 @@ def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
     table.flush()
     assert table.slots == {5: 0}
     assert table.sampling.keys() == {5}
-    assert table.expert_layers == table.request_ids == {}, "or every such sequence would cost memory"
+    assert table.expert_layers == table.request_ids == {}, (
+        "or every such sequence would cost memory"
+    )
     assert table.rings[0].rows(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist() == [5, 3]
 
 
@@ -398,7 +476,9 @@ def _visible(seq_id: int, start: int, num_tokens: int, window: int | None) -> li
 def _next_chunk(allocator: PageAllocator, life: Life) -> Chunk:
     start, num_tokens = life.sequence.num_dispatched, life.cut.popleft()
     life.sequence.num_dispatched += num_tokens
-    return _chunk(life.seq_id, start, num_tokens, allocator.allocate(life.sequence, start, start + num_tokens))
+    return _chunk(
+        life.seq_id, start, num_tokens, allocator.allocate(life.sequence, start, start + num_tokens)
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -406,7 +486,11 @@ def _next_chunk(allocator: PageAllocator, life: Life) -> Chunk:
     windows=st.lists(st.one_of(st.none(), st.integers(1, 40)), min_size=1, max_size=3, unique=True),
     page_size=st.sampled_from([1, 2, 3, 5, 16]),
     cuts=st.lists(
-        st.lists(st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 60)), min_size=1, max_size=8), min_size=1, max_size=6
+        st.lists(
+            st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 60)), min_size=1, max_size=8
+        ),
+        min_size=1,
+        max_size=6,
     ),
     max_num_seqs=st.integers(1, 3),
 )
@@ -427,16 +511,25 @@ def test_any_cut_reads_exactly_the_window(
             running.append(waiting.popleft())
         if not running:
             break
-        chunks = sorted((_next_chunk(allocator, life) for life in running), key=lambda chunk: chunk.num_tokens == 1)
+        chunks = sorted(
+            (_next_chunk(allocator, life) for life in running),
+            key=lambda chunk: chunk.num_tokens == 1,
+        )
         _check_step(stage, windows, chunks, tuple(life.seq_id for life in finished))
 
 
-def _check_step(stage: Stage, windows: list[int | None], chunks: list[Chunk], released: tuple[int, ...]) -> None:
+def _check_step(
+    stage: Stage, windows: list[int | None], chunks: list[Chunk], released: tuple[int, ...]
+) -> None:
     index, prefilled, decoded = stage.run(chunks, released)
     runs = [(c.seq_id, c.start, c.num_tokens) for c in chunks if c.num_tokens > 1]
     singles = [(c.seq_id, c.start, 1) for c in chunks if c.num_tokens == 1]
-    assert prefilled.seen == [[_visible(*run, window) for run in runs] for window in windows if runs]
-    assert decoded.seen == [[_visible(*single, window) for single in singles] for window in windows if singles]
+    assert prefilled.seen == [
+        [_visible(*run, window) for run in runs] for window in windows if runs
+    ]
+    assert decoded.seen == [
+        [_visible(*single, window) for single in singles] for window in windows if singles
+    ]
     for prefill in index.prefill:
         assert prefill is None or len(set(prefill.write_rows.tolist())) == len(prefill.write_rows)
     # Whatever a later token can still see now lies where the rows of its position say.
@@ -444,7 +537,9 @@ def _check_step(stage: Stage, windows: list[int | None], chunks: list[Chunk], re
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             positions = torch.arange(end - num_cached_keys(end, window), end)
-            rows = stage.table.rings[layer].rows(torch.full_like(positions, stage.table.slots[chunk.seq_id]), positions)
+            rows = stage.table.rings[layer].rows(
+                torch.full_like(positions, stage.table.slots[chunk.seq_id]), positions
+            )
             keys = stage.cache.layers[layer].k_NGd[rows, 0].tolist()
             assert keys == [[chunk.seq_id, position] for position in positions.tolist()]
 
@@ -453,12 +548,17 @@ def test_single_tokens_of_very_different_lengths_are_read_apart() -> None:
     """One long sequence must not make 63 short ones gather as many keys as it has."""
     stage = Stage([None], PAGE, max_len=1024)
     pages = (tuple(range(40)), tuple(range(40, 42)), tuple(range(42, 80)))
-    stage.index([_chunk(s, 0, n, (p,)) for s, (n, p) in enumerate(zip((600, 20, 590), pages, strict=True))])
+    stage.index(
+        [_chunk(s, 0, n, (p,)) for s, (n, p) in enumerate(zip((600, 20, 590), pages, strict=True))]
+    )
     chunks = [_chunk(0, 600, 1, ((),)), _chunk(1, 20, 1, ((),)), _chunk(2, 590, 1, ((),))]
     index = stage.index(chunks).decode[0]
     assert index is not None
     assert [group.tokens.tolist() for group in bucket_decodes(index)] == [[1], [2, 0]]
-    assert [tuple(group.keys.rows_BL.shape) for group in bucket_decodes(index)] == [(1, 21), (2, 601)]
+    assert [tuple(group.keys.rows_BL.shape) for group in bucket_decodes(index)] == [
+        (1, 21),
+        (2, 601),
+    ]
 
 
 @settings(derandomize=True, deadline=None)
@@ -485,7 +585,11 @@ def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: 
     rings.put_pages(1, 0, (7, 2, 5))
     rings.flush()
     table = page_table(rings.of_tokens(torch.tensor([1])), torch.tensor([position]), 3)
-    assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == ([pages], [first], [end])
+    assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == (
+        [pages],
+        [first],
+        [end],
+    )
 
 
 @pytest.mark.parametrize(
@@ -511,23 +615,37 @@ def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: 
     ],
 )
 def test_widths_of_tables(window: int | None, starts: list[int], width: int) -> None:
-    """Powers of two and the middles between, none below 1024 keys, none beyond the ring; P = 16, 81920 positions."""
-    assert padded_width(starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)) == width
+    """Powers of two and the middles between, none below 1024 keys, none beyond the ring; P = 16,
+    81920 positions.
+    """
+    assert (
+        padded_width(
+            starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)
+        )
+        == width
+    )
 
 
 def test_there_are_few_widths_and_two_thirds_of_each_are_filled() -> None:
-    """Each is a recording of its own, for each number of tokens; what is empty in it gives split-K's parts nothing to do."""
+    """Each is a recording of its own, for each number of tokens; what is empty in it gives
+    split-K's parts nothing to do.
+    """
     rings = PageRings(WindowClass(None, ring_pages(None, 16, 32_768), 1), 16, 1, CPU)
     widths = {start: padded_width([start], rings) for start in range(32_768)}
     assert len({*widths.values()}) == 11
-    assert all(2 * width < 3 * (start // 16 + 1) for start, width in widths.items() if start >= 1024)
+    assert all(
+        2 * width < 3 * (start // 16 + 1) for start, width in widths.items() if start >= 1024
+    )
 
 
 def test_the_scratch_slot_has_the_page_behind_the_last_one() -> None:
     rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
     assert rings.rows(torch.tensor([rings.scratch_slot]), torch.tensor([0])).tolist() == [40]
     stage = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    plain, padded = (RollingCache(stage, torch.float32, CPU, has_scratch=has).layers[0].k_NGd for has in (False, True))
+    plain, padded = (
+        RollingCache(stage, torch.float32, CPU, has_scratch=has).layers[0].k_NGd
+        for has in (False, True)
+    )
     assert len(padded) == len(plain) + stage.cache.page_size
 
 

@@ -1,4 +1,6 @@
-"""Triton's decode kernel and writes to the cache: by the interpreter, compiled for a GPU that is not there, and on a GPU."""
+"""Triton's decode kernel and writes to the cache: by the interpreter, compiled for a GPU that is
+not there, and on a GPU.
+"""
 
 import pytest
 import torch
@@ -37,21 +39,54 @@ def test_candidates_have_programs_for_a_gpu_and_are_few() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], page_size: int) -> None:
-    """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a time."""
+def test_it_compiles_for_hopper_without_spills(
+    variant: tuple[int, int, int], page_size: int
+) -> None:
+    """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a
+    time.
+    """
     block, warps, stages = variant
-    types = (*("*bf16",) * 3, *("*i64",) * 2, *("*fp32",) * 3, "*i32", "*bf16", *("i32",) * 4, "fp32")
+    types = (
+        *("*bf16",) * 3,
+        *("*i64",) * 2,
+        *("*fp32",) * 3,
+        "*i32",
+        "*bf16",
+        *("i32",) * 4,
+        "fp32",
+    )
     constants = (None, None, page_size, 4, 8, 128, 128, 16, 4, block, 16)
-    usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(11), warps, stages)
+    usage = resource_usage(
+        "tramontane.workers.attention.triton_decode",
+        "_attend",
+        types,
+        constants,
+        range(11),
+        warps,
+        stages,
+    )
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
 
 
-@pytest.mark.parametrize(("rows", "heads"), [("*i64", (32, 8)), ("*bf16", (40, 0))], ids=["with a write", "without"])
+@pytest.mark.parametrize(
+    ("rows", "heads"), [("*i64", (32, 8)), ("*bf16", (40, 0))], ids=["with a write", "without"]
+)
 def test_rotation_compiles_for_hopper_without_spills(rows: str, heads: tuple[int, int]) -> None:
     """Of 32 query heads and 8 key/value heads of 128, which are read 16 bytes at a time."""
-    types, constants = (*("*bf16",) * 3, rows, *("*bf16",) * 3, "i32"), (None, None, *heads, 64, 64, A_BLOCK)
-    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(8), 1, 3)
+    types, constants = (
+        (*("*bf16",) * 3, rows, *("*bf16",) * 3, "i32"),
+        (None, None, *heads, 64, 64, A_BLOCK),
+    )
+    usage = resource_usage(
+        "tramontane.workers.attention.triton_cache",
+        "_rotate_and_write",
+        types,
+        constants,
+        range(8),
+        1,
+        3,
+    )
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
 
@@ -61,12 +96,16 @@ def test_writes_to_the_cache_compile_for_hopper_without_spills(has_tokens: bool)
     """Of 8 key/value heads of 128, which are read 16 bytes at a time."""
     types = (*("*bf16",) * 4, *("*i64",) * 2, *("i32",) * 2)
     constants = (1024, 1024, has_tokens, True)
-    usage = resource_usage("tramontane.workers.attention.triton_cache", "_write", types, constants, range(8), 4, 3)
+    usage = resource_usage(
+        "tramontane.workers.attention.triton_cache", "_write", types, constants, range(8), 4, 3
+    )
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
 
 
 def test_cache_rows_compile_for_hopper_without_spills() -> None:
     types, constants = (*("*i64",) * 4, *("i32",) * 2), (64, 128)
-    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rows", types, constants, range(4), 4, 3)
+    usage = resource_usage(
+        "tramontane.workers.attention.triton_cache", "_rows", types, constants, range(4), 4, 3
+    )
     assert usage.spilled_bytes == 0

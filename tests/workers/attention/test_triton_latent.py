@@ -1,4 +1,6 @@
-"""Triton's kernel for latent attention: by the interpreter, compiled for GPUs that are not there, and on a GPU."""
+"""Triton's kernel for latent attention: by the interpreter, compiled for GPUs that are not there,
+and on a GPU.
+"""
 
 import sys
 from itertools import product
@@ -25,7 +27,12 @@ from tramontane.workers.attention.autotune import TIMED_TOKENS, TOKEN_LIMITS, _g
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
-from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, GatheredKeys, PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import (
+    BatchSizeDispatch,
+    GatheredKeys,
+    PagedDecode,
+    SdpaPrefill,
+)
 from tramontane.workers.attention.triton_decode import PARTS_AT_A_TIME
 from tramontane.workers.attention.triton_latent import (
     LatentDecode,
@@ -40,8 +47,10 @@ from tramontane.workers.attention.triton_latent import (
 
 MODULE = "tramontane.workers.attention.triton_latent"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # of a program, by compute capability
-SMALL_4, LARGE_4, LARGE_3 = ((256, 64), 32), ((512, 64), 64), ((512, 64), 128)  # numbers of a value, and rotated; query heads
+# of a program, by compute capability
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+# numbers of a value, and rotated; query heads
+SMALL_4, LARGE_4, LARGE_3 = ((256, 64), 32), ((512, 64), 64), ((512, 64), 128)
 KERNELS = triton_latent._attend, triton_latent._combine
 
 
@@ -63,12 +72,19 @@ def test_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "geometry"),
-    [("mistral-small-4-119b", SMALL_4), ("mistral-large-4-1t", LARGE_4), ("mistral-large-3-675b", LARGE_3)],
+    [
+        ("mistral-small-4-119b", SMALL_4),
+        ("mistral-large-4-1t", LARGE_4),
+        ("mistral-large-3-675b", LARGE_3),
+    ],
 )
 def test_these_are_the_widths_of_models(preset: str, geometry: tuple[tuple[int, int], int]) -> None:
     args = PRESETS[preset]
     assert args.latent is not None
-    assert ((args.latent.kv_lora_rank, args.head_dim - args.latent.kv_lora_rank), args.n_heads) == geometry
+    assert (
+        (args.latent.kv_lora_rank, args.head_dim - args.latent.kv_lora_rank),
+        args.n_heads,
+    ) == geometry
 
 
 def _tiles(plan: StagePlan, capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
@@ -83,26 +99,51 @@ def _usage(plan: StagePlan, tile: Tile, is_split: bool, capability: int) -> Reso
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[plan.dtype]
     parts = ("*fp32" if is_split else f"*{dtype}",) * 3
     types = (f"*{dtype}", f"*{dtype}", *("*i64",) * 3, *parts, f"*{dtype}", *("i32",) * 6, "fp32")
-    (values, heads), rotated = (plan.args.latent.kv_lora_rank, plan.args.n_heads), plan.args.latent.qk_rope_head_dim
-    constants = (plan.cache.page_size, heads, values, rotated, min(tile.heads, heads), tile.keys, values, rotated, is_split)
-    return resource_usage(MODULE, "_attend", types, constants, (0, 1, 5, 6, 7, 8), tile.warps, tile.stages, capability)
+    (values, heads), rotated = (
+        (plan.args.latent.kv_lora_rank, plan.args.n_heads),
+        plan.args.latent.qk_rope_head_dim,
+    )
+    constants = (
+        plan.cache.page_size,
+        heads,
+        values,
+        rotated,
+        min(tile.heads, heads),
+        tile.keys,
+        values,
+        rotated,
+        is_split,
+    )
+    return resource_usage(
+        MODULE, "_attend", types, constants, (0, 1, 5, 6, 7, 8), tile.warps, tile.stages, capability
+    )
 
 
-# Of Large 3, which has 128 heads in blocks of those of Large 4, one kind of program on one GPU is enough.
+# Of Large 3, which has 128 heads in blocks of those of Large 4, one kind of program on one GPU is
+# enough.
 @pytest.mark.parametrize(
     ("geometry", "dtype", "capability", "is_split"),
     [
         *product((SMALL_4, LARGE_4), ["bfloat16"], SHARED_BYTES, [True, False]),
-        *((LARGE_3, "bfloat16", 90, False), (LARGE_4, "float16", 90, True), (LARGE_4, "float32", 90, True)),
+        *(
+            (LARGE_3, "bfloat16", 90, False),
+            (LARGE_4, "float16", 90, True),
+            (LARGE_4, "float32", 90, True),
+        ),
         (SMALL_4, "float32", 89, True),
     ],
 )
 def test_every_candidate_compiles_without_spills_and_fits_into_shared_memory(
-    geometry: tuple[tuple[int, int], int], dtype: str, capability: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+    geometry: tuple[tuple[int, int], int],
+    dtype: str,
+    capability: int,
+    is_split: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of these compiles in about a second.
 
-    In ``float32``, and for 8.9 with Triton 3.6, the compiler spills a few bytes where there are registers left.
+    In ``float32``, and for 8.9 with Triton 3.6, the compiler spills a few bytes where there are
+    registers left.
     """
     plan = plan_of(*geometry, dtype)
     tiles = _tiles(plan, capability, monkeypatch)
@@ -123,7 +164,9 @@ def test_the_combination_of_parts_compiles_without_spills() -> None:
     assert usage.has_wide_loads
 
 
-@pytest.mark.parametrize(("widths", "capability"), [((1024, 64), 90), ((512, 128), 90), ((513, 64), 90)])
+@pytest.mark.parametrize(
+    ("widths", "capability"), [((1024, 64), 90), ((512, 128), 90), ((513, 64), 90)]
+)
 def test_keys_that_are_wider_than_what_has_been_tried_have_no_candidates(
     widths: tuple[int, int], capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,18 +181,33 @@ def test_keys_that_are_wider_than_what_has_been_tried_have_no_candidates(
 
 def test_tiles_that_do_not_fit_into_a_gpu_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(*LARGE_4)
-    assert [(tile.heads, tile.stages) for tile in _tiles(plan, 90, monkeypatch)] == [(64, 5), (32, 5)]
-    assert [(tile.heads, tile.stages) for tile in _tiles(plan, 80, monkeypatch)] == [(32, 5), (32, 3)]
+    assert [(tile.heads, tile.stages) for tile in _tiles(plan, 90, monkeypatch)] == [
+        (64, 5),
+        (32, 5),
+    ]
+    assert [(tile.heads, tile.stages) for tile in _tiles(plan, 80, monkeypatch)] == [
+        (32, 5),
+        (32, 3),
+    ]
     assert [(tile.heads, tile.stages) for tile in _tiles(plan, 89, monkeypatch)] == [(32, 3)]
 
 
-@pytest.mark.parametrize("geometry", [SMALL_4, LARGE_4, LARGE_3], ids=["Small 4", "Large 4", "Large 3"])
-def test_candidates_have_programs_for_a_gpu_and_are_few(geometry: tuple[tuple[int, int], int]) -> None:
+@pytest.mark.parametrize(
+    "geometry", [SMALL_4, LARGE_4, LARGE_3], ids=["Small 4", "Large 4", "Large 3"]
+)
+def test_candidates_have_programs_for_a_gpu_and_are_few(
+    geometry: tuple[tuple[int, int], int],
+) -> None:
     plan = plan_of(*geometry)
     for num_tokens in TIMED_TOKENS:
-        kernels = [decode.kernel for decode in latent_decode_kernels(num_tokens, plan, CPU).values()]
+        kernels = [
+            decode.kernel for decode in latent_decode_kernels(num_tokens, plan, CPU).values()
+        ]
         assert 2 <= len(kernels) <= 6
-        programs = [num_tokens * -(-plan.args.n_heads // kernel.tile.heads) * kernel.parts for kernel in kernels]
+        programs = [
+            num_tokens * -(-plan.args.n_heads // kernel.tile.heads) * kernel.parts
+            for kernel in kernels
+        ]
         assert all(64 <= each <= 256 for each in programs)
     (kernel,) = {decode.kernel.parts for decode in latent_decode_kernels(300, plan, CPU).values()}
     assert kernel == 1
@@ -165,16 +223,26 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, Launches]:
 def _decode_of_zeros(decode: LatentDecode, plan: StagePlan, num_tokens: int) -> None:
     ring = PageRings(WindowClass(None, 4, 4 * num_tokens), plan.cache.page_size, num_tokens, CPU)
     slots_B = torch.arange(num_tokens)
-    mask = decode.build_mask(build_decode_metadata(ring, slots_B, torch.full_like(slots_B, 3), 0, []))
+    mask = decode.build_mask(
+        build_decode_metadata(ring, slots_B, torch.full_like(slots_B, 3), 0, [])
+    )
     k_NGd = torch.zeros(64, 1, plan.args.head_dim, dtype=torch.bfloat16)
-    decode.attend(torch.zeros(num_tokens, plan.args.n_heads, plan.args.head_dim).bfloat16(), LayerCache(k_NGd, k_NGd), mask)
+    decode.attend(
+        torch.zeros(num_tokens, plan.args.n_heads, plan.args.head_dim).bfloat16(),
+        LayerCache(k_NGd, k_NGd),
+        mask,
+    )
 
 
-@pytest.mark.parametrize("geometry", [SMALL_4, LARGE_4, LARGE_3], ids=["Small 4", "Large 4", "Large 3"])
+@pytest.mark.parametrize(
+    "geometry", [SMALL_4, LARGE_4, LARGE_3], ids=["Small 4", "Large 4", "Large 3"]
+)
 def test_a_stage_compiles_five_kernels_of_latent_attention(
     geometry: tuple[tuple[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All candidates for prompts and for every number of single tokens: two tiles, with one part or several, and their end."""
+    """All candidates for prompts and for every number of single tokens: two tiles, with one part or
+    several, and their end.
+    """
     attend, combine = _launches(monkeypatch)
     plan = plan_of(*geometry)
     for num_tokens in TIMED_TOKENS:
@@ -182,20 +250,31 @@ def test_a_stage_compiles_five_kernels_of_latent_attention(
             _decode_of_zeros(decode, plan, num_tokens)
     (prefill,) = latent_prefill_kernels(plan, CPU).values()
     _prefill_of_zeros(prefill, plan)
-    # A kernel is compiled for its constants and options; the first numbers of a launch are not specialized.
-    compiled = {(numbers[7:], *options.items()) for numbers, options in zip(attend.numbers, attend.options, strict=True)}
+    # A kernel is compiled for its constants and options; the first numbers of a launch are not
+    # specialized.
+    compiled = {
+        (numbers[7:], *options.items())
+        for numbers, options in zip(attend.numbers, attend.options, strict=True)
+    }
     assert 3 <= len(compiled) <= 4
     assert len({numbers[1:] for numbers in combine.numbers}) == 1
 
 
 def _prefill_of_zeros(prefill: LatentPrefill, plan: StagePlan) -> None:
     index = prefill_index([(10, 4), (0, 3)], None)
-    q_THd, k_SGd = (torch.zeros(n, heads, plan.args.head_dim).bfloat16() for n, heads in ((7, plan.args.n_heads), (17, 1)))
+    q_THd, k_SGd = (
+        torch.zeros(n, heads, plan.args.head_dim).bfloat16()
+        for n, heads in ((7, plan.args.n_heads), (17, 1))
+    )
     prefill.attend(q_THd, k_SGd, k_SGd, prefill.build_mask(index))
 
 
-def test_prompts_and_any_number_of_single_tokens_launch_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a stage has to be batch-invariant: with the same number of parts, and of keys in each."""
+def test_prompts_and_any_number_of_single_tokens_launch_the_same_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a stage has to be batch-invariant: with the same number of parts, and of keys in
+    each.
+    """
     attend, combine = _launches(monkeypatch)
     plan = plan_of((34, 6), 3)
     kernels = invariant_kernels(plan, CPU)
@@ -209,12 +288,17 @@ def test_prompts_and_any_number_of_single_tokens_launch_the_same_kernel(monkeypa
     assert len(set(combine.numbers)) == 1
     assert attend.options == [attend.options[0]] * 4
     assert {"first_token", "pages_stride", "ring_pages"} <= unspecialized(KERNELS[0])
-    free = [{each.name for each in kernel.params if each.do_not_specialize_on_alignment} for kernel in KERNELS]
+    free = [
+        {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
+        for kernel in KERNELS
+    ]
     assert free == [{"pages_TR", "positions_T", "shifts_T"}, {"out_THc"}]
 
 
 def test_where_the_keys_of_prompts_are() -> None:
-    """Chunks of 4 and 3 tokens with 10 and 0 keys before them: the second one's key of position 0 is in row 14."""
+    """Chunks of 4 and 3 tokens with 10 and 0 keys before them: the second one's key of position 0
+    is in row 14.
+    """
     plan = plan_of()
     (prefill,) = latent_prefill_kernels(plan, CPU).values()
     mask = prefill.build_mask(prefill_index([(10, 4), (0, 3)], None))
@@ -234,13 +318,21 @@ def test_a_token_has_parts_by_its_own_position_alone() -> None:
     assert kernel.least_blocks * kernel.tile.keys == 256
 
 
-def test_latent_models_have_candidates_of_their_own_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those for other models would be compiled for minutes, and find no registers; with these no graph needs a page table."""
+def test_latent_models_have_candidates_of_their_own_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those for other models would be compiled for minutes, and find no registers; with these no
+    graph needs a page table.
+    """
     prefills, decodes = _gpu_candidates(plan_of(*SMALL_4), CPU)
     kernels = [decodes(num_tokens) for num_tokens in TIMED_TOKENS]
-    assert all(isinstance(each, LatentDecode) for candidates in kernels for each in candidates.values())
+    assert all(
+        isinstance(each, LatentDecode) for candidates in kernels for each in candidates.values()
+    )
     assert sum(isinstance(each, LatentPrefill) for each in prefills.values()) == 1
-    dispatch = BatchSizeDispatch(tuple(next(iter(candidates.values())) for candidates in kernels), TOKEN_LIMITS)
+    dispatch = BatchSizeDispatch(
+        tuple(next(iter(candidates.values())) for candidates in kernels), TOKEN_LIMITS
+    )
     assert not AttentionKernels(SdpaPrefill(), dispatch).needs_page_tables
     assert not invariant_kernels(plan_of(*SMALL_4), CPU).needs_page_tables
     monkeypatch.setitem(sys.modules, MODULE, None)
@@ -254,8 +346,12 @@ def test_parts_of_a_batch_invariant_stage_have_256_keys_at_least() -> None:
     assert (kernel.parts, kernel.least_blocks * kernel.tile.keys) == (16, 256)
 
 
-@pytest.mark.parametrize(("parts", "launches"), [(16, [(0, 3), (3, 3), (6, 3), (9, 1)]), (1, [(0, 10)])])
-def test_parts_have_a_bounded_memory(parts: int, launches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("parts", "launches"), [(16, [(0, 3), (3, 3), (6, 3), (9, 1)]), (1, [(0, 10)])]
+)
+def test_parts_have_a_bounded_memory(
+    parts: int, launches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 3 tokens here, with 32 heads, 16 parts and 256 numbers of a value."""
     found = list[tuple[int, int]]()
     monkeypatch.setattr(triton_latent, "MAX_PART_NUMBERS", 3 * 32 * 16 * 256 + 1)
@@ -272,7 +368,9 @@ class _ValuesAlone(PagedDecode):
         return super().attend(q_BHd, cached, mask)[..., :10]
 
 
-def test_a_step_may_have_a_prefill_kernel_that_computes_more_numbers_than_its_decode_kernel() -> None:
+def test_a_step_may_have_a_prefill_kernel_that_computes_more_numbers_than_its_decode_kernel() -> (
+    None
+):
     plan = plan_of_parts("float32", None)
     expected = outputs(lambda _: AttentionKernels(SdpaPrefill(), PagedDecode()), plan, 0.0, "cpu")
     found = outputs(lambda _: AttentionKernels(SdpaPrefill(), _ValuesAlone()), plan, 0.0, "cpu")

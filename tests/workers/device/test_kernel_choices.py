@@ -1,4 +1,6 @@
-"""What a machine has chosen is chosen again by the next process, without timing; what it depends on makes it choose anew."""
+"""What a machine has chosen is chosen again by the next process, without timing; what it depends on
+makes it choose anew.
+"""
 
 import json
 import logging
@@ -33,19 +35,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Process:
-    """Stands for a process that starts: its clock has ``seconds`` for each kernel, and it notes what is computed and timed."""
+    """Stands for a process that starts: its clock has ``seconds`` for each kernel, and it notes
+    what is computed and timed.
+    """
 
     def __init__(
-        self, seconds: Mapping[str, float], outs: Mapping[str, Tensor] | None = None, choices: KernelChoices | None = None
+        self,
+        seconds: Mapping[str, float],
+        outs: Mapping[str, Tensor] | None = None,
+        choices: KernelChoices | None = None,
     ) -> None:
         self.tried: list[str] = []
         self.timed: list[str] = []
         self._seconds, self._outs = seconds, outs or dict.fromkeys(seconds, RIGHT)
         self._selector = KernelSelector(self._clock, choices or KernelChoices.of_device("cpu"))
 
-    def choose(self, job: str = "decode of 4", shapes: str = SHAPES, advantage: float = 1) -> str | None:
+    def choose(
+        self, job: str = "decode of 4", shapes: str = SHAPES, advantage: float = 1
+    ) -> str | None:
         names = {name: name for name in self._outs}
-        return self._selector.fastest(job, shapes, names, self._prepare, lambda: self._prepare, RIGHT, advantage)
+        return self._selector.fastest(
+            job, shapes, names, self._prepare, lambda: self._prepare, RIGHT, advantage
+        )
 
     def _prepare(self, name: str) -> Compute:
         def compute() -> Tensor:
@@ -60,7 +71,9 @@ class Process:
         return self._seconds[self.timed[-1]]
 
 
-def test_the_second_start_times_nothing_and_chooses_the_same(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_second_start_times_nothing_and_chooses_the_same(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Though another kernel would be the fastest by its clock."""
     first, second = Process(FAST_FIRST), Process(FAST_LAST)
     assert first.choose() == "a"
@@ -70,10 +83,14 @@ def test_the_second_start_times_nothing_and_chooses_the_same(folder: Path, caplo
     assert second.timed == []
     assert second.tried == ["a"], "it is compared with the reference, and no other is computed"
     assert caplog.messages == ["decode of 4 by a, as chosen before on this machine"]
-    assert [path.suffix for path in folder.iterdir()] == [".json"], "no lock and no half of a file is left"
+    assert [path.suffix for path in folder.iterdir()] == [".json"], (
+        "no lock and no half of a file is left"
+    )
 
 
-def test_a_choice_that_another_kernel_is_not_much_faster_is_remembered_as_it_was(folder: Path) -> None:
+def test_a_choice_that_another_kernel_is_not_much_faster_is_remembered_as_it_was(
+    folder: Path,
+) -> None:
     assert Process(FAST_LAST).choose(advantage=4) == "a"
     assert Process(FAST_LAST).choose(advantage=1) == "a"
 
@@ -85,7 +102,9 @@ def test_without_choices_each_start_times() -> None:
         assert process.choose() == chosen
 
 
-def test_what_has_no_alternative_is_tried_and_neither_timed_nor_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_no_alternative_is_tried_and_neither_timed_nor_kept(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     process = Process({"a": 1.0})
     with caplog.at_level(logging.INFO):
         assert process.choose() == "a"
@@ -162,8 +181,13 @@ def test_another_device_or_library_times_again(
     assert chosen(FAST_LAST) == ("a", False)
 
 
-@pytest.mark.parametrize("file", ["kernels/triton_gemv.py", "attention/attention.c", "device/tile.h", "model/expert_kernels.py"])
-def test_another_source_times_again(file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "file",
+    ["kernels/triton_gemv.py", "attention/attention.c", "device/tile.h", "model/expert_kernels.py"],
+)
+def test_another_source_times_again(
+    file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(kernel_choices.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
     assert Process(FAST_FIRST).choose() == "a"
@@ -174,7 +198,9 @@ def test_another_source_times_again(file: str, folder: Path, tmp_path: Path, mon
     assert Process(FAST_LAST).choose() == "c"
 
 
-def test_a_source_with_another_name_is_another_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_with_another_name_is_another_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in kernel_choices.PACKAGES:
         (tmp_path / package).mkdir()
     monkeypatch.setattr(kernel_choices, "SOURCES", tmp_path)
@@ -208,7 +234,9 @@ def test_on_cpus_threads_and_the_compiler_count(monkeypatch: pytest.MonkeyPatch)
     assert platform_of("cpu"), "without a compiler there is nothing to choose from"
 
 
-def test_a_remembered_kernel_that_is_wrong_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_remembered_kernel_that_is_wrong_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All are tried and timed anew, and the new choice is remembered."""
     Process(FAST_FIRST).choose()
     outs = {"a": RIGHT * 1.1, "b": RIGHT, "c": RIGHT}
@@ -217,14 +245,17 @@ def test_a_remembered_kernel_that_is_wrong_is_not_used(folder: Path, caplog: pyt
         assert process.choose() == "b"
     assert process.timed == ["b", "c"]
     assert caplog.messages == [
-        "decode of 4: a was chosen on this machine before and is not used, all are tried again: differs by 0.1"
+        "decode of 4: a was chosen on this machine before and is not used, all are tried again:"
+        " differs by 0.1"
     ]
     again = Process(FAST_FIRST)
     assert again.choose() == "b"
     assert not again.timed
 
 
-def test_a_remembered_kernel_that_does_not_run_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_remembered_kernel_that_does_not_run_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Process(FAST_FIRST).choose()
     process = Process(FAST_FIRST)
 
@@ -235,7 +266,10 @@ def test_a_remembered_kernel_that_does_not_run_is_not_used(folder: Path, caplog:
 
     process._prepare = prepare  # type: ignore[method-assign]
     assert process.choose() == "b"
-    assert "a was chosen on this machine before and is not used, all are tried again: not built for this GPU" in caplog.text
+    assert (
+        "a was chosen on this machine before and is not used, all are tried again: not built for"
+        " this GPU" in caplog.text
+    )
 
 
 def test_that_none_can_be_used_is_not_remembered(folder: Path) -> None:
@@ -261,7 +295,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_file_is_made_again(damage: Callable[[bytes], bytes], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_made_again(
+    damage: Callable[[bytes], bytes], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Process(FAST_FIRST).choose()
     (path,) = folder.iterdir()
     content = path.read_bytes()
@@ -280,7 +316,12 @@ def test_the_file_says_what_was_asked_and_chosen(folder: Path) -> None:
     (path,) = folder.iterdir()
     kept = json.loads(path.read_text(encoding="utf-8"))
     assert kept.pop("platform") == platform_of("cpu")
-    assert kept == {"job": "decode of 4", "shapes": SHAPES, "candidates": ["a", "b", "c"], "chosen": "a"}
+    assert kept == {
+        "job": "decode of 4",
+        "shapes": SHAPES,
+        "candidates": ["a", "b", "c"],
+        "chosen": "a",
+    }
     assert path.stat().st_mode & 0o077 == 0 or path.parent.stat().st_mode & 0o077 == 0
 
 
@@ -320,13 +361,20 @@ def test_processes_that_write_at_once_keep_all_choices(folder: Path) -> None:
         writer.communicate()
         assert writer.returncode == 0
     choices = KernelChoices("a platform", folder)
-    jobs = [*(f"job {number} {each}" for number in numbers for each in range(num_choices)), "job of all"]
+    jobs = [
+        *(f"job {number} {each}" for number in numbers for each in range(num_choices)),
+        "job of all",
+    ]
     assert {choices.of(job, "", ["a", "b"]).recall() for job in jobs} == {"b"}
     assert len([*folder.iterdir()]) == len(jobs)
 
 
-def test_stages_that_start_together_choose_once_and_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them find that nothing was chosen yet, and by the clock of each another kernel is the fastest."""
+def test_stages_that_start_together_choose_once_and_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them find that nothing was chosen yet, and by the clock of each another kernel is the
+    fastest.
+    """
     names, recall, seen = "abc", KeptChoice.recall, set[int]()
     have_looked = threading.Barrier(len(names))
 
@@ -348,7 +396,9 @@ def test_stages_that_start_together_choose_once_and_the_same(folder: Path, monke
     assert sorted(num_timed for _, num_timed in found) == [0, 0, 3]
 
 
-def test_the_folder_is_the_one_of_kernels_of_this_user(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_is_the_one_of_kernels_of_this_user(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One that others can write to is not read, see ``test_native_library``."""
     Process(FAST_FIRST).choose()
     folder.chmod(0o777)

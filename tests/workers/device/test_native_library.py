@@ -1,4 +1,6 @@
-"""Kernels in C are compiled by what the machine has, and kept; if it has nothing, one line says what to install."""
+"""Kernels in C are compiled by what the machine has, and kept; if it has nothing, one line says
+what to install.
+"""
 
 import hashlib
 import os
@@ -22,7 +24,10 @@ Compile = Callable[[str], CDLL]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "seven.c"
-    path.write_text('#include "element.h"\nint seven(void) { return MORE + 7 + (int)sizeof(element); }\n', encoding="utf-8")
+    path.write_text(
+        '#include "element.h"\nint seven(void) { return MORE + 7 + (int)sizeof(element); }\n',
+        encoding="utf-8",
+    )
     return path
 
 
@@ -36,7 +41,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compile_with(source: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
-    """Compile with another compiler, as a new process would; ``temporary`` is the machine's temporary folder."""
+    """Compile with another compiler, as a new process would; ``temporary`` is the machine's
+    temporary folder.
+    """
     assert temporary.is_dir()
 
     def compile_fresh(command: str) -> CDLL:
@@ -65,13 +72,17 @@ def _script(path: Path, text: str) -> str:
 
 
 def test_without_a_compiler_the_package_to_install_is_named(compile_with: Compile) -> None:
-    with pytest.raises(CompilerError, match="there is no C compiler no-such-cc; Debian's package gcc has one"):
+    with pytest.raises(
+        CompilerError, match="there is no C compiler no-such-cc; Debian's package gcc has one"
+    ):
         compile_with("no-such-cc")
 
 
 def test_a_compiler_that_fails_is_quoted_in_one_line(compile_with: Compile, tmp_path: Path) -> None:
     broken = _script(tmp_path / "broken", "echo 'no such target' >&2; echo 'in line 7' >&2; exit 1")
-    with pytest.raises(CompilerError, match=r"broken cannot compile them: no such target \.\.\. in line 7$"):
+    with pytest.raises(
+        CompilerError, match=r"broken cannot compile them: no such target \.\.\. in line 7$"
+    ):
         compile_with(broken)
 
 
@@ -93,8 +104,12 @@ def test_a_compiler_without_openmp_compiles_for_one_thread(
     assert first == f"{second} -fopenmp"
 
 
-def test_stages_that_start_together_compile_once(compile_with: Compile, noted: tuple[str, Path], tmp_path: Path) -> None:
-    """All of them find that there is no library: the compiler does not end before the others have looked."""
+def test_stages_that_start_together_compile_once(
+    compile_with: Compile, noted: tuple[str, Path], tmp_path: Path
+) -> None:
+    """All of them find that there is no library: the compiler does not end before the others have
+    looked.
+    """
     compiler, seen = noted
     slow = _script(tmp_path / "slow", f'sleep 0.5; exec {compiler} "$@"')
     with ThreadPoolExecutor(4) as pool:
@@ -103,7 +118,11 @@ def test_stages_that_start_together_compile_once(compile_with: Compile, noted: t
 
 
 def test_what_is_compiled_is_kept_until_something_changes(
-    compile_with: Compile, noted: tuple[str, Path], source: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    compile_with: Compile,
+    noted: tuple[str, Path],
+    source: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiler, seen = noted
 
@@ -120,7 +139,9 @@ def test_what_is_compiled_is_kept_until_something_changes(
     assert (times(), times()) == (4, 4)
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [path.suffix for path in folder.iterdir()] == [".so"] * 5, "and the one of cc itself; nothing else is left"
+    assert [path.suffix for path in folder.iterdir()] == [".so"] * 5, (
+        "and the one of cc itself; nothing else is left"
+    )
 
 
 def _group_writable(folder: Path) -> None:
@@ -148,7 +169,9 @@ def _a_file(folder: Path) -> None:
     folder.write_text("x", encoding="utf-8")
 
 
-@pytest.mark.parametrize("take", [_group_writable, _of_another_user, _a_link, _a_dangling_link, _a_file])
+@pytest.mark.parametrize(
+    "take", [_group_writable, _of_another_user, _a_link, _a_dangling_link, _a_file]
+)
 def test_a_folder_that_is_not_this_users_is_not_used(
     compile_with: Compile,
     noted: tuple[str, Path],
@@ -166,11 +189,16 @@ def test_a_folder_that_is_not_this_users_is_not_used(
     (private,) = {*temporary.iterdir()} - known
     assert private.stat().st_mode & 0o777 == 0o700
     assert len([*private.iterdir()]) == 1
-    assert {path for each in known if each.is_dir() for path in each.iterdir()} == before, "nothing was read or written there"
+    assert {path for each in known if each.is_dir() for path in each.iterdir()} == before, (
+        "nothing was read or written there"
+    )
     assert len(seen.read_text(encoding="utf-8").splitlines()) == 1, "once per process"
     (warning,) = caplog.records
     assert warning.levelname == "WARNING"
-    assert f"{folder} is not a folder that only this user can write to; remove it" in warning.getMessage()
+    assert (
+        f"{folder} is not a folder that only this user can write to; remove it"
+        in warning.getMessage()
+    )
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -192,7 +220,9 @@ def test_a_damaged_library_is_compiled_again_once(
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[bytes], bytes],
 ) -> None:
-    """In another folder than where it was compiled: a path that a process has loaded once is not read again."""
+    """In another folder than where it was compiled: a path that a process has loaded once is not
+    read again.
+    """
     compiler, seen = noted
     (folder,) = temporary.iterdir()
     before = {*folder.iterdir()}
@@ -207,19 +237,28 @@ def test_a_damaged_library_is_compiled_again_once(
     library.write_bytes(damage(content))
     assert compile_with(compiler).seven() == 111
     (warning,) = caplog.records
-    assert f"the compiled kernels in {library} cannot be loaded and are compiled again" in warning.getMessage()
+    assert (
+        f"the compiled kernels in {library} cannot be loaded and are compiled again"
+        in warning.getMessage()
+    )
     assert library.stat().st_size == len(content)
     assert compile_with(compiler).seven() == 111
     assert len(seen.read_text(encoding="utf-8").splitlines()) == 2
 
 
-def test_what_cannot_be_loaded_is_an_error_of_one_line(compile_with: Compile, tmp_path: Path, temporary: Path) -> None:
-    garbage = _script(tmp_path / "garbage", 'while [ "$1" != -o ]; do shift; done; echo nothing > "$2"')
+def test_what_cannot_be_loaded_is_an_error_of_one_line(
+    compile_with: Compile, tmp_path: Path, temporary: Path
+) -> None:
+    garbage = _script(
+        tmp_path / "garbage", 'while [ "$1" != -o ]; do shift; done; echo nothing > "$2"'
+    )
     with pytest.raises(CompilerError, match=f"cannot be kept or loaded: {temporary}/.*so: "):
         compile_with(garbage)
 
 
-def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(compile_with: Compile, temporary: Path) -> None:
+def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(
+    compile_with: Compile, temporary: Path
+) -> None:
     temporary.rmdir()
     with pytest.raises(CompilerError, match="cannot be kept or loaded"):
         compile_with("sh")
@@ -230,7 +269,9 @@ def test_the_processor_is_known_by_its_instructions() -> None:
         assert native_library.processor().count("\n") in (1, 2), "of the first core"
 
 
-def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_depends_on_the_headers(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     header = tmp_path / "element.h"
     header.write_text("typedef float element;", encoding="utf-8")
     monkeypatch.setattr(native_library, "HEADERS", tmp_path)
@@ -239,7 +280,9 @@ def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypa
     assert source_digest(source) != before
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the options are of compilers for x86-64"
+)
 @pytest.mark.parametrize(
     ("options", "instructions"),
     [
@@ -251,7 +294,11 @@ def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypa
     ],
 )
 def test_the_compiler_names_the_instructions(
-    options: str, instructions: str, noted: tuple[str, Path], compile_with: Compile, monkeypatch: pytest.MonkeyPatch
+    options: str,
+    instructions: str,
+    noted: tuple[str, Path],
+    compile_with: Compile,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CC may name a processor, and the library is compiled for that one."""
     compiler, seen = noted

@@ -1,4 +1,6 @@
-"""Hidden states between a GPU and the host, with a driver that copies late and gives memory out again as torch does."""
+"""Hidden states between a GPU and the host, with a driver that copies late and gives memory out
+again as torch does.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.pinned_memory import HostCopy, PinnedTransfer, copy_to_host_async, to_device, to_host
+from tramontane.workers.device.pinned_memory import (
+    HostCopy,
+    PinnedTransfer,
+    copy_to_host_async,
+    to_device,
+    to_host,
+)
 from tramontane.workers.stage.activation import Activation, ActivationSender
 
 CPU = torch.device("cpu")
@@ -73,18 +81,25 @@ def test_on_the_host_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_and_unpacked_it_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_and_unpacked_it_is_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also by way of a device."""
     hidden_TD = torch.randn(5, 8).to(dtype)
     pinning: list[PinnedTransfer | None] = [None, LatePinning()]
     for way in pinning:
-        monkeypatch.setattr("tramontane.workers.stage.activation.to_host", lambda tensor, way=way: to_host(tensor, way))
+        monkeypatch.setattr(
+            "tramontane.workers.stage.activation.to_host",
+            lambda tensor, way=way: to_host(tensor, way),
+        )
         header, array = Activation(hidden_TD, ()).pack()
         assert array.dtype == np.uint8
         assert torch.equal(Activation.unpack((header, array)).hidden_TD, hidden_TD)
 
 
-def test_what_leaves_waits_for_nothing_that_is_begun_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_waits_for_nothing_that_is_begun_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next step, for one."""
     late = LatePinning()
 

@@ -1,4 +1,6 @@
-"""A gate that prefers two experts: what the busiest expert actor does, without replicas and with planned ones."""
+"""A gate that prefers two experts: what the busiest expert actor does, without replicas and with
+planned ones.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +25,9 @@ CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 130]
 
 
 def _biased(args: ModelArgs) -> StageModel:
-    """Every token has the same large first number, by which the gates of all layers choose experts 0 and 1 nearly always."""
+    """Every token has the same large first number, by which the gates of all layers choose experts
+    0 and 1 nearly always.
+    """
     model = random_model(args)
     assert model.tok_embeddings is not None
     with torch.no_grad():
@@ -40,12 +44,16 @@ def _busiest(folder: Path, experts: ExpertPlan) -> tuple[float, list[list[int]],
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(experts, folder)
     with ping_pong_chain(plan, folder, actors) as chain:
         outputs = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), CHOSEN))
-        load = [tokens for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
+        load = [
+            tokens for stage in chain.stages for tokens in stage.worker.model.expert_load.values()
+        ]
     rows = [worker.num_rows for worker in actors.workers]
     return max(rows) * len(rows) / sum(rows), load, outputs
 
 
-def test_replicas_of_hot_experts_even_the_load_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_of_hot_experts_even_the_load_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS, _biased(ARGS))
     without, load, tokens = _busiest(folder, expert_plan(ARGS, ACTORS))
     hot = sum(sum(layer[:2]) for layer in load) / sum(map(sum, load))
@@ -55,8 +63,9 @@ def test_replicas_of_hot_experts_even_the_load_out(tmp_path: Path, capsys: pytes
     spread, _, same = _busiest(folder, expert_plan(ARGS, ACTORS, None, measured))
     with capsys.disabled():
         print(
-            f"\n{hot:.0%} of rows for two of eight experts; the busiest of {ACTORS} actors does {without:.2f} times the mean "
-            f"if all are taken for alike, {moved:.2f} by measured load, {spread:.2f} with automatic replicas"
+            f"\n{hot:.0%} of rows for two of eight experts; the busiest of {ACTORS} actors does"
+            f" {without:.2f} times the mean if all are taken for alike, {moved:.2f} by measured"
+            f" load, {spread:.2f} with automatic replicas"
         )
     assert spread <= LIMIT < without
     assert tokens == also == same

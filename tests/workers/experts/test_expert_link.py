@@ -1,4 +1,6 @@
-"""A stage's end of the link to an expert actor: channels that are lost, calls that fail, and replies in their order."""
+"""A stage's end of the link to an expert actor: channels that are lost, calls that fail, and
+replies in their order.
+"""
 
 import logging
 import queue
@@ -11,9 +13,19 @@ import torch
 from local_expert_actors import expert_plan
 from tiny_models import tiny_args
 
-from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, LinkError, PipelineError
+from tramontane.proto.errors import (
+    ExpertRelocatedError,
+    ExpertUnavailableError,
+    LinkError,
+    PipelineError,
+)
 from tramontane.workers.experts import expert_link
-from tramontane.workers.experts.expert_link import FAILED, MOVED, DirectExpertClient, ExpertMessageLayout
+from tramontane.workers.experts.expert_link import (
+    FAILED,
+    MOVED,
+    DirectExpertClient,
+    ExpertMessageLayout,
+)
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.links.channel import Address
 
@@ -23,7 +35,9 @@ LAYOUT = ExpertMessageLayout.of(expert_plan(ARGS, 1), torch.device("cpu"))
 
 
 class FakeChannel:
-    """An end whose incoming tensors are those of ``incoming``; after None, or once it is closed, every call fails."""
+    """An end whose incoming tensors are those of ``incoming``; after None, or once it is closed,
+    every call fails.
+    """
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -71,7 +85,9 @@ class Links:
         self.inlet = FakeChannel()
         self.connect_error: Exception | None = None
         self.changes = threading.Semaphore(0)
-        self.client = DirectExpertClient(self._exchange, self.changes.release, LAYOUT, "host", self, "experts 1")
+        self.client = DirectExpertClient(
+            self._exchange, self.changes.release, LAYOUT, "host", self, "experts 1"
+        )
 
     def _exchange(self, _calls: Address) -> Address:
         self.num_connections += 1
@@ -122,16 +138,23 @@ def test_replies_are_for_the_calls_in_their_order() -> None:
     first, last = calls[0].result(LIMIT_S), calls[3].result(LIMIT_S)
     assert (first.busy_s, first.rows_CD.tolist()) == (0.5, [[1.0] * ARGS.dim])
     assert (last.busy_s, last.rows_CD.tolist()) == (0.25, [[4.0] * ARGS.dim] * 4)
-    assert [type(call.exception(LIMIT_S)) for call in calls[1:3]] == [PipelineError, ExpertRelocatedError]
+    assert [type(call.exception(LIMIT_S)) for call in calls[1:3]] == [
+        PipelineError,
+        ExpertRelocatedError,
+    ]
     links.client.close()
 
 
-def test_a_connection_that_is_lost_fails_its_calls_and_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_that_is_lost_fails_its_calls_and_is_made_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     links = Links()
     links.wait_until_up()
     lost, outlet = links.call(), links.outlets[-1]
     links.inlet.incoming.put(None)
-    with pytest.raises(ExpertUnavailableError, match="the connection to experts 1 was lost: the neighbor is gone"):
+    with pytest.raises(
+        ExpertUnavailableError, match="the connection to experts 1 was lost: the neighbor is gone"
+    ):
         lost.result(LIMIT_S)
     assert "The connection to experts 1 was lost: the neighbor is gone" in caplog.text
     assert outlet.closed.wait(LIMIT_S)
@@ -176,7 +199,9 @@ def test_a_connection_of_which_one_half_fails_leaves_no_channel_open() -> None:
     links.client.close()
 
 
-def test_a_client_that_is_closed_while_it_connects_leaves_no_channel_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_is_closed_while_it_connects_leaves_no_channel_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     links = Links(lambda number: links.client.close() if number else None)
     links.wait_until_up()
     links.inlet.incoming.put(None)
@@ -187,7 +212,9 @@ def test_a_client_that_is_closed_while_it_connects_leaves_no_channel_open(caplog
     assert caplog.text.count("was lost") == 1, "that a client is closed is no loss"
 
 
-def test_a_client_that_is_closed_fails_its_calls_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_is_closed_fails_its_calls_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     links = Links()
     links.wait_until_up()
     call = links.call()

@@ -1,4 +1,6 @@
-"""Models with a shared expert and layers without experts, whose other experts are on actors: tokens, deaths, and the order."""
+"""Models with a shared expert and layers without experts, whose other experts are on actors:
+tokens, deaths, and the order.
+"""
 
 import asyncio
 import itertools
@@ -16,7 +18,11 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.expert_worker import ExpertCall
 from tramontane.workers.stage.stage_worker import StageWorker
 
-KINDS = {"softmax": latent_args(n_layers=4), "sigmoid": latent_args(n_layers=4, is_sigmoid=True), "sparse": sparse_args()}
+KINDS = {
+    "softmax": latent_args(n_layers=4),
+    "sigmoid": latent_args(n_layers=4, is_sigmoid=True),
+    "sparse": sparse_args(),
+}
 SHORT = [prompt for prompt in PROMPTS if len(prompt) <= 130][:12]
 WAIT_S = 30.0  # only where the test fails
 
@@ -28,7 +34,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"), KINDS[kind], random_model(KINDS[kind]))
+    return write_checkpoint(
+        tmp_path_factory.mktemp("model"), KINDS[kind], random_model(KINDS[kind])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +46,40 @@ def inside(kind: str, folder: Path) -> list[list[int]]:
 
 
 def _generate(chain: PingPongChain, plan: PipelinePlan) -> list[list[int]]:
-    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), SHORT))
+    return asyncio.run(
+        run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), SHORT)
+    )
 
 
-@pytest.mark.parametrize(("num_stages", "num_actors", "replicas"), [(1, 1, 1), (2, 2, 2), (4, 8, 1), (2, 8, 3)])
-def test_same_tokens(kind: str, folder: Path, inside: list[list[int]], num_stages: int, num_actors: int, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "num_actors", "replicas"), [(1, 1, 1), (2, 2, 2), (4, 8, 1), (2, 8, 3)]
+)
+def test_same_tokens(
+    kind: str,
+    folder: Path,
+    inside: list[list[int]],
+    num_stages: int,
+    num_actors: int,
+    replicas: int,
+) -> None:
     """Also in a stage whose only layer has no experts."""
     plan = tiny_plan(KINDS[kind], num_stages)
     actors = ExpertActors(expert_plan(KINDS[kind], num_actors, replicas), folder)
     assert all(expert.layer > 0 for actor in actors.plan.actors for expert in actor.experts)
     with ping_pong_chain(plan, folder, actors, 3) as chain:
         assert _generate(chain, plan) == inside
-        counted = {layer: sum(n) for stage in chain.stages for layer, n in stage.worker.model.expert_load.items()}
+        counted = {
+            layer: sum(n)
+            for stage in chain.stages
+            for layer, n in stage.worker.model.expert_load.items()
+        }
     assert counted.keys() == set(KINDS[kind].moe_layers)
     assert sum(worker.num_rows for worker in actors.workers) == sum(counted.values())
 
 
-def test_same_tokens_when_an_actor_dies_and_a_replica_takes_over(kind: str, folder: Path, inside: list[list[int]]) -> None:
+def test_same_tokens_when_an_actor_dies_and_a_replica_takes_over(
+    kind: str, folder: Path, inside: list[list[int]]
+) -> None:
     plan, actors = tiny_plan(KINDS[kind], 2), ExpertActors(expert_plan(KINDS[kind], 2, 2), folder)
     calls = itertools.count()
 
@@ -68,7 +93,9 @@ def test_same_tokens_when_an_actor_dies_and_a_replica_takes_over(kind: str, fold
     assert next(calls) > 9
 
 
-def test_the_shared_expert_is_computed_while_actors_work(kind: str, folder: Path, inside: list[list[int]]) -> None:
+def test_the_shared_expert_is_computed_while_actors_work(
+    kind: str, folder: Path, inside: list[list[int]]
+) -> None:
     """No actor answers before the stage has computed the shared expert of that layer."""
     plan, actors = tiny_plan(KINDS[kind]), ExpertActors(expert_plan(KINDS[kind], 2), folder)
     has_run = {layer: threading.Event() for layer in KINDS[kind].moe_layers}

@@ -14,7 +14,13 @@ import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from host_ipc import HostIpc
 from lazy_groups import HERE, LAZY, THERE, BetweenPlaces
-from local_expert_actors import ExpertActors, PingPongChain, expert_plan, ping_pong_chain, wait_until
+from local_expert_actors import (
+    ExpertActors,
+    PingPongChain,
+    expert_plan,
+    ping_pong_chain,
+    wait_until,
+)
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import ExpertRelocatedError, PipelineError, StaleEpochError
@@ -59,23 +65,35 @@ def _inside() -> list[list[int]]:
         (1, 8, 4, 2),
     ],
 )
-def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, max_open: int) -> None:
+def test_same_tokens(
+    folder: Path, num_stages: int, num_actors: int, replicas: int, max_open: int
+) -> None:
     plan = tiny_plan(ARGS, num_stages)
     actors = ExpertActors(expert_plan(ARGS, num_actors, replicas), folder)
     with ping_pong_chain(plan, folder, actors, max_open) as chain:
         scheduler = scheduler_for(plan, 64, FixedInFlightPolicy(4 * num_stages, 64))
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
-        given = [sum(tokens) for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
+        given = [
+            sum(tokens)
+            for stage in chain.stages
+            for tokens in stage.worker.model.expert_load.values()
+        ]
     assert given == [given[0]] * ARGS.n_layers, "every token passes every layer"
     assert sum(worker.num_rows for worker in actors.workers) == sum(given)
     assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
 
 
 GROUPS = ProcessGroupChannelFactory("gloo")
-ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS))
+ON_ONE_GPU = GpuChannelFactory(
+    ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS)
+)
 
 
-@pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU, BetweenPlaces(HERE, THERE, LAZY)], ids=["groups", "one GPU", "two GPUs"])
+@pytest.mark.parametrize(
+    "edges",
+    [GROUPS, ON_ONE_GPU, BetweenPlaces(HERE, THERE, LAZY)],
+    ids=["groups", "one GPU", "two GPUs"],
+)
 def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: ChannelFactory) -> None:
     """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)
@@ -139,11 +157,17 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     experts.close()
 
 
-def _generate(chain: PingPongChain, plan: PipelinePlan, prompts: list[list[int]]) -> list[list[int]]:
-    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), prompts))
+def _generate(
+    chain: PingPongChain, plan: PipelinePlan, prompts: list[list[int]]
+) -> list[list[int]]:
+    return asyncio.run(
+        run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), prompts)
+    )
 
 
-def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[], None] = lambda: None) -> None:
+def _dies_at(
+    actors: ExpertActors, actor_id: int, number: int, then: Callable[[], None] = lambda: None
+) -> None:
     """Actor dies when it has been given its call of that number, and before it answers."""
     calls = itertools.count()
 
@@ -182,7 +206,9 @@ def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> N
         assert _generate(chain, plan, SHORT) == _inside()
 
 
-def test_an_actor_that_is_lost_permanently_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
+def test_an_actor_that_is_lost_permanently_fails_the_step_and_a_fence_frees_what_waits(
+    folder: Path,
+) -> None:
     plan, actors = tiny_plan(ARGS, 1), ExpertActors(expert_plan(ARGS, 2), folder)
     with ping_pong_chain(plan, folder, actors) as chain:
         actors.kill(0)
@@ -200,7 +226,9 @@ def test_an_actor_that_is_lost_permanently_fails_the_step_and_a_fence_frees_what
 
 def _prompt_batch(epoch: int, step_id: int = 0, seq_id: int = 0) -> MicroBatch:
     sampling = SamplingParams(temperature=0.0)
-    return MicroBatch(epoch, step_id, (Chunk(seq_id, 0, (1, 2, 3, 4, 5), ((seq_id,),), sampling, True),))
+    return MicroBatch(
+        epoch, step_id, (Chunk(seq_id, 0, (1, 2, 3, 4, 5), ((seq_id,),), sampling, True),)
+    )
 
 
 def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(folder: Path) -> None:
@@ -211,7 +239,10 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     groups = groups_of([5, 0, 4, 3])
     requested = experts.dispatch(1, rows, groups)
     wait_until(requested.poll)
-    assert sorted((actor, num_rows) for actor, _, num_rows in requested.usage.actors) == [(0, 5), (1, 7)]
+    assert sorted((actor, num_rows) for actor, _, num_rows in requested.usage.actors) == [
+        (0, 5),
+        (1, 7),
+    ]
     assert requested.usage.wait_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
@@ -238,7 +269,9 @@ def test_the_actor_with_the_fewest_queued_rows_is_called(folder: Path) -> None:
 
 
 class HeldExperts:
-    """Experts that answer with what they are given, when a test lets them; knows the requests, in order."""
+    """Experts that answer with what they are given, when a test lets them; knows the requests, in
+    order.
+    """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -274,7 +307,10 @@ class HeldAnswer:
 
 def test_the_work_of_every_layers_experts_is_counted_once(folder: Path) -> None:
     """However often the step is resumed before they have answered."""
-    worker, held = StageWorker.load(replace(tiny_plan(ARGS).stages[0], experts_inside=False), folder), HeldExperts()
+    worker, held = (
+        StageWorker.load(replace(tiny_plan(ARGS).stages[0], experts_inside=False), folder),
+        HeldExperts(),
+    )
     worker.fence(0)
 
     def resume_to_the_end() -> Iterator[HeldAnswer]:
@@ -295,15 +331,25 @@ def test_the_work_of_every_layers_experts_is_counted_once(folder: Path) -> None:
 
 
 def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path) -> None:
-    """Requested in the order of number, layer: a is released after b, and must still be the first in every layer."""
+    """Requested in the order of number, layer: a is released after b, and must still be the first
+    in every layer.
+    """
     plan = tiny_plan(ARGS)
-    worker, held = StageWorker.load(replace(plan.stages[0], experts_inside=False), folder), HeldExperts()
+    worker, held = (
+        StageWorker.load(replace(plan.stages[0], experts_inside=False), folder),
+        HeldExperts(),
+    )
     stage = PingPongExecutor(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
     stage.fence(0)
     ended: list[int] = []
     with ThreadPoolExecutor(3) as threads:
         for step in (2, 0, 1):  # arrive in any order
-            threads.submit(stage.step, _prompt_batch(0, step, step), lambda: None, lambda _, step=step: ended.append(step))
+            threads.submit(
+                stage.step,
+                _prompt_batch(0, step, step),
+                lambda: None,
+                lambda _, step=step: ended.append(step),
+            )
         for layer in range(4):
             first = 2 * layer
             wait_until(lambda first=first: len(held.requested) == first + 2)

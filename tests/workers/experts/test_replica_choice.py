@@ -1,4 +1,6 @@
-"""Which of an expert's replicas is called, with connections that the test takes down and brings up."""
+"""Which of an expert's replicas is called, with connections that the test takes down and brings
+up.
+"""
 
 import time
 from collections.abc import Callable
@@ -65,7 +67,13 @@ def test_the_example_of_the_documentation() -> None:
 
 def test_among_idle_actors_the_one_that_was_sent_fewer_rows_is_called() -> None:
     experts, _ = _replicated()
-    assert [list(experts.select_replicas(0, {0: size})[0]) for size in (3, 1, 1, 1, 1)] == [[0], [1], [1], [1], [0]]
+    assert [list(experts.select_replicas(0, {0: size})[0]) for size in (3, 1, 1, 1, 1)] == [
+        [0],
+        [1],
+        [1],
+        [1],
+        [0],
+    ]
 
 
 def test_the_rows_of_one_call_are_balanced_whatever_was_sent_before() -> None:
@@ -84,7 +92,9 @@ def test_an_actor_that_is_up_again_does_not_get_all_until_it_has_caught_up() -> 
     assert [list(experts.select_replicas(0, {0: 1})[0]) for _ in range(4)] == [[0], [1], [0], [1]]
 
 
-def test_a_plan_that_has_not_changed_is_not_read_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_has_not_changed_is_not_read_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An expert has moved, and the plan that says where to is not recorded yet."""
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
@@ -113,7 +123,9 @@ def test_an_expert_waits_if_no_actor_that_holds_it_is_up() -> None:
     for connection in connections:
         connection.set_up(False)
     assert experts.select_replicas(0, {0: 2, 3: 1}) == ({}, (0, 3))
-    pending = experts.dispatch(1, torch.arange(3.0)[:, None].expand(3, ARGS.dim), groups_of([2, 0, 0, 1]))
+    pending = experts.dispatch(
+        1, torch.arange(3.0)[:, None].expand(3, ARGS.dim), groups_of([2, 0, 0, 1])
+    )
     assert not pending.is_ready
     assert not pending.poll()
     connections[1].set_up(True)

@@ -38,11 +38,15 @@ COMPILED_BY = {
 
 def _is_kernel(node: ast.AST) -> bool:
     """Tell whether it is decorated by ``triton.jit``, with or without options."""
-    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    return isinstance(node, ast.FunctionDef) and any(
+        "triton.jit" in ast.unparse(each) for each in node.decorator_list
+    )
 
 
 def _launched_kernels(path: Path) -> set[str]:
-    """Return the names of a module's kernels, but for those that other kernels call: they are compiled with them."""
+    """Return the names of a module's kernels, but for those that other kernels call: they are
+    compiled with them.
+    """
     kernels = [node for node in ast.walk(ast.parse(path.read_text())) if _is_kernel(node)]
     names = {node.name for node in kernels if isinstance(node, ast.FunctionDef)}
     calls = [each for node in kernels for each in ast.walk(node) if isinstance(each, ast.Call)]
@@ -51,7 +55,9 @@ def _launched_kernels(path: Path) -> set[str]:
 
 def test_the_table_has_every_kernel() -> None:
     paths = sorted(WORKERS.rglob("*.py"))
-    assert {(path.stem, name) for path in paths for name in _launched_kernels(path)} == set(COMPILED_BY)
+    assert {(path.stem, name) for path in paths for name in _launched_kernels(path)} == set(
+        COMPILED_BY
+    )
 
 
 @pytest.mark.parametrize(("module", "kernel"), COMPILED_BY, ids=".".join)

@@ -28,7 +28,14 @@ CPU = torch.device("cpu")
 def test_compiled_functions_agree_with_plain_ones() -> None:
     program = Path(__file__).parents[2] / "support" / "compiled_ops.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(program.parent), *sys.path])}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        [sys.executable, program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     differences = [float(line) for line in done.stdout.split()]
     if not differences:
@@ -49,10 +56,18 @@ def test_every_operation_is_tried_and_then_used(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     assert compile_ops(tiny_args(), CPU, torch.float32) is not EAGER
-    assert calls == {"apply_rotary": 3, "silu_and_mul": 3, "rms_norm": 3, "fused_add_rms_norm": 3, "cos_sin": 3}
+    assert calls == {
+        "apply_rotary": 3,
+        "silu_and_mul": 3,
+        "rms_norm": 3,
+        "fused_add_rms_norm": 3,
+        "cos_sin": 3,
+    }
 
 
-def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_compiles_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object, **__: object) -> object:
         def fails(*_: object) -> object:
             raise RuntimeError("Failed to find a compiler.\nMore lines.")
@@ -77,53 +92,82 @@ def native(request: pytest.FixtureRequest) -> tuple[FusedOps, torch.dtype]:
     return fused, request.param
 
 
-# One thread computes up to 32,768 numbers: 36 rows of 900 are less, 37 more; and so on for the three heads of a rotation.
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (2, 6), (17, 64), (40, 200), (36, 900), (37, 900), (60, 200)])
+# One thread computes up to 32,768 numbers: 36 rows of 900 are less, 37 more; and so on for the
+# three heads of a rotation.
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(1, 2), (2, 6), (17, 64), (40, 200), (36, 900), (37, 900), (60, 200)]
+)
 def test_operations_in_c_agree_with_plain_ones_in_float64(
     native: tuple[FusedOps, torch.dtype], num_rows: int, width: int
 ) -> None:
     fused, dtype = native
     torch.manual_seed(0)
-    heads, cosines, sines = torch.randn(num_rows, 5, width), torch.randn(num_rows, width), torch.randn(num_rows, width)
+    heads, cosines, sines = (
+        torch.randn(num_rows, 5, width),
+        torch.randn(num_rows, width),
+        torch.randn(num_rows, width),
+    )
     gate_up, h, more, weight = (
-        torch.randn(size) for size in ((num_rows, 2 * width), (num_rows, width), (num_rows, width), width)
+        torch.randn(size)
+        for size in ((num_rows, 2 * width), (num_rows, width), (num_rows, width), width)
     )
     gate_up[0, :2] = torch.tensor([-90.0, 90.0])
     cases = (
         (fused.apply_rotary, EAGER.apply_rotary, heads[:, :3], cosines, sines),
         (fused.silu_and_mul, EAGER.silu_and_mul, gate_up),
-        (fused.silu_and_mul, EAGER.silu_and_mul, torch.cat((gate_up, gate_up), dim=1)[:, : 2 * width]),
+        (
+            fused.silu_and_mul,
+            EAGER.silu_and_mul,
+            torch.cat((gate_up, gate_up), dim=1)[:, : 2 * width],
+        ),
         (fused.fused_add_rms_norm, EAGER.fused_add_rms_norm, h, more, weight, 1e-5),
     )
     for function, plain, *inputs in cases:
         given = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in inputs]
         exact = [each.double() if isinstance(each, torch.Tensor) else each for each in given]
         outs, expected = function(*given), plain(*exact)  # type: ignore[operator]
-        for out, right in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (outs, expected)), strict=True):
+        for out, right in zip(
+            *((x,) if isinstance(x, torch.Tensor) else x for x in (outs, expected)), strict=True
+        ):
             assert out.dtype == dtype
             assert (out.double() - right).norm() <= TOLERANCE[dtype] * right.norm(), plain.__name__  # type: ignore[attr-defined]
 
 
-def test_a_row_in_c_depends_on_no_other_row_and_on_no_number_of_threads(native: tuple[FusedOps, torch.dtype]) -> None:
+def test_a_row_in_c_depends_on_no_other_row_and_on_no_number_of_threads(
+    native: tuple[FusedOps, torch.dtype],
+) -> None:
     fused, dtype = native
     torch.manual_seed(0)
-    gate_up, h, weight = torch.randn(40, 1800).to(dtype), torch.randn(40, 900).to(dtype), torch.randn(900).to(dtype)
+    gate_up, h, weight = (
+        torch.randn(40, 1800).to(dtype),
+        torch.randn(40, 900).to(dtype),
+        torch.randn(900).to(dtype),
+    )
     heads, angles = torch.randn(40, 3, 300).to(dtype), torch.randn(40, 300).to(dtype)
 
     def computed(rows: slice) -> list[torch.Tensor]:
         normalized = fused.fused_add_rms_norm(h[rows], h[rows], weight, 1e-5)
-        return [fused.silu_and_mul(gate_up[rows]), fused.apply_rotary(heads[rows], angles[rows], angles[rows]), *normalized]
+        return [
+            fused.silu_and_mul(gate_up[rows]),
+            fused.apply_rotary(heads[rows], angles[rows], angles[rows]),
+            *normalized,
+        ]
 
     together, threads = computed(slice(None)), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         for rows in (slice(0, 40), slice(7, 8), slice(20, 40)):
-            assert all(torch.equal(one, all_[rows]) for one, all_ in zip(computed(rows), together, strict=True))
+            assert all(
+                torch.equal(one, all_[rows])
+                for one, all_ in zip(computed(rows), together, strict=True)
+            )
     finally:
         torch.set_num_threads(threads)
 
 
-def test_where_nothing_compiles_in_c_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_compiles_in_c_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(_source: Path, _dtype: str) -> None:
         raise CompilerError("there is no C compiler")
 
@@ -131,7 +175,10 @@ def test_where_nothing_compiles_in_c_one_line_says_so(monkeypatch: pytest.Monkey
     with caplog.at_level(logging.INFO, logger="tramontane.workers.kernels.fused_ops"):
         assert native_ops(tiny_args(), torch.float32) is EAGER
     (record,) = caplog.records
-    assert record.getMessage() == "operations between products are computed by PyTorch, one by one: there is no C compiler"
+    assert (
+        record.getMessage()
+        == "operations between products are computed by PyTorch, one by one: there is no C compiler"
+    )
 
 
 def test_operations_in_c_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +194,12 @@ def test_a_stage_on_a_cpu_has_them(native: tuple[FusedOps, torch.dtype]) -> None
 def test_every_layer_uses_what_its_stage_has() -> None:
     args = tiny_args(n_layers=2, moe=False)
     mine = FusedOps(silu_and_mul=lambda x: EAGER.silu_and_mul(x))
-    (worker,) = split_model(random_model(args), tiny_plan(args, 1), backend=DeviceBackend(cpu_kernels(), mine))
-    users = [module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))]
+    (worker,) = split_model(
+        random_model(args), tiny_plan(args, 1), backend=DeviceBackend(cpu_kernels(), mine)
+    )
+    users = [
+        module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))
+    ]
     assert len(users) == 4
     assert all(module.fused_ops is mine for module in users)
 
@@ -189,7 +240,12 @@ def test_more_than_32768_numbers_and_no_fewer_are_shared_by_threads(operation: s
         pytest.skip("there is no C compiler here")
     environment = os.environ | {"OPERATION": operation}
     command = [sys.executable, "-c", COUNT_THREADS]
-    few, many = map(int, subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split())
+    few, many = map(
+        int,
+        subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout.split(),
+    )
     assert many == few + 6
 
 

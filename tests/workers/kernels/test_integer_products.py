@@ -1,4 +1,6 @@
-"""Products of int8 weights and activations that are rounded to int8, in C: exact integers, one scale per row and per output."""
+"""Products of int8 weights and activations that are rounded to int8, in C: exact integers, one
+scale per row and per output.
+"""
 
 import os
 from collections.abc import Iterator
@@ -16,12 +18,14 @@ from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul
 from tramontane.workers.stage.stage_worker import StageWorker
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the result, relative, by norms
+# of the result, relative, by norms
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SHAPES = [(1, 1), (5, 3), (33, 31), (100, 75), (64, 256), (7, 1027)]
 THREADS = torch.get_num_threads()
 
 
-# By name: compiler options of processors that add up two or four products with one instruction, and of one that does not.
+# By name: compiler options of processors that add up two or four products with one instruction, and
+# of one that does not.
 PROCESSORS = {
     "this one": "",
     "SSE": "-mno-avx",
@@ -48,8 +52,12 @@ def matmul(request: pytest.FixtureRequest, processor: None) -> PackedMatmul:
         pytest.skip(f"the kernel in C needs a compiler: {error}")
 
 
-def _case(shape: tuple[int, int], num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations that are integers times a power of two, the largest of a row 127; weights with all numbers; scales."""
+def _case(
+    shape: tuple[int, int], num_tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations that are integers times a power of two, the largest of a row 127; weights with
+    all numbers; scales.
+    """
     generator = torch.Generator().manual_seed(shape[0] * shape[1] + num_tokens)
     x = torch.randint(-127, 128, (num_tokens, shape[1]), generator=generator).float()
     x[torch.arange(num_tokens), torch.randint(shape[1], (num_tokens,), generator=generator)] = 127
@@ -79,7 +87,10 @@ def test_integers_are_multiplied_exactly(matmul: PackedMatmul, num_tokens: int) 
 
 def test_the_largest_numbers_do_not_overflow(matmul: PackedMatmul) -> None:
     """With 127 * 127 * 8192 a sum of 16 bits, or of products that saturate, would be wrong."""
-    x, weight = torch.ones(3, 8192, dtype=matmul.dtype), torch.full((2, 8192), 127, dtype=torch.int8)
+    x, weight = (
+        torch.ones(3, 8192, dtype=matmul.dtype),
+        torch.full((2, 8192), 127, dtype=torch.int8),
+    )
     weight[1] = -127
     out = matmul.multiply(x, matmul.pack(weight), 2, torch.full((2,), 2**-20))
     assert out[:, 0].tolist() == pytest.approx([127 * 8192 / 2**20] * 3, rel=5e-3)
@@ -87,11 +98,15 @@ def test_the_largest_numbers_do_not_overflow(matmul: PackedMatmul) -> None:
 
 
 def test_activations_are_rounded_to_the_nearest_of_255_numbers(matmul: PackedMatmul) -> None:
-    """Weights that are the identity show the numbers themselves: off by half a step at most, and by about that for some."""
+    """Weights that are the identity show the numbers themselves: off by half a step at most, and by
+    about that for some.
+    """
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)).to(matmul.dtype)
     identity = torch.eye(300, dtype=torch.int8)
     steps = x.double().abs().amax(dim=1, keepdim=True) / 127
-    off = (matmul.multiply(x, matmul.pack(identity), 300, torch.ones(300)).double() - x.double()).abs() / steps
+    off = (
+        matmul.multiply(x, matmul.pack(identity), 300, torch.ones(300)).double() - x.double()
+    ).abs() / steps
     rounding = 127 * torch.finfo(matmul.dtype).eps  # of the result
     assert 0.45 < off.max() < 0.5 + rounding
 
@@ -124,7 +139,9 @@ def test_rows_too_small_for_a_scale_are_zeros(matmul: PackedMatmul) -> None:
     if matmul.dtype == torch.float16:
         pytest.skip("float16 has no numbers below 1e-30")
     x = torch.full((1, 4), 1e-38, dtype=matmul.dtype)
-    assert (matmul.multiply(x, matmul.pack(torch.ones(3, 4, dtype=torch.int8)), 3, torch.ones(3)) == 0).all()
+    assert (
+        matmul.multiply(x, matmul.pack(torch.ones(3, 4, dtype=torch.int8)), 3, torch.ones(3)) == 0
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -140,5 +157,7 @@ def test_a_stage_multiplies_integers_if_it_is_quantized_so(moe: bool, dtype: tor
         matrix_dtype = getattr(torch, plan.weight_format.matrix_dtype)
         assert layers
         wanted = packed_linear.packed_matmul(dtype, torch.int8, quantize is Quantization.W8A8)
-        assert {layer.matmul for layer in layers} - {wanted} <= {packed_linear.packed_matmul(dtype, matrix_dtype)}
+        assert {layer.matmul for layer in layers} - {wanted} <= {
+            packed_linear.packed_matmul(dtype, matrix_dtype)
+        }
         assert sum(layer.matmul is wanted for layer in layers) > 2

@@ -1,4 +1,6 @@
-"""Products with packed weights are those of the definition, and a row's do not depend on what else is computed."""
+"""Products with packed weights are those of the definition, and a row's do not depend on what else
+is computed.
+"""
 
 import logging
 import platform
@@ -21,12 +23,18 @@ from tramontane.workers.device.native_library import CompilerError, compile_libr
 from tramontane.workers.device.probe import panel_rows
 from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, pack_linears, packed_matmul
+from tramontane.workers.kernels.packed_linear import (
+    PackedLinear,
+    PackedMatmul,
+    pack_linears,
+    packed_matmul,
+)
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative, of one number
+# relative, of one number
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 KINDS = [(dtype, weight_dtype) for dtype in ROUNDING for weight_dtype in (dtype, INT8, FP8)]
 KINDS.append((torch.float32, torch.bfloat16))
 SHAPES = [(1, 1), (5, 31), (31, 5), (33, 75), (75, 33), (64, 64), (100, 1), (3, 1300), (40, 257)]
@@ -41,7 +49,9 @@ def _tested_anew() -> Iterator[None]:
     compile_library.cache_clear()
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: "-".join(str(dtype).removeprefix("torch.") for dtype in kind))
+@pytest.fixture(
+    params=KINDS, ids=lambda kind: "-".join(str(dtype).removeprefix("torch.") for dtype in kind)
+)
 def matmul(request: pytest.FixtureRequest) -> PackedMatmul:
     try:
         return PackedMatmul(*request.param)
@@ -62,11 +72,19 @@ def _scale(matmul: PackedMatmul, num_outputs: int) -> Tensor | None:
     return None if matmul.weight_dtype.itemsize > 1 else torch.linspace(0.01, 0.03, num_outputs)
 
 
-def _assert_is_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> None:
+def _assert_is_product(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor | None
+) -> None:
     """Up to the sum's rounding in float32 and one rounding of the output, to the nearest."""
-    exact_NK = weight_NK.double() if scale_N is None else weight_NK.double() * scale_N.double()[:, None]
+    exact_NK = (
+        weight_NK.double() if scale_N is None else weight_NK.double() * scale_N.double()[:, None]
+    )
     exact_TN, magnitude_TN = x_TK.double() @ exact_NK.T, x_TK.double().abs() @ exact_NK.abs().T
-    smallest = torch.finfo(torch.float16).smallest_normal * 2**-11 if out_TN.dtype == torch.float16 else 0.0
+    smallest = (
+        torch.finfo(torch.float16).smallest_normal * 2**-11
+        if out_TN.dtype == torch.float16
+        else 0.0
+    )
     most_TN = exact_TN.abs() * ROUNDING[out_TN.dtype] + magnitude_TN * 2**-20 + smallest
     assert out_TN.shape == exact_TN.shape
     assert out_TN.dtype == x_TK.dtype
@@ -80,7 +98,9 @@ def test_products_are_those_in_float64(matmul: PackedMatmul, shape: tuple[int, i
     packed_PUCS = matmul.pack(weight_NK)
     for num_tokens in range(41):
         x_TK = _random(num_tokens, shape[1], seed=1).to(matmul.dtype)
-        _assert_is_product(matmul.multiply(x_TK, packed_PUCS, shape[0], scale_N), x_TK, weight_NK, scale_N)
+        _assert_is_product(
+            matmul.multiply(x_TK, packed_PUCS, shape[0], scale_N), x_TK, weight_NK, scale_N
+        )
 
 
 @pytest.mark.parametrize("num_inputs", [75, 1000, 10_000])
@@ -90,10 +110,14 @@ def test_more_rows_than_a_block_has(matmul: PackedMatmul, num_inputs: int) -> No
     packed_PUCS, block_rows = matmul.pack(weight_NK), matmul.block_rows(num_inputs)
     for num_tokens in (block_rows - 1, block_rows, block_rows + 1, 2 * block_rows + 5):
         x_TK = _random(num_tokens, num_inputs, seed=1).to(matmul.dtype)
-        _assert_is_product(matmul.multiply(x_TK, packed_PUCS, 37, scale_N), x_TK, weight_NK, scale_N)
+        _assert_is_product(
+            matmul.multiply(x_TK, packed_PUCS, 37, scale_N), x_TK, weight_NK, scale_N
+        )
 
 
-def test_memory_of_a_block_is_freed_and_its_lack_is_an_error(matmul: PackedMatmul, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_block_is_freed_and_its_lack_is_an_error(
+    matmul: PackedMatmul, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight_NK, scale_N, before = _weight(matmul, 3, 4096), _scale(matmul, 3), 0
     packed_PUCS, x_TK = matmul.pack(weight_NK), _random(128, 4096, seed=1).to(matmul.dtype)
     for number in range(200):  # of 1 or 2 MiB each
@@ -112,7 +136,9 @@ def test_memory_of_a_block_is_freed_and_its_lack_is_an_error(matmul: PackedMatmu
 
 
 def test_blocks_are_whole_tiles_that_the_cache_holds(matmul: PackedMatmul) -> None:
-    rows = [matmul.block_rows(num_inputs) for num_inputs in (1, 75, 1000, 2000, 4096, 10_000, 10**6)]
+    rows = [
+        matmul.block_rows(num_inputs) for num_inputs in (1, 75, 1000, 2000, 4096, 10_000, 10**6)
+    ]
     assert rows == sorted(rows, reverse=True)
     assert rows[0] == 252
     assert rows[-1] in (24, 48)
@@ -128,8 +154,17 @@ def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(matmul: Packe
     try:
         for num_threads in (1, 2, 5):
             torch.set_num_threads(num_threads)
-            assert torch.equal(matmul.pack(weight_NK).view(torch.uint8), packed_PUCS.view(torch.uint8))
-            for start, stop in ((0, 600), *pairwise(range(41)), (5, 34), (8, 20), (90, 460), (599, 600)):
+            assert torch.equal(
+                matmul.pack(weight_NK).view(torch.uint8), packed_PUCS.view(torch.uint8)
+            )
+            for start, stop in (
+                (0, 600),
+                *pairwise(range(41)),
+                (5, 34),
+                (8, 20),
+                (90, 460),
+                (599, 600),
+            ):
                 out_TN = matmul.multiply(x_TK[start:stop], packed_PUCS, 75, scale_N)
                 assert torch.equal(out_TN, together_TN[start:stop]), (start, stop)
     finally:
@@ -141,7 +176,9 @@ def test_an_output_depends_on_no_other_output(matmul: PackedMatmul) -> None:
     together_TN = matmul.multiply(x_TK, matmul.pack(weight_NK), 75)
     for outputs in (slice(0, 1), slice(33, 50), slice(7, 75)):
         own_NK = weight_NK[outputs]
-        assert torch.equal(matmul.multiply(x_TK, matmul.pack(own_NK), len(own_NK)), together_TN[:, outputs])
+        assert torch.equal(
+            matmul.multiply(x_TK, matmul.pack(own_NK), len(own_NK)), together_TN[:, outputs]
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -163,7 +200,9 @@ def test_what_is_no_number_stays_in_its_row(matmul: PackedMatmul, bad: float) ->
 
 
 def test_weights_are_stored_as_the_docstrings_say(matmul: PackedMatmul) -> None:
-    """Output n and input k at [n // C, k // S, position(n % C), k % S], and zeros elsewhere, whatever was there."""
+    """Output n and input k at [n // C, k // S, position(n % C), k % S], and zeros elsewhere,
+    whatever was there.
+    """
     weight_NK = _weight(matmul, 70, 5)
     num_panels, num_units, columns, step = matmul.packed_shape(70, 5)
     expected = torch.zeros(num_panels * columns, num_units * step, dtype=matmul.weight_dtype)
@@ -215,27 +254,37 @@ def test_inputs_that_lie_anywhere_in_memory(matmul: PackedMatmul) -> None:
     weight_NK = _weight(matmul, 9, 64)
     packed_PUCS = matmul.pack(weight_NK)
     numbers = _random(4 * 64 + 3, seed=1).to(matmul.dtype)
-    for x_TK in (numbers[3:].view(4, 64), numbers[:256].view(64, 4).T, _random(4, 128).to(matmul.dtype)[:, ::2]):
+    for x_TK in (
+        numbers[3:].view(4, 64),
+        numbers[:256].view(64, 4).T,
+        _random(4, 128).to(matmul.dtype)[:, ::2],
+    ):
         _assert_is_product(matmul.multiply(x_TK, packed_PUCS, 9), x_TK, weight_NK, None)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("weight_dtype", [INT8, FP8], ids=str)
-def test_every_number_of_eight_bits_is_converted_exactly(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_every_number_of_eight_bits_is_converted_exactly(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     """Subnormal ones too."""
     weight_N1 = torch.arange(256, dtype=torch.uint8).view(weight_dtype)[:, None]
     weight_N1 = weight_N1[weight_N1[:, 0].float().isfinite()]
     assert len(weight_N1) == (256 if weight_dtype == INT8 else 254)
     matmul = PackedMatmul(dtype, weight_dtype)
     for factor in (1, -2):
-        out_1N = matmul.multiply(torch.tensor([[factor]], dtype=dtype), matmul.pack(weight_N1), len(weight_N1))
+        out_1N = matmul.multiply(
+            torch.tensor([[factor]], dtype=dtype), matmul.pack(weight_N1), len(weight_N1)
+        )
         assert torch.equal(out_1N[0].float(), weight_N1[:, 0].float() * factor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_sixteen_bits_is_converted_exactly(dtype: torch.dtype) -> None:
     """Subnormal ones of float16 too; an instruction for bfloat16 may take those for 0."""
-    weight_N1 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
+    weight_N1 = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
+    )
     smallest = torch.finfo(dtype).smallest_normal if dtype == torch.bfloat16 else 0
     weight_N1 = weight_N1[weight_N1[:, 0].isfinite() & (weight_N1[:, 0].abs() >= smallest)]
     matmul = PackedMatmul(dtype, dtype)
@@ -246,18 +295,26 @@ def test_every_number_of_sixteen_bits_is_converted_exactly(dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_weights_in_bfloat16_are_multiplied_like_those_in_float32(shape: tuple[int, int]) -> None:
     """To the last bit, for few and many rows."""
-    as_stored, wide = PackedMatmul(torch.float32, torch.bfloat16), PackedMatmul(torch.float32, torch.float32)
+    as_stored, wide = (
+        PackedMatmul(torch.float32, torch.bfloat16),
+        PackedMatmul(torch.float32, torch.float32),
+    )
     weight_NK = _random(*shape).bfloat16()
     packed_PUCS, wide_PUCS = as_stored.pack(weight_NK), wide.pack(weight_NK.float())
     assert 2 * packed_PUCS.nbytes == wide_PUCS.nbytes
     for num_tokens in (1, 2, 6, 7, 13, 300):
         x_TK = _random(num_tokens, shape[1], seed=1)
-        out_TN, expected_TN = as_stored.multiply(x_TK, packed_PUCS, shape[0]), wide.multiply(x_TK, wide_PUCS, shape[0])
+        out_TN, expected_TN = (
+            as_stored.multiply(x_TK, packed_PUCS, shape[0]),
+            wide.multiply(x_TK, wide_PUCS, shape[0]),
+        )
         assert torch.equal(out_TN, expected_TN)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dtype: torch.dtype) -> None:
+def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(
+    dtype: torch.dtype,
+) -> None:
     """Sums of a number and half a step, or a little more or less."""
     numbers_N = torch.linspace(1, 2, 65).to(dtype).repeat(3)
     half = torch.finfo(dtype).eps / 2
@@ -265,7 +322,9 @@ def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dt
     weight_N2 = torch.stack((numbers_N, steps_N), 1)
     matmul = PackedMatmul(dtype, dtype)
     for sign in (1, -1):
-        out_1N = matmul.multiply(torch.full((1, 2), sign, dtype=dtype), matmul.pack(weight_N2), len(weight_N2))
+        out_1N = matmul.multiply(
+            torch.full((1, 2), sign, dtype=dtype), matmul.pack(weight_N2), len(weight_N2)
+        )
         assert torch.equal(out_1N[0], (sign * (numbers_N.float() + steps_N.float())).to(dtype))
 
 
@@ -275,15 +334,23 @@ AVX512_BF16 = f"{AVX512} -D__AVX512BF16__"
 OTHER_PROCESSORS = [
     *(("-mno-avx", kind, (8, 1)) for kind in [(F32, F32), (F32, BF16), (BF16, BF16), (F16, FP8)]),
     *(("-mavx -mno-avx2", kind, (16, 1)) for kind in [(F32, BF16), (F32, INT8), (F16, F16)]),
-    *((AVX512, kind, (32, 1)) for kind in [(F32, F32), (F32, BF16), (F32, INT8), (F16, FP8), (F16, F16)]),
+    *(
+        (AVX512, kind, (32, 1))
+        for kind in [(F32, F32), (F32, BF16), (F32, INT8), (F16, FP8), (F16, F16)]
+    ),
     *((AVX512_BF16, kind, (32, 2)) for kind in [(BF16, BF16), (BF16, INT8), (BF16, FP8)]),
 ]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the options are of compilers for x86-64"
+)
 @pytest.mark.parametrize(("options", "kind", "unit"), OTHER_PROCESSORS)
 def test_other_processors(
-    options: str, kind: tuple[torch.dtype, torch.dtype], unit: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    options: str,
+    kind: tuple[torch.dtype, torch.dtype],
+    unit: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compile_library.cache_clear()
     monkeypatch.setenv("CC", f"cc {options}")
@@ -295,7 +362,9 @@ def test_other_processors(
         packed_PUCS = matmul.pack(weight_NK)
         for num_tokens in (1, 6, 7, 13, 30, 300):
             x_TK = _random(num_tokens, shape[1], seed=1).to(matmul.dtype)
-            _assert_is_product(matmul.multiply(x_TK, packed_PUCS, shape[0], scale_N), x_TK, weight_NK, scale_N)
+            _assert_is_product(
+                matmul.multiply(x_TK, packed_PUCS, shape[0], scale_N), x_TK, weight_NK, scale_N
+            )
 
 
 # ---- layers
@@ -314,7 +383,9 @@ def test_linear_layers_are_packed_and_nothing_else(dtype: torch.dtype) -> None:
     """On the meta device, as models are made; the gate of experts is a linear layer too."""
     with torch.device("meta"):
         model, args = Model(), tiny_args(n_layers=1)
-    kinds = {name: type(module) for name, module in model.named_modules() if name and name != "inner"}
+    kinds = {
+        name: type(module) for name, module in model.named_modules() if name and name != "inner"
+    }
     packed = pack_linears(model, dtype, dtype)
     assert {name: matmul.weight_dtype for name, matmul in packed.items()} == {
         "plain.weight": dtype,
@@ -328,15 +399,28 @@ def test_linear_layers_are_packed_and_nothing_else(dtype: torch.dtype) -> None:
     assert model.plain.scale is None
     assert model.quantized.scale is not None
     worker = StageWorker.load(tiny_plan(args).stages[0], RandomWeights())
-    names = {name for name, module in worker.model.named_modules() if isinstance(module, PackedLinear)}
+    names = {
+        name for name, module in worker.model.named_modules() if isinstance(module, PackedLinear)
+    }
     experts = {f"experts.layers.0.{expert}.{w}" for expert in range(4) for w in ("w13", "w2")}
-    assert names == {"layers.0.attention.wqkv", "layers.0.attention.wo", "layers.0.gate.scores", "output", *experts}
+    assert names == {
+        "layers.0.attention.wqkv",
+        "layers.0.attention.wo",
+        "layers.0.gate.scores",
+        "output",
+        *experts,
+    }
 
 
-@pytest.mark.parametrize("quantize", [None, Quantization.INT8, Quantization.FP8])  # of w8a8 see test_integer_products.py
+# of w8a8 see test_integer_products.py
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8, Quantization.FP8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Quantization | None) -> None:
-    worker = StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype=dtype, quantize=quantize).stages[0], RandomWeights())
+def test_layers_multiply_by_the_weights_that_are_loaded(
+    dtype: str, quantize: Quantization | None
+) -> None:
+    worker = StageWorker.load(
+        tiny_plan(tiny_args(n_layers=1), dtype=dtype, quantize=quantize).stages[0], RandomWeights()
+    )
     state = loaded_state(worker)
     for name in ("layers.0.attention.wqkv", "layers.0.gate.scores", "experts.layers.0.2.w13"):
         layer = worker.model.get_submodule(name)
@@ -344,7 +428,9 @@ def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Qu
         x_TK = _random(7, layer.in_features).to(getattr(torch, dtype))
         weight_NK = state[f"{name}.weight"]
         _assert_is_product(layer(x_TK), x_TK, weight_NK, state.get(f"{name}.scale"))
-        assert torch.equal(layer.matmul.pack(weight_NK).float(), layer.weight.float()), "zeros where no weight is"
+        assert torch.equal(layer.matmul.pack(weight_NK).float(), layer.weight.float()), (
+            "zeros where no weight is"
+        )
         with pytest.raises(AssertionError):
             layer(x_TK[:, 1:])
         with pytest.raises(AssertionError):
@@ -353,12 +439,22 @@ def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Qu
 
 @pytest.mark.parametrize("quantize", [None, *Quantization])
 @pytest.mark.parametrize("sizes", [[2, 0, 3, 1], [0, 0, 0, 4], [1, 0, 0, 0], [300, 1, 0, 7]])
-def test_groups_are_multiplied_as_each_alone(sizes: list[int], quantize: Quantization | None) -> None:
-    worker = StageWorker.load(tiny_plan(tiny_args(n_layers=1), quantize=quantize).stages[0], RandomWeights())
+def test_groups_are_multiplied_as_each_alone(
+    sizes: list[int], quantize: Quantization | None
+) -> None:
+    worker = StageWorker.load(
+        tiny_plan(tiny_args(n_layers=1), quantize=quantize).stages[0], RandomWeights()
+    )
     layers = [worker.model.get_submodule(f"experts.layers.0.{expert}.w2") for expert in range(4)]
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     x_CK = _random(sum(sizes), packed[0].in_features)
-    alone = torch.cat([layer(rows_BK) for layer, rows_BK in zip(packed, x_CK.split(sizes), strict=True) if len(rows_BK)])
+    alone = torch.cat(
+        [
+            layer(rows_BK)
+            for layer, rows_BK in zip(packed, x_CK.split(sizes), strict=True)
+            if len(rows_BK)
+        ]
+    )
     assert torch.equal(packed[0].matmul.multiply_groups(x_CK, packed, sizes), alone)
     with pytest.raises(AssertionError):
         packed[0].matmul.multiply_groups(x_CK[1:], packed, sizes)
@@ -366,7 +462,9 @@ def test_groups_are_multiplied_as_each_alone(sizes: list[int], quantize: Quantiz
 
 # ---- where they cannot be used
 
-LINE = "products of torch.float32 and weights in torch.float32 are computed by PyTorch, more slowly: "
+LINE = (
+    "products of torch.float32 and weights in torch.float32 are computed by PyTorch, more slowly: "
+)
 
 
 def _assert_stays_as_it_is(why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -381,7 +479,9 @@ def _assert_stays_as_it_is(why: str, caplog: pytest.LogCaptureFixture) -> None:
     assert "\n" not in line
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     compile_library.cache_clear()
     monkeypatch.setenv("CC", "/no/such")
     _assert_stays_as_it_is("there is no C compiler /no/such", caplog)
@@ -413,14 +513,24 @@ def test_a_stage_without_a_compiler_computes_the_same(
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
     state = loaded_state(packed)
     assert plain.model.state_dict().keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in plain.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in plain.model.state_dict().items()
+    )
     hidden_TD = _random(7, 32)
     with torch.inference_mode():
-        expected, tolerance = plain.model.head(hidden_TD), 3e-2 if quantize is Quantization.W8A8 else 1e-5
-        torch.testing.assert_close(packed.model.head(hidden_TD), expected, rtol=tolerance, atol=tolerance)
+        expected, tolerance = (
+            plain.model.head(hidden_TD),
+            3e-2 if quantize is Quantization.W8A8 else 1e-5,
+        )
+        torch.testing.assert_close(
+            packed.model.head(hidden_TD), expected, rtol=tolerance, atol=tolerance
+        )
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no large pages",
+)
 def test_large_pages_are_requested_for_weights() -> None:
     packed = PackedMatmul(torch.float32, torch.float32).allocate(1024, 4096)
     middle, flags, is_inside = packed.data_ptr() + packed.nbytes // 2, "", False

@@ -1,4 +1,6 @@
-"""What GPUs do with quantized matrices, as far as it can be seen without one; where there is one, on it."""
+"""What GPUs do with quantized matrices, as far as it can be seen without one; where there is one,
+on it.
+"""
 
 import logging
 import os
@@ -46,9 +48,13 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _linear(out_features: int, in_features: int, quantize: Quantization, device: torch.device = CPU) -> QuantizedLinear:
+def _linear(
+    out_features: int, in_features: int, quantize: Quantization, device: torch.device = CPU
+) -> QuantizedLinear:
     linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize])
-    linear.weight, linear.scale = quantize_weight(_random(out_features, in_features).to(device), quantize, device)
+    linear.weight, linear.scale = quantize_weight(
+        _random(out_features, in_features).to(device), quantize, device
+    )
     return linear
 
 
@@ -67,14 +73,20 @@ def _has_fp8_rows_on_cpus() -> bool:
     return True
 
 
-with_fp8_rows = pytest.mark.skipif(not _has_fp8_rows_on_cpus(), reason="this torch has scales per row on GPUs only")
+with_fp8_rows = pytest.mark.skipif(
+    not _has_fp8_rows_on_cpus(), reason="this torch has scales per row on GPUs only"
+)
 
 
 @with_fp8_rows
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(16, 16), (48, 64), (32, 272)], ids=str)
-def test_the_product_in_fp8_is_that_of_the_rounded_activations(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Each token has a scale of its own: one that is 2**20 times as large as its neighbors takes nothing from them."""
+def test_the_product_in_fp8_is_that_of_the_rounded_activations(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Each token has a scale of its own: one that is 2**20 times as large as its neighbors takes
+    nothing from them.
+    """
     linear = _linear(*shape, FP8)
     for tokens in (1, 2, 17, 40):
         sizes_T1 = 2.0 ** torch.tensor([0, 3, 10, -10])[torch.arange(tokens) % 4][:, None]
@@ -83,8 +95,12 @@ def test_the_product_in_fp8_is_that_of_the_rounded_activations(shape: tuple[int,
         out_TN = fp8_linear(x_TK, linear.weight, linear.scale)
         assert out_TN.dtype == dtype
         wanted_TN = _exact(rounded_TK.double() * scale_T.double()[:, None], linear)
-        torch.testing.assert_close(out_TN / sizes_T1, wanted_TN / sizes_T1, rtol=1e-2, atol=0.2, check_dtype=False)
-        off_T = (out_TN.double() - _exact(x_TK, linear)).norm(dim=1) / _exact(x_TK, linear).norm(dim=1)
+        torch.testing.assert_close(
+            out_TN / sizes_T1, wanted_TN / sizes_T1, rtol=1e-2, atol=0.2, check_dtype=False
+        )
+        off_T = (out_TN.double() - _exact(x_TK, linear)).norm(dim=1) / _exact(x_TK, linear).norm(
+            dim=1
+        )
         assert (off_T < 0.1).all()
 
 
@@ -122,25 +138,40 @@ def _missing(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
         (None, None, "blocks", "blocks", "blocks"),
     ],
 )
-def test_the_way_depends_on_sizes_alone(fused: Product | None, fp8: Product | None, few: str, several: str, many: str) -> None:
-    names: dict[Product | None, str] = {_right: "fused", _missing: "fp8", dequantized_linear: "blocks"}
+def test_the_way_depends_on_sizes_alone(
+    fused: Product | None, fp8: Product | None, few: str, several: str, many: str
+) -> None:
+    names: dict[Product | None, str] = {
+        _right: "fused",
+        _missing: "fp8",
+        dequantized_linear: "blocks",
+    }
     chosen = [
-        names[QuantizedKernels(fused, fp8).choose(n)] for n in (1, FEW_TOKENS, FEW_TOKENS + 1, FUSED_TOKENS, FUSED_TOKENS + 1)
+        names[QuantizedKernels(fused, fp8).choose(n)]
+        for n in (1, FEW_TOKENS, FEW_TOKENS + 1, FUSED_TOKENS, FUSED_TOKENS + 1)
     ]
     assert chosen == [few, few, several, several, many]
 
 
-@pytest.mark.parametrize(("product", "why"), [(_missing, "this device has no such thing"), (_wrong, "differs by ")])
+@pytest.mark.parametrize(
+    ("product", "why"), [(_missing, "this device has no such thing"), (_wrong, "differs by ")]
+)
 @pytest.mark.parametrize("quantize", Quantization)
 def test_what_does_not_work_is_said_in_one_line_and_done_without(
-    product: Product, why: str, quantize: Quantization, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    product: Product,
+    why: str,
+    quantize: Quantization,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(quantized_linear, "_fused_product", product)
     monkeypatch.setattr(quantized_linear, "fp8_linear", product)
     monkeypatch.setattr(quantized_linear, "_fused_fp8_product", product)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert probe_kernels(CPU, NUMBER_DTYPES[quantize], torch.bfloat16) == QuantizedKernels(None, None)
+            assert probe_kernels(CPU, NUMBER_DTYPES[quantize], torch.bfloat16) == QuantizedKernels(
+                None, None
+            )
     assert len(caplog.messages) == (2 if quantize is FP8 else 1)
     assert all(why in message and "\n" not in message for message in caplog.messages)
     linear, x_TK = _linear(32, 48, quantize), _random(20, 48).bfloat16()
@@ -160,7 +191,10 @@ def test_what_works_is_used(fused_fp8: Product, monkeypatch: pytest.MonkeyPatch)
     for linear in (fp8, int8):  # float32 requests its precision
         assert linear._gpu_product(many_TK.float()) is dequantized_linear
     for shape in ((24, 48), (32, 40)):
-        assert _linear(*shape, FP8)._gpu_product(_random(40, shape[1]).bfloat16()) is dequantized_linear
+        assert (
+            _linear(*shape, FP8)._gpu_product(_random(40, shape[1]).bfloat16())
+            is dequantized_linear
+        )
 
 
 def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +206,19 @@ def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.Monke
     assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.bfloat16)]
     requested: list[torch.dtype] = []
     monkeypatch.setattr(weights, "warm_up_kernels", lambda _model, dtype: requested.append(dtype))
-    StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights())
+    StageWorker.load(
+        tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights()
+    )
     assert requested == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles a kernel for each combination: one that is not tried would be compiled in a step."""
+def test_what_is_tried_has_the_dtypes_that_steps_have(
+    quantize: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel for each combination: one that is not tried would be compiled in a
+    step.
+    """
     used: set[tuple[torch.dtype, ...]] = set()
 
     def watched(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
@@ -193,7 +233,9 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
     x_TK = torch.zeros(1, TEST_SIZE, dtype=torch.bfloat16)
     for matrix in matrices:
         assert matrix._gpu_product(x_TK) is watched
-    assert used == {(torch.bfloat16, matrix.weight.dtype, matrix.scale.dtype) for matrix in matrices}
+    assert used == {
+        (torch.bfloat16, matrix.weight.dtype, matrix.scale.dtype) for matrix in matrices
+    }
 
 
 # ---- the kernels
@@ -262,10 +304,14 @@ for capability in (89, 90):
 
 @pytest.mark.parametrize("script", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
 def test_the_kernels_without_a_gpu(script: str) -> None:
-    """Run by Triton's interpreter (which has no bfloat16), and compiled for GPUs that are not there."""
+    """Run by Triton's interpreter (which has no bfloat16), and compiled for GPUs that are not
+    there.
+    """
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -286,7 +332,11 @@ def test_every_way_is_close_on_a_gpu(quantize: Quantization, dtype: torch.dtype)
             exact_TN = _exact(x_TK, linear)
             way = linear._gpu_product(x_TK)
             off = ((linear(x_TK).double() - exact_TN).norm() / exact_TN.norm()).item()
-            assert off < (5e-3 if way in (dequantized_linear, _fused_product) else 0.05), (shape, tokens, way)
+            assert off < (5e-3 if way in (dequantized_linear, _fused_product) else 0.05), (
+                shape,
+                tokens,
+                way,
+            )
 
 
 @on_gpu
@@ -306,7 +356,10 @@ def test_both_ways_to_fp8_are_alike_on_a_gpu() -> None:
 @pytest.mark.parametrize("quantize", Quantization)
 def test_it_can_be_captured_in_a_graph(quantize: Quantization, tokens: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    linear, x_TK = _linear(96, 64, quantize, device), torch.zeros(tokens, 64, device=device, dtype=torch.bfloat16)
+    linear, x_TK = (
+        _linear(96, 64, quantize, device),
+        torch.zeros(tokens, 64, device=device, dtype=torch.bfloat16),
+    )
     warm_up_kernels(linear, torch.bfloat16)
     run: Callable[[], Tensor] = lambda: linear(x_TK)  # noqa: E731
     run()  # cuBLAS makes its workspace

@@ -1,4 +1,6 @@
-"""Triton's products with fixed tiles, and its norm: by the interpreter, compiled for GPUs that are not there, and on a GPU."""
+"""Triton's products with fixed tiles, and its norm: by the interpreter, compiled for GPUs that are
+not there, and on a GPU.
+"""
 
 import os
 import subprocess
@@ -17,12 +19,19 @@ from product_checks import CHECKS
 
 from tramontane.workers.kernels import triton_fp8_linear, triton_linear, triton_norm, triton_silu
 from tramontane.workers.kernels.row_products import TiledProducts
-from tramontane.workers.kernels.row_tiles import MAX_ROW_TILES, TILES, WIDE_TILE, choose_tile, edges, tiles_for
+from tramontane.workers.kernels.row_tiles import (
+    MAX_ROW_TILES,
+    TILES,
+    WIDE_TILE,
+    choose_tile,
+    edges,
+    tiles_for,
+)
 from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES
 from tramontane.workers.kernels.triton_linear import Tile
 
-# Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB. Of an H100's 228 KiB two programs of the tiles for few
-# rows take 113 KiB each, and 1 KiB of the system.
+# Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB. Of an H100's 228 KiB two
+# programs of the tiles for few rows take 113 KiB each, and 1 KiB of the system.
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -82,7 +91,13 @@ def test_on_a_gpu(name: str) -> None:
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """Those of bfloat16, whose tiles fit into the shared memory of a small GPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -97,10 +112,24 @@ def test_the_activation_compiles_for_hopper_without_spills() -> None:
 @pytest.mark.parametrize("tile", FP8_TILES, ids=str)
 @pytest.mark.parametrize("capability", [89, SM_90])
 def test_tensor_cores_multiply_fp8_by_fp8(capability: int, tile: Tile) -> None:
-    """And nothing else: no number is converted first. Ada's processors have 99 KiB of shared memory, Hopper's 227."""
-    types, module = ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3), triton_fp8_linear.__name__
+    """And nothing else: no number is converted first. Ada's processors have 99 KiB of shared
+    memory, Hopper's 227.
+    """
+    types, module = (
+        ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3),
+        triton_fp8_linear.__name__,
+    )
     pointers_and_sizes, constants = (*range(6), 7, 8), (8, 8, *tile[:3], True)
-    usage = resource_usage(module, "_fp8_kernel", types, constants, pointers_and_sizes, tile.warps, tile.stages, capability)
+    usage = resource_usage(
+        module,
+        "_fp8_kernel",
+        types,
+        constants,
+        pointers_and_sizes,
+        tile.warps,
+        tile.stages,
+        capability,
+    )
     hopper = f"wgmma m64n{tile.rows}k32 e4m3 e4m3"
     assert usage.products == ((hopper,) if capability == SM_90 else ("mma m16n8k32 e4m3 e4m3",))
     if capability == SM_90:  # each block's sum is added to the others
@@ -113,9 +142,14 @@ def test_tensor_cores_multiply_fp8_by_fp8(capability: int, tile: Tile) -> None:
 
 
 def test_ragged_inputs_of_fp8_spill_nothing() -> None:
-    types, module = ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3), triton_fp8_linear.__name__
+    types, module = (
+        ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3),
+        triton_fp8_linear.__name__,
+    )
     tile = FP8_TILES[-2]  # which takes the most registers
-    usage = resource_usage(module, "_fp8_kernel", types, (8, 8, *tile[:3], False), (*range(6), 7, 8), *tile[3:], 89)
+    usage = resource_usage(
+        module, "_fp8_kernel", types, (8, 8, *tile[:3], False), (*range(6), 7, 8), *tile[3:], 89
+    )
     assert usage.spilled_bytes == 0
 
 
@@ -123,7 +157,9 @@ def test_ragged_inputs_of_fp8_spill_nothing() -> None:
 def test_the_norm_compiles_for_hopper_without_spills(has_more: bool) -> None:
     """Of width 4096."""
     types, module = (*("*bf16",) * 5, "i32", "fp32"), "tramontane.workers.kernels.triton_norm"
-    usage = resource_usage(module, "_kernel", types, (4096, has_more), range(6), triton_norm.WARPS, stages=3)
+    usage = resource_usage(
+        module, "_kernel", types, (4096, has_more), range(6), triton_norm.WARPS, stages=3
+    )
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
 
@@ -135,10 +171,17 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "i8"), ("bf16", "fp8e4nv")])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "i8"), ("bf16", "fp8e4nv")],
+)
 @pytest.mark.parametrize("capability", INSTRUCTIONS)
-def test_all_tiles_multiply_with_instructions_of_one_kind(capability: int, dtype: str, weight_dtype: str) -> None:
-    """Of as many inputs, whatever the tile, without spills, in the shared memory of a GPU: bits are the same only then."""
+def test_all_tiles_multiply_with_instructions_of_one_kind(
+    capability: int, dtype: str, weight_dtype: str
+) -> None:
+    """Of as many inputs, whatever the tile, without spills, in the shared memory of a GPU: bits are
+    the same only then.
+    """
     if weight_dtype == "fp8e4nv" and capability < 89:
         pytest.skip("this GPU has no fp8")
     is_quantized = weight_dtype != dtype
@@ -158,19 +201,36 @@ def test_all_tiles_multiply_with_instructions_of_one_kind(capability: int, dtype
         assert usage.spilled_bytes == 0, tile
         assert usage.shared_bytes <= (227 if capability == 90 else 99) * 1024, tile
         found |= set(usage.products)
-    assert found <= {f"{each} {dtype.replace('fp', 'f')} {dtype.replace('fp', 'f')}" for each in INSTRUCTIONS[capability]}
+    assert found <= {
+        f"{each} {dtype.replace('fp', 'f')} {dtype.replace('fp', 'f')}"
+        for each in INSTRUCTIONS[capability]
+    }
     assert found
 
 
 def test_tiles_are_chosen_by_rows_and_outputs() -> None:
     """Those of Mistral 7B: queries, keys and values; o and down; gate and up; the head."""
-    few = {num_outputs: choose_tile(TILES[2], 64, num_outputs)[:3] for num_outputs in (6144, 4096, 28672, 32000)}
-    assert few == {6144: (64, 64, 128), 4096: (64, 32, 256), 28672: (64, 128, 64), 32000: (64, 128, 64)}
-    by_rows = {rows: choose_tile(TILES[2], rows, 4096).outputs for rows in (0, 1, 65, 384, 385, 896, 897, 2**20)}
+    few = {
+        num_outputs: choose_tile(TILES[2], 64, num_outputs)[:3]
+        for num_outputs in (6144, 4096, 28672, 32000)
+    }
+    assert few == {
+        6144: (64, 64, 128),
+        4096: (64, 32, 256),
+        28672: (64, 128, 64),
+        32000: (64, 128, 64),
+    }
+    by_rows = {
+        rows: choose_tile(TILES[2], rows, 4096).outputs
+        for rows in (0, 1, 65, 384, 385, 896, 897, 2**20)
+    }
     assert by_rows == {0: 32, 1: 32, 65: 64, 384: 64, 385: 128, 896: 128, 897: 256, 2**20: 256}
     assert edges(TILES[2], 4096) == (64, 65, 384, 385, 896, 897)
     assert edges(TILES[4], 4096) == ()
-    assert [capability for capability in (8, 9, 10) if WIDE_TILE in tiles_for(2, capability)] == [9, 10]
+    assert [capability for capability in (8, 9, 10) if WIDE_TILE in tiles_for(2, capability)] == [
+        9,
+        10,
+    ]
     assert edges(tiles_for(2, 8), 4096) == (64, 65, 384, 385)
 
 
@@ -183,22 +243,32 @@ def test_tiles_of_groups_are_chosen_by_the_rows_of_a_group() -> None:
 
 @pytest.mark.parametrize("num_outputs", [8, 1024, 4096, 6144, 14336, 32000])
 @pytest.mark.parametrize("num_groups", [1, 3, 8])
-def test_edges_are_all_numbers_of_rows_between_which_a_tile_changes(num_outputs: int, num_groups: int) -> None:
+def test_edges_are_all_numbers_of_rows_between_which_a_tile_changes(
+    num_outputs: int, num_groups: int
+) -> None:
     limit = num_groups * 128 * MAX_ROW_TILES + 2
-    chosen = [choose_tile(TILES[2], rows, num_outputs, num_groups) for rows in range(num_groups, limit)]
+    chosen = [
+        choose_tile(TILES[2], rows, num_outputs, num_groups) for rows in range(num_groups, limit)
+    ]
     changes = [rows for rows, pair in enumerate(pairwise(chosen), num_groups) if pair[0] != pair[1]]
-    assert edges(TILES[2], num_outputs, num_groups) == tuple(rows + more for rows in changes for more in (0, 1))
+    assert edges(TILES[2], num_outputs, num_groups) == tuple(
+        rows + more for rows in changes for more in (0, 1)
+    )
 
 
 @pytest.mark.parametrize("num_outputs", [8, 1024, 4096, 6144, 14336, 28672, 32000])
 def test_prompts_of_powers_of_two_have_every_tile(num_outputs: int) -> None:
     """A stage computes these before it is ready: nothing is compiled later."""
-    tiles = {choose_tile(TILES[2], rows, num_outputs) for rows in (1, *(1 << n for n in range(4, 13)))}
+    tiles = {
+        choose_tile(TILES[2], rows, num_outputs) for rows in (1, *(1 << n for n in range(4, 13)))
+    }
     assert tiles == {choose_tile(TILES[2], rows, num_outputs) for rows in range(1, 4097)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_number_of_rows_changes_nothing_but_the_tile(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_rows_changes_nothing_but_the_tile(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches, weight_ENK, products = (
         Launches(),
         torch.zeros(3, 75, 33, dtype=dtype),
@@ -208,9 +278,14 @@ def test_a_number_of_rows_changes_nothing_but_the_tile(dtype: torch.dtype, monke
     for num_rows in (1, 2, 16, 17, 64, 65, 300):
         x_CK = torch.zeros(num_rows + 1, 33, dtype=dtype)[1:]  # which is not aligned
         products.linear(x_CK, weight_ENK[0], None)
-        products.grouped(x_CK, weight_ENK, torch.tensor([0, num_rows, num_rows], dtype=torch.int32), None)
+        products.grouped(
+            x_CK, weight_ENK, torch.tensor([0, num_rows, num_rows], dtype=torch.int32), None
+        )
     assert {numbers[1:3] for numbers in launches.numbers} == {(75, 33)}
-    tiles = {(*numbers[-4:-1], *options.values()) for numbers, options in zip(launches.numbers, launches.options, strict=True)}
+    tiles = {
+        (*numbers[-4:-1], *options.values())
+        for numbers, options in zip(launches.numbers, launches.options, strict=True)
+    }
     assert tiles == ({TILES[4][0]} if dtype == torch.float32 else {TILES[2][2], TILES[2][-1]})
 
 
@@ -219,7 +294,9 @@ def test_kernels_are_not_compiled_again_for_some_numbers_of_rows() -> None:
     assert "num_rows" in unspecialized(triton_fp8_linear._fp8_kernel)
 
 
-def test_any_number_of_rows_of_a_norm_launches_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_rows_of_a_norm_launches_the_same_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launches = Launches()
     monkeypatch.setattr(triton_norm, "_kernel", launches)
     for num_rows in (1, 2, 16, 300):

@@ -1,4 +1,6 @@
-"""Experts for few rows: the kernels interpreted, compiled for GPUs that are not there, and on a GPU."""
+"""Experts for few rows: the kernels interpreted, compiled for GPUs that are not there, and on a
+GPU.
+"""
 
 import os
 import subprocess
@@ -64,5 +66,11 @@ def test_on_a_gpu(name: str) -> None:
 
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

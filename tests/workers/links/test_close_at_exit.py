@@ -1,4 +1,6 @@
-"""A process that ends right after it has closed a channel: the thread that releases memory is not in torch then."""
+"""A process that ends right after it has closed a channel: the thread that releases memory is not
+in torch then.
+"""
 
 import os
 import subprocess
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).parents[2] / "support"
-# Python ends a thread that is not the main one when it returns from native code during exit. Out of a function of torch that
-# releases the interpreter's lock, this calls std::terminate.
+# Python ends a thread that is not the main one when it returns from native code during exit. Out of
+# a function of torch that releases the interpreter's lock, this calls std::terminate.
 PROGRAM = """
 import socket, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +46,12 @@ entered.wait()
 
 @pytest.mark.parametrize("method", ["query", "close"])
 def test_the_thread_that_closes_is_waited_for(method: str) -> None:
-    """It first asks the GPU, and frees its own events once the other end, here one without any, is gone."""
+    """It first asks the GPU, and frees its own events once the other end, here one without any, is
+    gone.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, method]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

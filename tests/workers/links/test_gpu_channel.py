@@ -1,4 +1,6 @@
-"""The first operation of a channel between two GPUs, in which NCCL connects: both ends begin it, or both fail."""
+"""The first operation of a channel between two GPUs, in which NCCL connects: both ends begin it, or
+both fail.
+"""
 
 import multiprocessing
 import threading
@@ -33,7 +35,9 @@ T = TypeVar("T")
 
 
 def _factory(place: DeviceLocation, backend: str = LAZY) -> GpuChannelFactory:
-    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend)))
+    return GpuChannelFactory(
+        ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend))
+    )
 
 
 def _begin(call: Callable[[], T]) -> "Future[T]":
@@ -50,15 +54,23 @@ def _begin(call: Callable[[], T]) -> "Future[T]":
     return future
 
 
-def _make_ends(backend: str, other: str | None = None) -> tuple["Future[Channel]", "Future[Channel]"]:
-    """Begin to make both ends in threads of this process: the sender's, and the receiver's with ``other``."""
+def _make_ends(
+    backend: str, other: str | None = None
+) -> tuple["Future[Channel]", "Future[Channel]"]:
+    """Begin to make both ends in threads of this process: the sender's, and the receiver's with
+    ``other``.
+    """
     listener = _factory(HERE, backend).listen(HOST)
     accepted = _begin(listener.accept)
-    return accepted, _begin(lambda: _factory(THERE, other or backend).connect(listener.address, HOST))
+    return accepted, _begin(
+        lambda: _factory(THERE, other or backend).connect(listener.address, HOST)
+    )
 
 
 def test_groups_that_connect_in_their_first_call_are_linked() -> None:
-    """The call returns only when the other end has called too, so neither may wait for a message about the other one's."""
+    """The call returns only when the other end has called too, so neither may wait for a message
+    about the other one's.
+    """
     accepted, connected = _make_ends(LAZY)
     outlet, inlet = accepted.result(TIMEOUT_S), connected.result(TIMEOUT_S)
     for number in range(5):
@@ -102,11 +114,18 @@ def _join_abandoned() -> None:
     assert num_abandoned_operations() == 0
 
 
-def test_ends_that_do_not_join_are_given_up_with_an_error_at_both(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
-    """The threads that wait are left behind and counted, and are none of those that made the channels."""
+def test_ends_that_do_not_join_are_given_up_with_an_error_at_both(
+    monkeypatch: pytest.MonkeyPatch, over: threading.Event
+) -> None:
+    """The threads that wait are left behind and counted, and are none of those that made the
+    channels.
+    """
     monkeypatch.setattr(gpu_channel, "FIRST_OPERATION_TIMEOUT_S", 0.2)
     for end in _make_ends("stuck"):
-        with pytest.raises(ConnectionError, match=r"first transfer between two GPUs did not succeed: .*(for 0 s|was closed)"):
+        with pytest.raises(
+            ConnectionError,
+            match=r"first transfer between two GPUs did not succeed: .*(for 0 s|was closed)",
+        ):
             end.result(TIMEOUT_S)
     assert num_abandoned_operations() == 2
     left = [thread for thread in threading.enumerate() if thread.name == gpu_channel.ABANDONED]
@@ -117,21 +136,29 @@ def test_ends_that_do_not_join_are_given_up_with_an_error_at_both(monkeypatch: p
 
 @pytest.mark.usefixtures("over")
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_an_end_that_fails_at_once_ends_the_wait_of_the_other(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_fails_at_once_ends_the_wait_of_the_other(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which is in a call that does not end, and whose time limit is far away."""
     monkeypatch.setattr(gpu_channel, "FIRST_OPERATION_TIMEOUT_S", 1e6)
     _backend_that_fails(monkeypatch)
-    sender, receiver = _make_ends("broken", "stuck") if role == "sender" else _make_ends("stuck", "broken")
+    sender, receiver = (
+        _make_ends("broken", "stuck") if role == "sender" else _make_ends("stuck", "broken")
+    )
     broken, stuck = (sender, receiver) if role == "sender" else (receiver, sender)
     with pytest.raises(ConnectionError, match="Duplicate GPU detected"):
         broken.result(TIMEOUT_S)
-    with pytest.raises(ConnectionError, match="did not succeed: the link to a neighbor is broken: it was closed"):
+    with pytest.raises(
+        ConnectionError, match="did not succeed: the link to a neighbor is broken: it was closed"
+    ):
         stuck.result(TIMEOUT_S)
 
 
 def _backend_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(LazyGroup):
-        """It fails when the other end is in its call, as it learns of a neighbor that is gone before in another way."""
+        """It fails when the other end is in its call, as it learns of a neighbor that is gone
+        before in another way.
+        """
 
         def _joined(self) -> Group:
             _StuckGroup.has_called.wait()
@@ -147,7 +174,9 @@ def test_a_number_that_arrives_wrong_is_an_error_at_both(monkeypatch: pytest.Mon
             return super().recv([torch.empty_like(tensor) for tensor in tensors], peer, tag)
 
     monkeypatch.setitem(process_group_channel.BACKENDS, "garbled", Garbled)
-    monkeypatch.setitem(process_group_channel.TIMEOUTS, "garbled", process_group_channel.STEP_TIMEOUT)
+    monkeypatch.setitem(
+        process_group_channel.TIMEOUTS, "garbled", process_group_channel.STEP_TIMEOUT
+    )
     accepted, connected = _make_ends("garbled")
     with pytest.raises(ConnectionError, match=r"0\.0 was received where 1 was sent"):
         connected.result(TIMEOUT_S)
@@ -155,9 +184,13 @@ def test_a_number_that_arrives_wrong_is_an_error_at_both(monkeypatch: pytest.Mon
         accepted.result(TIMEOUT_S)
 
 
-def test_no_operation_begins_with_a_neighbor_that_died_before_it_could(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operation_begins_with_a_neighbor_that_died_before_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun: list[object] = []
-    monkeypatch.setattr(gpu_channel, "_run_first_operation", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(
+        gpu_channel, "_run_first_operation", lambda *arguments: begun.append(arguments)
+    )
     listener = _factory(HERE).listen(HOST)
     accepted = _begin(listener.accept)
     neighbor = ControlSocket(connect(listener.address))
@@ -186,7 +219,9 @@ def _mortal_end(pipe: "Connection[Address, Address]", role: str) -> None:
 
 @pytest.mark.usefixtures("over")
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_an_end_that_is_killed_in_the_first_operation_ends_the_other(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_killed_in_the_first_operation_ends_the_other(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the control socket: the call itself waits on, and its time limit would be far away."""
     monkeypatch.setattr(gpu_channel, "FIRST_OPERATION_TIMEOUT_S", 1e6)
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,6 @@
-"""Edges between processes that share memory, on a GPU that takes its time, and how two ends choose their kind of edge."""
+"""Edges between processes that share memory, on a GPU that takes its time, and how two ends choose
+their kind of edge.
+"""
 
 import itertools
 import logging
@@ -175,7 +177,9 @@ def test_a_neighbor_is_notified_of_a_close_before_the_gpu_is_done() -> None:
 
 
 def _die(gpu: LazyGpu, process: LazyIpc, end: IpcSender | IpcReceiver) -> None:
-    """End a process as ``kill -9`` does: what it has launched is dropped, and the kernel closes its sockets."""
+    """End a process as ``kill -9`` does: what it has launched is dropped, and the kernel closes its
+    sockets.
+    """
     gpu.kill(process)
     end._control.connection.shutdown(socket.SHUT_RDWR)
     end._control.close_fds()
@@ -189,7 +193,9 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_pause")
 @pytest.mark.parametrize("killed", ["sender", "receiver"])
 def test_a_stage_whose_gpu_waits_for_a_killed_neighbor_ends_its_process(killed: str) -> None:
-    """The receiver waits for hidden states that are not computed, the sender for a slot that is not read; forever."""
+    """The receiver waits for hidden states that are not computed, the sender for a slot that is not
+    read; forever.
+    """
     gpu = LazyGpu(0)
     sending, receiving = gpu.process(), gpu.process()
     outlet, inlet = _pair(sending, receiving)
@@ -202,7 +208,9 @@ def test_a_stage_whose_gpu_waits_for_a_killed_neighbor_ends_its_process(killed: 
     dead, end = ((sending, outlet), inlet) if killed == "sender" else ((receiving, inlet), outlet)
     _die(gpu, *dead)
     end._control.close()
-    with pytest.raises(ProcessEnded, match="the GPU waits for hidden states of a process that is dead"):
+    with pytest.raises(
+        ProcessEnded, match="the GPU waits for hidden states of a process that is dead"
+    ):
         end._wait_for_peer_release()  # which a thread does when the channel is closed
 
 
@@ -213,9 +221,14 @@ def _slow() -> Callable[[], bool]:
 
 
 @pytest.mark.usefixtures("no_pause")
-@pytest.mark.parametrize("how", ["it lives and is slow", "it is killed after its work is done", "it is killed before it works"])
+@pytest.mark.parametrize(
+    "how",
+    ["it lives and is slow", "it is killed after its work is done", "it is killed before it works"],
+)
 def test_a_stage_whose_gpu_will_go_on_lives_on(how: str) -> None:
-    """However long its own work takes that does not wait for the dead, or that of the living for which it waits."""
+    """However long its own work takes that does not wait for the dead, or that of the living for
+    which it waits.
+    """
     gpu = LazyGpu(0)
     sending, receiving = gpu.process(), gpu.process()
     outlet, inlet = _pair(sending, receiving)
@@ -231,12 +244,16 @@ def test_a_stage_whose_gpu_will_go_on_lives_on(how: str) -> None:
             gpu.run_one_operation()
         _die(gpu, sending, outlet)
     _leave(inlet)
-    assert torch.equal(received, torch.zeros(4) if how == "it is killed before it works" else torch.ones(4))
+    assert torch.equal(
+        received, torch.zeros(4) if how == "it is killed before it works" else torch.ones(4)
+    )
 
 
 @pytest.mark.usefixtures("no_pause")
 def test_an_event_of_a_killed_neighbor_that_nothing_waits_for_ends_nothing() -> None:
-    """It was killed after it had recorded the event again, and before it could say so; this end still has work to do."""
+    """It was killed after it had recorded the event again, and before it could say so; this end
+    still has work to do.
+    """
     gpu = LazyGpu(0)
     sending, receiving = gpu.process(), gpu.process()
     outlet, inlet = _pair(sending, receiving)
@@ -271,7 +288,9 @@ def test_between_gpus_both_ends_begin_the_same_and_only_so_much() -> None:
     outlet = HandshakeChannel(cast(ControlSocket, said), said)
     for _ in range(MAX_PENDING_SENDS + 2):
         outlet.send(torch.ones(4))
-    assert said.order == ["send", "announce"] * MAX_PENDING_SENDS + ["listen", "send", "announce"] * 2
+    assert (
+        said.order == ["send", "announce"] * MAX_PENDING_SENDS + ["listen", "send", "announce"] * 2
+    )
     said.order.clear()
     outlet.receive(torch.ones(4))
     assert said.order == ["listen", "receive", "announce"]
@@ -299,8 +318,10 @@ def test_nothing_stays_behind_of_a_sender_that_is_killed() -> None:
     received = torch.zeros(2**20)
     edge.receive(received)
     assert torch.equal(received, torch.ones(2**20))
-    made = set(os.listdir("/dev/shm")) - in_shm  # also by other processes, most of which have something there for a moment
-    made = {name for name in made if not name.startswith("PostgreSQL.")}  # of tests of another process
+    # also by other processes, most of which have something there for a moment
+    made = set(os.listdir("/dev/shm")) - in_shm
+    # of tests of another process
+    made = {name for name in made if not name.startswith("PostgreSQL.")}
     waits = threading.Thread(target=sender.kill)
     waits.start()
     with pytest.raises(LinkError, match="is broken"):
@@ -331,7 +352,11 @@ def _shared_here() -> int:
 
 
 def _edges(place: DeviceLocation, sharing: IpcBackend | None = None) -> GpuChannelFactory:
-    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), ProcessGroupChannelFactory("gloo")))
+    return GpuChannelFactory(
+        ChannelOptions(
+            place, torch.device("cpu"), sharing or HostIpc(), ProcessGroupChannelFactory("gloo")
+        )
+    )
 
 
 def _chosen(listening: GpuChannelFactory, connecting: GpuChannelFactory) -> tuple[Channel, Channel]:
@@ -344,7 +369,10 @@ def _chosen(listening: GpuChannelFactory, connecting: GpuChannelFactory) -> tupl
 
 def _carry(outlet: Channel, inlet: Channel) -> None:
     for number in range(5):
-        sent_TD, received_TD = torch.full((3, 4), float(number), dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16)
+        sent_TD, received_TD = (
+            torch.full((3, 4), float(number), dtype=torch.bfloat16),
+            torch.zeros(3, 4, dtype=torch.bfloat16),
+        )
         outlet.send(sent_TD)
         inlet.receive(received_TD)
         assert torch.equal(sent_TD, received_TD)
@@ -416,7 +444,9 @@ def test_a_neighbor_that_dies_during_the_negotiation_is_noticed_at_once(
 ) -> None:
     from datetime import timedelta
 
-    monkeypatch.setattr("tramontane.workers.links.process_group_channel.CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(
+        "tramontane.workers.links.process_group_channel.CONNECT_TIMEOUT", timedelta(seconds=1)
+    )
     listener = _edges(HERE).listen(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
@@ -462,10 +492,15 @@ def _close(control: ControlSocket) -> None:
 def test_an_intruder_gets_no_answer(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = _edges(HERE).listen(HOST)
-    with socket.create_connection(listener.address[:2]) as intruder, ThreadPoolExecutor(1) as thread:
+    with (
+        socket.create_connection(listener.address[:2]) as intruder,
+        ThreadPoolExecutor(1) as thread,
+    ):
         intruder.sendall(said)
         neighbor = connect(listener.address)  # it has sent the token before the listener reads it
-        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connect", lambda _address: neighbor)
+        monkeypatch.setattr(
+            "tramontane.workers.links.gpu_channel.connect", lambda _address: neighbor
+        )
         accepted = thread.submit(listener.accept)
         inlet = _edges(HERE).connect(listener.address, HOST)
         assert intruder.recv(1) == b"", "it was hung up on"

@@ -1,4 +1,6 @@
-"""Memory shared by CUDA IPC, with a scripted runtime: the calls that it gets, and what is freed if one fails."""
+"""Memory shared by CUDA IPC, with a scripted runtime: the calls that it gets, and what is freed if
+one fails.
+"""
 
 import ctypes
 import os
@@ -17,7 +19,12 @@ from torch import Tensor
 from tramontane.workers.links import ipc_cuda
 from tramontane.workers.links.control_socket import ControlSocket
 from tramontane.workers.links.ipc_channel import IpcUnavailableError, accept_ipc, offer_ipc
-from tramontane.workers.links.ipc_cuda import HANDLE_BYTES, CudaIpc, handle_from_bytes, handle_to_bytes
+from tramontane.workers.links.ipc_cuda import (
+    HANDLE_BYTES,
+    CudaIpc,
+    handle_from_bytes,
+    handle_to_bytes,
+)
 
 HANDLE = bytes(range(100, 100 + HANDLE_BYTES))
 POINTER = 4096
@@ -63,7 +70,9 @@ class _Runtime:
         return (0,)
 
 
-def _sharing(monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors: bool = True) -> CudaIpc:
+def _sharing(
+    monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors: bool = True
+) -> CudaIpc:
     def as_tensor(_bytes: object, device: torch.device) -> Tensor:
         if not has_tensors:
             raise AssertionError(f"not compiled for {device}")
@@ -74,7 +83,9 @@ def _sharing(monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors:
     return CudaIpc(torch.device("cuda:0"))
 
 
-def test_a_handle_goes_from_one_process_to_the_other_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_goes_from_one_process_to_the_other_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = _Runtime()
     sharing = _sharing(monkeypatch, runtime)
     made = sharing.memory(8)
@@ -88,7 +99,9 @@ def test_a_handle_goes_from_one_process_to_the_other_as_it_is(monkeypatch: pytes
 
 def test_the_bindings_handle_keeps_its_bytes() -> None:
     """Of the real ones, which make handles without a GPU too."""
-    runtime: Any = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings come with a torch for CUDA")
+    runtime: Any = pytest.importorskip(
+        "cuda.bindings.runtime", reason="cuda-bindings come with a torch for CUDA"
+    )
     assert handle_to_bytes(handle_from_bytes(runtime, HANDLE)) == HANDLE
 
 
@@ -114,7 +127,11 @@ def test_what_cannot_be_opened_is_refused_and_closed(monkeypatch: pytest.MonkeyP
 
 def test_an_event_is_asked_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, True])
-    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace(from_ipc_handle=lambda *_: SimpleNamespace(query=answers.__next__)))
+    monkeypatch.setattr(
+        torch.cuda,
+        "Event",
+        SimpleNamespace(from_ipc_handle=lambda *_: SimpleNamespace(query=answers.__next__)),
+    )
     event = CudaIpc(torch.device("cuda:0")).open_event(HANDLE)
     assert [event.query(), event.query()] == [False, True]
 
@@ -122,7 +139,9 @@ def test_an_event_is_asked_without_waiting_for_it(monkeypatch: pytest.MonkeyPatc
 def test_a_process_that_cannot_go_on_ends_with_an_error_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not by ``sys.exit``, which ends a thread only; and Python's way to exit would wait for the GPU."""
+    """Not by ``sys.exit``, which ends a thread only; and Python's way to exit would wait for the
+    GPU.
+    """
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     CudaIpc(torch.device("cuda:0")).end_process("the GPU waits for a dead process")

@@ -6,7 +6,8 @@ import torch
 from tramontane.proto.model_args import MoeArgs
 from tramontane.workers.model.layers import Gate
 
-# The softmax of these in float16 differs from that in float32, rounded, in the last place of one number.
+# The softmax of these in float16 differs from that in float32, rounded, in the last place of one
+# number.
 ROUNDED_APART = [
     [4.41015625, -0.406494140625, 2.06640625, 3.357421875],
     [2.53515625, -0.00860595703125, 3.07421875, -6.05859375],
@@ -23,7 +24,9 @@ def _gate(num_experts: int, top_k: int, dtype: torch.dtype) -> Gate:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_weights_are_the_softmax_in_float32_of_the_chosen_scores(dtype: torch.dtype, top_k: int) -> None:
+def test_weights_are_the_softmax_in_float32_of_the_chosen_scores(
+    dtype: torch.dtype, top_k: int
+) -> None:
     random = torch.randn(500, 4, generator=torch.Generator().manual_seed(0)) * 3
     scores = torch.cat([torch.tensor(ROUNDED_APART), random]).to(dtype)
     with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""Experts as grouped products: the same as one after the other, without a look at the sizes, and only where there is a kernel."""
+"""Experts as grouped products: the same as one after the other, without a look at the sizes, and
+only where there is a kernel.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -47,16 +49,25 @@ def _experts(dtype: torch.dtype, together: bool) -> LocalExperts:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("sizes", [[2, 0, 5, 1], [0, 0, 7, 0], [0, 1, 0, 0], [3, 3, 3, 3], [0, 0, 0, 64]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[2, 0, 5, 1], [0, 0, 7, 0], [0, 1, 0, 0], [3, 3, 3, 3], [0, 0, 0, 64]], ids=str
+)
 def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype, sizes: list[int]) -> None:
     """Against each other, and against the definition in double precision."""
-    rows_CD = torch.randn(sum(sizes), ARGS.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows_CD = torch.randn(sum(sizes), ARGS.dim, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
     with torch.inference_mode():
-        grouped, each = (_experts(dtype, together)(LAYER, rows_CD, groups_of(sizes)) for together in (True, False))
+        grouped, each = (
+            _experts(dtype, together)(LAYER, rows_CD, groups_of(sizes))
+            for together in (True, False)
+        )
     assert grouped.dtype == dtype
     torch.testing.assert_close(grouped, each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     defined = _by_definition(dtype, rows_CD, sizes)
-    torch.testing.assert_close(grouped.double(), defined, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+    torch.testing.assert_close(
+        grouped.double(), defined, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype]
+    )
 
 
 def _by_definition(dtype: torch.dtype, rows_CD: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -65,7 +76,10 @@ def _by_definition(dtype: torch.dtype, rows_CD: Tensor, sizes: Sequence[int]) ->
     for expert, size in enumerate(sizes):
         x = rows_CD[start : start + size].double()
         gate, up = (x @ state[f"experts.layers.{LAYER}.{expert}.w13.weight"].T).chunk(2, dim=-1)
-        done.append((torch.nn.functional.silu(gate) * up) @ state[f"experts.layers.{LAYER}.{expert}.w2.weight"].T)
+        done.append(
+            (torch.nn.functional.silu(gate) * up)
+            @ state[f"experts.layers.{LAYER}.{expert}.w2.weight"].T
+        )
         start += size
     return torch.cat(done)
 
@@ -138,7 +152,9 @@ def test_experts_are_loaded_together_without_a_copy(
     monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
     monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, *_: stacks)
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
-    apart, together = (_loaded(weights, experts_together, quantize) for experts_together in (False, True))
+    apart, together = (
+        _loaded(weights, experts_together, quantize) for experts_together in (False, True)
+    )
     experts = together.model.experts
     assert isinstance(experts, LocalExperts)
     assert experts.is_graph_safe
@@ -156,7 +172,9 @@ def test_experts_are_loaded_together_without_a_copy(
         assert len(stack.w13_scale_E2F.unique()) > len(stack.w13_scale_E2F), "each row has its own"
 
 
-def _loaded(weights: WeightSource, experts_together: bool, quantize: Quantization | None) -> StageWorker:
+def _loaded(
+    weights: WeightSource, experts_together: bool, quantize: Quantization | None
+) -> StageWorker:
     plan = tiny_plan(ARGS, dtype="bfloat16", quantize=quantize).stages[0]
 
     def tensors_of(layout: Layout) -> list:  # type: ignore[type-arg]
@@ -165,14 +183,19 @@ def _loaded(weights: WeightSource, experts_together: bool, quantize: Quantizatio
     def make() -> StageModel:
         return StageModel(ARGS, plan.layers)
 
-    model = load_module(make, tensors_of, plan, weights, "cpu", lambda _read, _loaded: None, experts_together)
+    model = load_module(
+        make, tensors_of, plan, weights, "cpu", lambda _read, _loaded: None, experts_together
+    )
     return StageWorker(plan, model)
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_same_tokens_and_the_same_count_of_them(num_stages: int) -> None:
     plan, model = tiny_plan(ARGS, num_stages), random_model(ARGS)
-    apart, together = split_model(model, plan), [_worker_together(worker) for worker in split_model(model, plan)]
+    apart, together = (
+        split_model(model, plan),
+        [_worker_together(worker) for worker in split_model(model, plan)],
+    )
     assert run_in_process(plan, together, PROMPTS[:24]) == run_in_process(plan, apart, PROMPTS[:24])
     load = [layer for worker in together for layer in worker.model.expert_load.items()]
     assert load == [layer for worker in apart for layer in worker.model.expert_load.items()]
@@ -189,7 +212,9 @@ def _attend(_layer: int, q_THd: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
     return q_THd
 
 
-def _rotary(num_tokens: int, args: ModelArgs, dtype: torch.dtype, device: str = "cpu") -> RotaryTables:
+def _rotary(
+    num_tokens: int, args: ModelArgs, dtype: torch.dtype, device: str = "cpu"
+) -> RotaryTables:
     return rotary_tables(torch.arange(num_tokens, device=device), args, dtype)
 
 
@@ -206,7 +231,9 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
         padded = model(hidden_TD, rotary, _attend, None, is_padding_T)
     torch.testing.assert_close(padded[~is_padding_T], alone[~is_padding_T])
     after = model.expert_load
-    assert {layer: sum(after[layer]) - sum(before[layer]) for layer in before} == dict.fromkeys(range(4), 3 * 2)
+    assert {layer: sum(after[layer]) - sum(before[layer]) for layer in before} == dict.fromkeys(
+        range(4), 3 * 2
+    )
 
 
 class _Dirty(LocalExperts):
@@ -225,7 +252,13 @@ def test_what_experts_make_of_padding_is_nothing() -> None:
     for is_padding in ([False, True, True], [True, True, True]):
         is_padding_T = torch.tensor(is_padding)
         with torch.inference_mode():
-            out_TD = model(torch.randn(3, ARGS.dim), _rotary(3, ARGS, torch.float32), _attend, None, is_padding_T)
+            out_TD = model(
+                torch.randn(3, ARGS.dim),
+                _rotary(3, ARGS, torch.float32),
+                _attend,
+                None,
+                is_padding_T,
+            )
         assert out_TD.isfinite().all()
 
 
@@ -296,7 +329,9 @@ def test_only_where_torch_has_a_kernel(
     assert why in caplog.text
 
 
-def test_stages_without_experts_and_processors_do_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_without_experts_and_processors_do_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = tiny_plan(ARGS).stages[0]
     dense = tiny_plan(tiny_args(moe=False)).stages[0]
     assert not any(

@@ -1,6 +1,8 @@
-"""Logits at every position equal those of transformers' Mistral and Mixtral, however the prompt is cut.
+"""Logits at every position equal those of transformers' Mistral and Mixtral, however the prompt is
+cut.
 
-The checkpoint is transformers' own (save_pretrained), so its config.json and tensor names are part of the test.
+The checkpoint is transformers' own (save_pretrained), so its config.json and tensor names are part
+of the test.
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ TOLERANCE = 1e-4
 WINDOW = 16
 LENGTH = 100
 VOCAB = 96
-USUAL_HEAD_DIM = 8  # pages of other sizes are tried with it only: kernels are compiled for both, neither affects the other
+# pages of other sizes are tried with it only: kernels are compiled for both, neither affects the
+# other
+USUAL_HEAD_DIM = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = ["mixtral" if self.moe else "mistral", f"W{self.window}", f"G{self.kv_heads}", f"d{self.head_dim}"]
+        parts = [
+            "mixtral" if self.moe else "mistral",
+            f"W{self.window}",
+            f"G{self.kv_heads}",
+            f"d{self.head_dim}",
+        ]
         return "-".join([*parts, "tied"] if self.tied else parts)
 
 
@@ -60,7 +69,8 @@ CASES = [
     Case(moe=True, window=None, kv_heads=1, head_dim=6),
 ]
 
-# (stages, page size, chunk lengths of the long prompt and of its company, which is packed into the same steps)
+# (stages, page size, chunk lengths of the long prompt and of its company, which is packed into the
+# same steps)
 CUTS = [
     pytest.param(1, 16, [LENGTH], [37], id="whole"),
     pytest.param(3, 16, [5, 1, 15, 16, 17, 1, 33, 12], [1, 2, 30, 1, 1, 1, 1], id="mixed"),
@@ -95,7 +105,8 @@ class Saved:
             else MistralForCausalLM(MistralConfig(**config))
         )
         with torch.no_grad():
-            for parameter in model.parameters():  # norms differ from one, or swapping two of them would not show
+            # norms differ from one, or swapping two of them would not show
+            for parameter in model.parameters():
                 parameter.normal_(1.0, 0.3) if parameter.dim() == 1 else parameter.normal_(0.0, 0.3)
         model.eval().save_pretrained(folder, max_shard_size=case.shard)
         assert (folder / INDEX_NAME).exists() == (case.shard != "1GB")
@@ -106,7 +117,8 @@ class Saved:
             model.config.sliding_window = None
             unwindowed = self._forward(model, self.prompts[0])
             differs = (unwindowed - self.logits[0]).abs().amax(-1) > 100 * TOLERANCE
-            assert not differs[: case.window].any()  # the oracle itself sees the window, and from where on
+            # the oracle itself sees the window, and from where on
+            assert not differs[: case.window].any()
             assert differs[case.window + 3 :].all()
 
     @staticmethod
@@ -128,7 +140,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("stages", "page_size", "cut", "company"), CUTS)
-def test_logits_are_those_of_transformers(saved: Saved, stages: int, page_size: int, cut: list[int], company: list[int]) -> None:
+def test_logits_are_those_of_transformers(
+    saved: Saved, stages: int, page_size: int, cut: list[int], company: list[int]
+) -> None:
     args = read_model_args(saved.folder)
     plan = tiny_plan(args, stages, page_size if args.head_dim == USUAL_HEAD_DIM else 16)
     Checkpoint(saved.folder).check(args)

@@ -1,4 +1,6 @@
-"""Rotary embedding: frequencies of scaled models, the worked example and those of transformers; tables that are kept."""
+"""Rotary embedding: frequencies of scaled models, the worked example and those of transformers;
+tables that are kept.
+"""
 
 from dataclasses import replace
 
@@ -9,18 +11,31 @@ from transformers import MistralConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tramontane.proto.model_args import ModelArgs, YarnScaling
-from tramontane.workers.model.rotary import BLOCK_POSITIONS, RotaryCache, rotary_frequencies, rotary_tables
+from tramontane.workers.model.rotary import (
+    BLOCK_POSITIONS,
+    RotaryCache,
+    rotary_frequencies,
+    rotary_tables,
+)
 
 FACTOR = 8.0
 
 
-def _args(head_dim: int, theta: float, original: int, beta_fast: float = 32.0, beta_slow: float = 1.0) -> ModelArgs:
+def _args(
+    head_dim: int, theta: float, original: int, beta_fast: float = 32.0, beta_slow: float = 1.0
+) -> ModelArgs:
     scaling = YarnScaling(FACTOR, original, beta_fast, beta_slow)
-    return replace(tiny_args(n_heads=1, n_kv_heads=1, head_dim=head_dim), rope_theta=theta, rope_scaling=scaling)
+    return replace(
+        tiny_args(n_heads=1, n_kv_heads=1, head_dim=head_dim),
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
 
 
 def test_pairs_keep_their_frequency_up_to_20_and_are_fully_scaled_from_37_on() -> None:
-    """Of width 128, theta 1e6, 16384 positions: between them the share falls by 1/17 with each pair."""
+    """Of width 128, theta 1e6, 16384 positions: between them the share falls by 1/17 with each
+    pair.
+    """
     args = _args(128, 1e6, 16384)
     unscaled = rotary_frequencies(replace(args, rope_scaling=None))
     ratio = rotary_frequencies(args) / unscaled
@@ -30,8 +45,13 @@ def test_pairs_keep_their_frequency_up_to_20_and_are_fully_scaled_from_37_on() -
 
 
 @pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0), (64.0, 0.5)])
-@pytest.mark.parametrize(("head_dim", "theta", "original"), [(128, 1e6, 16384), (64, 1e4, 4096), (96, 5e5, 8192), (8, 1e4, 64)])
-def test_frequencies_are_those_of_transformers(head_dim: int, theta: float, original: int, betas: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "original"),
+    [(128, 1e6, 16384), (64, 1e4, 4096), (96, 5e5, 8192), (8, 1e4, 64)],
+)
+def test_frequencies_are_those_of_transformers(
+    head_dim: int, theta: float, original: int, betas: tuple[float, float]
+) -> None:
     fast, slow = betas
     rope = {
         "rope_type": "yarn",
@@ -41,7 +61,9 @@ def test_frequencies_are_those_of_transformers(head_dim: int, theta: float, orig
         "beta_fast": fast,
         "beta_slow": slow,
     }
-    config = MistralConfig(head_dim=head_dim, max_position_embeddings=int(original * FACTOR), rope_parameters=rope)
+    config = MistralConfig(
+        head_dim=head_dim, max_position_embeddings=int(original * FACTOR), rope_parameters=rope
+    )
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     ours = rotary_frequencies(_args(head_dim, theta, original, fast, slow))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
@@ -59,12 +81,21 @@ def test_frequencies_are_those_of_transformers(head_dim: int, theta: float, orig
     ],
 )
 def test_kept_tables_are_those_of_the_positions(positions: list[int], beta: float) -> None:
-    """The first position of a block is the least that needs it; queries are scaled from position 64 on."""
+    """The first position of a block is the least that needs it; queries are scaled from position 64
+    on.
+    """
     args = _args(8, 1e4, 64)
     assert args.rope_scaling is not None
     args = replace(args, rope_scaling=replace(args.rope_scaling, llama4_beta=beta))
-    cache, positions_T = RotaryCache(args, torch.float32), torch.tensor(positions, dtype=torch.int64)
-    expected, first, again = rotary_tables(positions_T, args, torch.float32), cache.tables(positions_T), cache.tables(positions_T)
+    cache, positions_T = (
+        RotaryCache(args, torch.float32),
+        torch.tensor(positions, dtype=torch.int64),
+    )
+    expected, first, again = (
+        rotary_tables(positions_T, args, torch.float32),
+        cache.tables(positions_T),
+        cache.tables(positions_T),
+    )
     for name in ("cos_Td", "sin_Td", "query_scale_T"):
         theirs, ours = getattr(expected, name), getattr(first, name)
         assert (theirs is None) == (ours is None) == (name == "query_scale_T" and not beta)

@@ -11,9 +11,15 @@ from tramontane.workers.device.pinned_memory import HostCopy
 from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows, StepVerdict
 
 
-def _batch(*runs: tuple[int, int, Sequence[int]], is_ahead: bool = False, freed: tuple[int, ...] = ()) -> MicroBatch:
+def _batch(
+    *runs: tuple[int, int, Sequence[int]], is_ahead: bool = False, freed: tuple[int, ...] = ()
+) -> MicroBatch:
     """Return decodes: of each sequence its first position and its tokens."""
-    rows = [(seq_id, start + i, token) for seq_id, start, tokens in runs for i, token in enumerate(tokens)]
+    rows = [
+        (seq_id, start + i, token)
+        for seq_id, start, tokens in runs
+        for i, token in enumerate(tokens)
+    ]
     seq_ids, starts, token_ids = zip(*rows, strict=True)
     return MicroBatch(1, 0, (), freed, DecodeColumns(seq_ids, starts, token_ids, is_ahead=is_ahead))
 
@@ -41,7 +47,9 @@ def test_drafts_ahead_are_right_if_those_in_flight_were() -> None:
         (_batch((7, 13, (45,)), (8, 7, (10,)), is_ahead=True), (61, 62)),
     ))  # fmt: skip
     assert verifier.accepted(first) == (41, 43, 6, 9)
-    assert verifier.accepted(second) == (44, 60, NO_TOKEN, NO_TOKEN), "9 was sampled where 7 was drafted"
+    assert verifier.accepted(second) == (44, 60, NO_TOKEN, NO_TOKEN), (
+        "9 was sampled where 7 was drafted"
+    )
     assert verifier.accepted(third) == (NO_TOKEN, NO_TOKEN), "60 was sampled where 45 was drafted"
     right = _batch((7, 13, (60, 61)), (8, 5, (9,)))
     assert _accept(verifier, right, 61, 70, 11) == (61, 70, 11)
@@ -49,17 +57,24 @@ def test_drafts_ahead_are_right_if_those_in_flight_were() -> None:
 
 
 def test_the_position_has_to_be_the_one_that_was_sampled() -> None:
-    """A draft that follows wrong ones may by chance be the token that was sampled in place of the first of these."""
+    """A draft that follows wrong ones may by chance be the token that was sampled in place of the
+    first of these.
+    """
     verifier = DraftVerifier(is_needed=True)
     assert _accept(verifier, _batch((7, 9, (40, 41, 42))), 43, 42, 43) == (43, NO_TOKEN, NO_TOKEN)
-    assert _accept(verifier, _batch((7, 12, (43, 44)), is_ahead=True), 44, 45) == (NO_TOKEN, NO_TOKEN)
+    assert _accept(verifier, _batch((7, 12, (43, 44)), is_ahead=True), 44, 45) == (
+        NO_TOKEN,
+        NO_TOKEN,
+    )
 
 
 def test_steps_are_settled_in_their_order_by_whatever_thread_reads_first() -> None:
     verifier, gate = DraftVerifier(is_needed=True), threading.Event()
     first = _batch((7, 9, (40,)))
     verifier.update(first)
-    waiting = verifier.begin(SampledRows.of(first), HostCopy(torch.tensor([41]), lambda: (gate.wait(), None)[1]))
+    waiting = verifier.begin(
+        SampledRows.of(first), HostCopy(torch.tensor([41]), lambda: (gate.wait(), None)[1])
+    )
     follower = _begin(verifier, _batch((7, 10, (41,)), is_ahead=True), 42)
     read: list[tuple[int, ...]] = []
     thread = threading.Thread(target=lambda: read.append(verifier.accepted(follower)))

@@ -1,4 +1,6 @@
-"""Sampling in whole numbers: against Python's own numbers and transformers, and what a kernel that differs leads to."""
+"""Sampling in whole numbers: against Python's own numbers and transformers, and what a kernel that
+differs leads to.
+"""
 
 import logging
 import math
@@ -49,19 +51,27 @@ def _weights(logits_SV: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def _choose(logits_SV: Tensor, params: SamplingParams, uniforms: list[float]) -> list[int]:
-    ids: list[int] = choose_plainly(logits_SV, row_params([params] * len(uniforms), uniforms, CPU)).tolist()
+    ids: list[int] = choose_plainly(
+        logits_SV, row_params([params] * len(uniforms), uniforms, CPU)
+    ).tolist()
     return ids
 
 
 def test_the_worked_examples() -> None:
-    assert _weights(torch.tensor([[0.0, -1.0, -30.0, -torch.inf]])).tolist() == [[UNITS, 395007543, 0, 0]]
+    assert _weights(torch.tensor([[0.0, -1.0, -30.0, -torch.inf]])).tolist() == [
+        [UNITS, 395007543, 0, 0]
+    ]
     params = SamplingParams(temperature=0.5, top_p=0.75)
-    assert row_params([params], [0.25], CPU).tolist() == [[0x3F000000, 2**31 - 1, 0, 3 * 2**34, 2**34]]
+    assert row_params([params], [0.25], CPU).tolist() == [
+        [0x3F000000, 2**31 - 1, 0, 3 * 2**34, 2**34]
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 def test_weights_are_exponentials(temperature: float) -> None:
-    """To 6 units of the polynomial, and half a unit of the last shift; float32 rounds a distance by 2**-24 of itself, twice."""
+    """To 6 units of the polynomial, and half a unit of the last shift; float32 rounds a distance by
+    2**-24 of itself, twice.
+    """
     distances = torch.linspace(0, FARTHEST + 2, 100_001)
     logits_SV = torch.cat([-distances, -distances * 1e-4, torch.zeros(1)])[None]
     weights_V, scaled_V = _weights(logits_SV, temperature)[0], logits_SV[0].double() / temperature
@@ -75,13 +85,22 @@ def test_weights_are_exponentials(temperature: float) -> None:
 
 def test_a_share_is_that_of_pythons_integers() -> None:
     numbers = random.Random(0)
-    totals = [0, 1, 2**24 - 1, 2**24, 2**50 - 1, *(numbers.randrange(2 ** numbers.randrange(1, 51)) for _ in range(500))]
+    totals = [
+        0,
+        1,
+        2**24 - 1,
+        2**24,
+        2**50 - 1,
+        *(numbers.randrange(2 ** numbers.randrange(1, 51)) for _ in range(500)),
+    ]
     parts = [2**36, 2**36 - 1, 0, 1, *(numbers.randrange(2**36) for _ in range(len(totals) - 4))]
     found = share(torch.tensor(totals), torch.tensor(parts)).tolist()
     assert found == [total * part >> 36 for total, part in zip(totals, parts, strict=True)]
 
 
-@pytest.mark.parametrize("params", SAMPLINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
+@pytest.mark.parametrize(
+    "params", SAMPLINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}"
+)
 @pytest.mark.parametrize("vocab", [VOCAB, 3000])
 def test_the_same_token_as_by_hand(params: SamplingParams, vocab: int) -> None:
     """Kept as on CPUs, and drawn in the order of token ids. Many logits are equal."""
@@ -90,7 +109,9 @@ def test_the_same_token_as_by_hand(params: SamplingParams, vocab: int) -> None:
     borders = 0
     for row, token in enumerate(tokens):
         kept = sorted(kept_by_hand(logits_SV[row].tolist(), params))
-        expected, distance = pick_by_hand(kept, hashed_uniform(params.seed or 0, params.choice, row))
+        expected, distance = pick_by_hand(
+            kept, hashed_uniform(params.seed or 0, params.choice, row)
+        )
         if distance < 1e-6:
             borders += 1
         else:
@@ -108,32 +129,44 @@ def _by_transformers(logits_SV: Tensor, params: SamplingParams) -> Tensor:
         warpers.append(TopKLogitsWarper(min(params.top_k, logits_SV.shape[1])))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    probabilities_SV: Tensor = warpers(torch.zeros(len(logits_SV), 1, dtype=torch.int64), logits_SV).softmax(-1)
+    probabilities_SV: Tensor = warpers(
+        torch.zeros(len(logits_SV), 1, dtype=torch.int64), logits_SV
+    ).softmax(-1)
     return probabilities_SV
 
 
-@pytest.mark.parametrize("params", SAMPLINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
+@pytest.mark.parametrize(
+    "params", SAMPLINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}"
+)
 def test_kept_tokens_and_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
     """Of logits of which no two are equal: of equal ones transformers' top-k keeps more than k."""
     logits_SV = _logits(200, seed=8, vocab=2000, std=3.0)
     params_S5 = row_params([params] * len(logits_SV), [0.0] * len(logits_SV), CPU)
     kept_SV = keep_likeliest(_weights(logits_SV, params.temperature), logits_SV, params_S5)
     expected_SV = _by_transformers(logits_SV, params)
-    torch.testing.assert_close((kept_SV / kept_SV.sum(-1, keepdim=True)).float(), expected_SV, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        (kept_SV / kept_SV.sum(-1, keepdim=True)).float(), expected_SV, rtol=1e-5, atol=1e-6
+    )
     has_no_weight_SV = (kept_SV == 0) & (expected_SV < 1e-8)
     has_other_set_S = (((kept_SV > 0) != (expected_SV > 0)) & ~has_no_weight_SV).any(-1)
     assert int(has_other_set_S.sum()) <= 2, "only next to a border, by rounding"
 
 
-@pytest.mark.parametrize("params", [PLAIN, replace(PLAIN, temperature=0.6), replace(PLAIN, top_k=4, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "params", [PLAIN, replace(PLAIN, temperature=0.6), replace(PLAIN, top_k=4, top_p=0.9)], ids=str
+)
 def test_a_token_has_its_share_of_all_random_numbers(params: SamplingParams) -> None:
-    """Random numbers at equal distances: each token is drawn as often as its probability says, to one."""
+    """Random numbers at equal distances: each token is drawn as often as its probability says, to
+    one.
+    """
     logits_SV, num_draws = _logits(1, seed=9, vocab=11, std=1.0), 20_000
     uniforms = [draw / num_draws for draw in range(num_draws)]
     counts = Counter(_choose(logits_SV.expand(num_draws, -1), params, uniforms))
     expected = dict(kept_by_hand(logits_SV[0].tolist(), params))
     assert set(counts) == set(expected)
-    assert all(abs(counts[token] - probability * num_draws) <= 1 for token, probability in expected.items())
+    assert all(
+        abs(counts[token] - probability * num_draws) <= 1 for token, probability in expected.items()
+    )
 
 
 def test_a_border_belongs_to_the_share_that_begins_there() -> None:
@@ -144,7 +177,9 @@ def test_top_p_that_is_reached_exactly_keeps_no_token_more() -> None:
     """Four tokens of exactly 1/4 each, of which 0.5 needs two, the first ones."""
     uniforms = [draw / 64 for draw in range(64)]
     for top_p, expected in ((1e-300, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)):
-        assert set(_choose(torch.zeros(64, 4), replace(PLAIN, top_p=top_p), uniforms)) == set(range(expected))
+        assert set(_choose(torch.zeros(64, 4), replace(PLAIN, top_p=top_p), uniforms)) == set(
+            range(expected)
+        )
 
 
 def test_of_equal_logits_the_first_are_kept() -> None:
@@ -171,7 +206,9 @@ def test_extremes_are_greedy(changes: dict[str, float]) -> None:
     assert _choose(logits_SV, replace(PLAIN, **changes), uniforms) == logits_SV.argmax(-1).tolist()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changes", [{}, *EXTREMES, {"temperature": 1e300}, {"top_k": 9, "top_p": 0.999}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, *EXTREMES, {"temperature": 1e300}, {"top_k": 9, "top_p": 0.999}], ids=str
+)
 def test_the_only_token_that_is_allowed_is_chosen(changes: dict[str, float]) -> None:
     logits_SV = torch.full((50, 4), -torch.inf)
     logits_SV[:, 2] = -7.0
@@ -186,9 +223,15 @@ def test_a_temperature_that_makes_logits_infinite_is_greedy() -> None:
 
 def test_a_token_does_not_depend_on_its_company() -> None:
     logits_SV, numbers = _logits(60, seed=4), random.Random(0)
-    params = [replace(numbers.choice([*SAMPLINGS, replace(PLAIN, temperature=0.0)]), seed=row) for row in range(60)]
+    params = [
+        replace(numbers.choice([*SAMPLINGS, replace(PLAIN, temperature=0.0)]), seed=row)
+        for row in range(60)
+    ]
     together = sample(logits_SV, params, range(60), choose_plainly).tolist()
-    assert together == [sample(logits_SV[row, None], [params[row]], [row], choose_plainly).item() for row in range(60)]
+    assert together == [
+        sample(logits_SV[row, None], [params[row]], [row], choose_plainly).item()
+        for row in range(60)
+    ]
 
 
 @pytest.fixture
@@ -199,13 +242,17 @@ def as_kernel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return module
 
 
-def test_a_kernel_that_is_right_is_used(as_kernel: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_is_right_is_used(
+    as_kernel: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     for vocab in (1, 7, 1000):
         assert kernel_for(CPU, vocab) is as_kernel.choose_tokens
     assert not caplog.records
 
 
-def test_a_kernel_that_is_wrong_is_not_used(as_kernel: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_is_wrong_is_not_used(
+    as_kernel: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     """Here in the last row only, which is one of top-k."""
 
     def wrong(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
@@ -220,7 +267,9 @@ def test_a_kernel_that_is_wrong_is_not_used(as_kernel: SimpleNamespace, caplog: 
     assert "(1 of 20 tokens are not those of PyTorch)" in record.getMessage()
 
 
-def test_without_triton_tokens_are_sorted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_tokens_are_sorted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "tramontane.workers.sampling.triton_sampler", None)  # type: ignore[arg-type]
     assert kernel_for(CPU, 1000) is None
     [record] = caplog.records
@@ -228,7 +277,9 @@ def test_without_triton_tokens_are_sorted(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_the_self_test_has_rows_of_every_kind(as_kernel: SimpleNamespace) -> None:
-    """Among them draws that the kinds of cuts change, equal logits, masks and rows without a token."""
+    """Among them draws that the kinds of cuts change, equal logits, masks and rows without a
+    token.
+    """
     seen: list[tuple[Tensor, Tensor]] = []
 
     def choose(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
@@ -239,7 +290,13 @@ def test_the_self_test_has_rows_of_every_kind(as_kernel: SimpleNamespace) -> Non
     kernel_for(CPU, 1000)
     ((logits_SV, params_S5),) = seen
     temperature_S, top_k_S, min_weight_S, top_p_S, _ = params_S5.T
-    for is_some_S in (temperature_S == 0, top_k_S < 1000, min_weight_S > 0, top_p_S < 2**36, logits_SV.isnan().any(-1)):
+    for is_some_S in (
+        temperature_S == 0,
+        top_k_S < 1000,
+        min_weight_S > 0,
+        top_p_S < 2**36,
+        logits_SV.isnan().any(-1),
+    ):
         assert 0 < int(is_some_S.sum()) < len(params_S5)
     assert (logits_SV == -math.inf).any()
 
@@ -247,10 +304,15 @@ def test_the_self_test_has_rows_of_every_kind(as_kernel: SimpleNamespace) -> Non
 def test_only_a_last_stage_has_a_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_backend, "kernel_for", lambda device, vocab: (device, vocab))
     stages = tiny_plan(tiny_args(n_layers=2), 2).stages
-    assert [device_backend._sampler(stage, CPU) for stage in stages] == [None, (CPU, stages[1].args.vocab_size)]
+    assert [device_backend._sampler(stage, CPU) for stage in stages] == [
+        None,
+        (CPU, stages[1].args.vocab_size),
+    ]
 
 
 def test_the_least_weight_is_no_less_than_the_share_of_the_best() -> None:
     """A third of 2**30 is 357913941.33: a token of 357913941 has less."""
-    least_weights = row_params([SamplingParams(min_p=share) for share in (1 / 3, 0.25)], [0.0] * 2, CPU)[:, 2].tolist()
+    least_weights = row_params(
+        [SamplingParams(min_p=share) for share in (1 / 3, 0.25)], [0.0] * 2, CPU
+    )[:, 2].tolist()
     assert least_weights == [357_913_942, 2**28]

@@ -1,4 +1,6 @@
-"""Biases, penalties and the ban of an early end, against their formulas, however a sequence's tokens come in."""
+"""Biases, penalties and the ban of an early end, against their formulas, however a sequence's
+tokens come in.
+"""
 
 from dataclasses import replace
 
@@ -22,12 +24,16 @@ WISHES = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.75, -1.5]),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
-    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3).map(lambda biases: tuple(biases.items())),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3).map(
+        lambda biases: tuple(biases.items())
+    ),
     min_tokens=st.integers(0, 5),
     stop_token_ids=st.lists(TOKENS, max_size=2).map(tuple),
 )
 SEQUENCES = st.lists(
-    st.tuples(WISHES, st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, max_size=6)), min_size=1, max_size=6
+    st.tuples(WISHES, st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, max_size=6)),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -36,16 +42,26 @@ def _changes() -> LogitsProcessor:
 
 
 def _chunks(
-    seq_id: int, sampling: SamplingParams, ids: list[int], num_prompt: int, size: int, num_cached: int = 0
+    seq_id: int,
+    sampling: SamplingParams,
+    ids: list[int],
+    num_prompt: int,
+    size: int,
+    num_cached: int = 0,
 ) -> list[Chunk]:
-    """Return the chunks of a sequence; of its tokens so many are cached, and at least one is not."""
+    """Return the chunks of a sequence; of its tokens so many are cached, and at least one is
+    not.
+    """
     begin = min(num_cached, len(ids) - 1)
     chunks = [
         Chunk(seq_id, start, tuple(ids[start : start + size]), (), None, start + size >= len(ids))
         for start in range(begin, len(ids), size)
     ]
     skipped = tuple(ids[:begin]) if sampling.needs_tokens else ()
-    return [chunks[0]._replace(sampling=sampling, num_prompt=num_prompt, skipped_ids=skipped), *chunks[1:]]
+    return [
+        chunks[0]._replace(sampling=sampling, num_prompt=num_prompt, skipped_ids=skipped),
+        *chunks[1:],
+    ]
 
 
 def _logits(rows: int) -> torch.Tensor:
@@ -54,17 +70,31 @@ def _logits(rows: int) -> torch.Tensor:
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(
-    sequences=SEQUENCES, size=st.integers(1, 5), replayed=st.booleans(), earlier=st.integers(0, 3), num_cached=st.integers(0, 12)
+    sequences=SEQUENCES,
+    size=st.integers(1, 5),
+    replayed=st.booleans(),
+    earlier=st.integers(0, 3),
+    num_cached=st.integers(0, 12),
 )
 def test_logits_are_changed_as_the_formulas_say(
-    sequences: list[tuple[SamplingParams, list[int], list[int]]], size: int, replayed: bool, earlier: int, num_cached: int
+    sequences: list[tuple[SamplingParams, list[int], list[int]]],
+    size: int,
+    replayed: bool,
+    earlier: int,
+    num_cached: int,
 ) -> None:
-    """Prompts come in chunks behind what is cached; then the output one decode at a time, or, ``replayed``, with the prompt."""
+    """Prompts come in chunks behind what is cached; then the output one decode at a time, or,
+    ``replayed``, with the prompt.
+    """
     changes = _changes()
     begun: list[MicroBatch] = []
     for number in range(earlier):  # earlier sequences leave nothing behind
         busy = replace(PLAIN, frequency_penalty=2.0, repetition_penalty=9.0)
-        begun.append(MicroBatch(0, len(begun), (Chunk(100 + number, 0, tuple(range(VOCAB)), (), busy, True, 3),)))
+        begun.append(
+            MicroBatch(
+                0, len(begun), (Chunk(100 + number, 0, tuple(range(VOCAB)), (), busy, True, 3),)
+            )
+        )
     changes_after = tuple(range(100, 100 + earlier))
     whole = [prompt + (output if replayed else []) for _, prompt, output in sequences]
     pieces = [
@@ -75,7 +105,11 @@ def test_logits_are_changed_as_the_formulas_say(
         chunks = tuple(own[turn] for own in pieces if turn < len(own))
         begun.append(MicroBatch(0, len(begun), chunks, changes_after if turn == 0 else ()))
     for turn in range(0 if replayed else max(len(output) for *_, output in sequences)):
-        going = [(seq_id, prompt, output) for seq_id, (_, prompt, output) in enumerate(sequences) if turn < len(output)]
+        going = [
+            (seq_id, prompt, output)
+            for seq_id, (_, prompt, output) in enumerate(sequences)
+            if turn < len(output)
+        ]
         decodes = DecodeColumns(
             tuple(seq_id for seq_id, *_ in going),
             tuple(len(prompt) + turn for _, prompt, _ in going),
@@ -88,14 +122,19 @@ def test_logits_are_changed_as_the_formulas_say(
     before = logits.clone()
     positions = [len(prompt) + len(output) for _, prompt, output in sequences]
     got = changes.apply(logits, range(len(sequences)), positions)
-    expected = [changed_logits(row, *wish, EOS) for row, wish in zip(logits.tolist(), sequences, strict=True)]
+    expected = [
+        changed_logits(row, *wish, EOS)
+        for row, wish in zip(logits.tolist(), sequences, strict=True)
+    ]
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-4)
     assert torch.equal(logits, before), "the logits of the model are needed for log-probabilities"
 
 
 def test_who_wants_nothing_costs_nothing() -> None:
     changes, logits = _changes(), _logits(2)
-    changes.update(MicroBatch(0, 0, tuple(_chunks(seq_id, PLAIN, [1, 2, 3], 3, 3)[0] for seq_id in range(2))))
+    changes.update(
+        MicroBatch(0, 0, tuple(_chunks(seq_id, PLAIN, [1, 2, 3], 3, 3)[0] for seq_id in range(2)))
+    )
     assert len(changes._states) == 0
     assert changes.apply(logits, (0, 1), (3, 3)) is logits
 

@@ -9,27 +9,51 @@ import torch
 from tramontane.proto.request import FinishReason, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.sampling import structured_output as grammar
-from tramontane.workers.sampling.structured_output import StructuredOutputManager, output_tokens, unpack_bitmasks
+from tramontane.workers.sampling.structured_output import (
+    StructuredOutputManager,
+    output_tokens,
+    unpack_bitmasks,
+)
 
 # 0 to 255 are bytes, then some longer pieces; two control tokens, and a piece twice
 PIECES = (*(bytes([i]) for i in range(256)), b'{"', b"", b'"}', b'": ', b"", b'{"', b"true")
 OPEN, CONTROL, CLOSE, COLON, CALL, OPEN_AGAIN, TRUE = range(256, 263)
-VOCAB, EOS, OTHER_EOS = 300, 257, 290  # of the model, which has ids that its tokenizer does not know
+# of the model, which has ids that its tokenizer does not know
+VOCAB, EOS, OTHER_EOS = 300, 257, 290
 DIGITS = 'start: /[0-9]{1,3}/ | "yes"'
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 JSON = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
 
 
-def _constraints(pieces: Sequence[bytes] = PIECES, eos: tuple[int, ...] = (EOS, OTHER_EOS)) -> StructuredOutputManager:
+def _constraints(
+    pieces: Sequence[bytes] = PIECES, eos: tuple[int, ...] = (EOS, OTHER_EOS)
+) -> StructuredOutputManager:
     return StructuredOutputManager(lambda: pieces, VOCAB, eos)
 
 
 def _begin(
-    constraints: StructuredOutputManager, *grammars: str, said: bytes = b"", released: tuple[int, ...] = (), **sampling: bool
+    constraints: StructuredOutputManager,
+    *grammars: str,
+    said: bytes = b"",
+    released: tuple[int, ...] = (),
+    **sampling: bool,
 ) -> None:
     """Sequences 0, 1, ... with prompts of two tokens, and what they have said before."""
     chunks = [
-        Chunk(i, 0, (5, 6, *said), (), SamplingParams(grammar=text, ignore_eos=sampling.get("ignore_eos", False)), True, 2)
+        Chunk(
+            i,
+            0,
+            (5, 6, *said),
+            (),
+            SamplingParams(grammar=text, ignore_eos=sampling.get("ignore_eos", False)),
+            True,
+            2,
+        )
         for i, text in enumerate(grammars)
     ]
     constraints.update(MicroBatch(0, 0, tuple(chunks), released))
@@ -40,7 +64,9 @@ def _allowed(constraints: StructuredOutputManager, seq_id: int = 0) -> set[int]:
     return set(torch.isfinite(logits[0]).nonzero()[:, 0].tolist())
 
 
-def _say(constraints: StructuredOutputManager, *token_ids: int) -> tuple[tuple[int, FinishReason], ...]:
+def _say(
+    constraints: StructuredOutputManager, *token_ids: int
+) -> tuple[tuple[int, FinishReason], ...]:
     for token_id in token_ids:
         ended = constraints.finished([0], [token_id])
     return ended
@@ -56,7 +82,9 @@ def test_only_what_the_grammar_allows_and_the_end_where_it_may_end() -> None:
     _begin(constraints, DIGITS)
     assert _say(constraints, *b"ye") == ()
     assert _allowed(constraints) == set(b"s"), "the end is not allowed here"
-    assert _say(constraints, *b"s") == ((0, FinishReason.STOP),), "nothing can follow, which needs no token"
+    assert _say(constraints, *b"s") == ((0, FinishReason.STOP),), (
+        "nothing can follow, which needs no token"
+    )
 
 
 def test_pieces_of_several_characters_and_pieces_that_are_there_twice() -> None:
@@ -98,27 +126,39 @@ def test_what_was_said_before_is_taken_in_again_chunk_by_chunk() -> None:
 
 @pytest.mark.parametrize("num_cached", range(1, 8))
 def test_what_was_said_in_a_cached_prefix_is_taken_in_too(num_cached: int) -> None:
-    """Of a sequence that was preempted, or continues on another pipeline: two tokens of prompt and what was said since."""
+    """Of a sequence that was preempted, or continues on another pipeline: two tokens of prompt and
+    what was said since.
+    """
     constraints, tokens = _constraints(), (5, 6, *b'{"a":tr')
     for start, end in ((num_cached, num_cached + 1), (num_cached + 1, len(tokens))):
         is_first = start == num_cached
-        first, skipped = (SamplingParams(grammar=JSON) if is_first else None), tokens[:start] if is_first else ()
-        chunk = Chunk(0, start, tokens[start:end], (), first, False, 2 if is_first else 0, skipped_ids=skipped)
+        first, skipped = (
+            (SamplingParams(grammar=JSON) if is_first else None),
+            tokens[:start] if is_first else (),
+        )
+        chunk = Chunk(
+            0, start, tokens[start:end], (), first, False, 2 if is_first else 0, skipped_ids=skipped
+        )
         constraints.update(MicroBatch(0, 0, (chunk,)))
     assert _allowed(constraints) == set(b"u")
 
 
 @pytest.mark.parametrize(
-    ("start", "ids", "expected"), [(0, (1, 2), ()), (4, (1, 2, 3), (2, 3)), (5, (1, 2), (1, 2)), (9, (1,), (1,))]
+    ("start", "ids", "expected"),
+    [(0, (1, 2), ()), (4, (1, 2, 3), (2, 3)), (5, (1, 2), (1, 2)), (9, (1,), (1,))],
 )
-def test_which_tokens_of_a_chunk_are_the_answers(start: int, ids: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_which_tokens_of_a_chunk_are_the_answers(
+    start: int, ids: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     assert output_tokens(Chunk(0, start, ids, (), None, False), 5) == expected
 
 
 def test_rows_without_a_grammar_stay_as_they_are() -> None:
     constraints = _constraints()
     logits = torch.randn(3, VOCAB)
-    assert constraints.apply_masks(logits, [0, 1, 2]) is logits, "no sequence has a grammar, so nothing is changed"
+    assert constraints.apply_masks(logits, [0, 1, 2]) is logits, (
+        "no sequence has a grammar, so nothing is changed"
+    )
     _begin(constraints, "", DIGITS, "")
     before = logits.clone()
     masked = constraints.apply_masks(logits, [0, 1, 2])
@@ -154,7 +194,9 @@ def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("pieces", [PIECES, PIECES[:255], PIECES[:256], (*PIECES, *(b"x",) * 60)])
 def test_vocabularies_of_any_size_fit_the_models(pieces: tuple[bytes, ...]) -> None:
-    """Also where llguidance's end is the first bit of a byte, and where there are more pieces than the model has ids."""
+    """Also where llguidance's end is the first bit of a byte, and where there are more pieces than
+    the model has ids.
+    """
     constraints = _constraints(pieces, (OTHER_EOS,))
     _begin(constraints, DIGITS, said=b"1")
     assert _allowed(constraints) == {*b"0123456789", OTHER_EOS}
@@ -183,7 +225,9 @@ def test_bits_count_from_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("last", [(EOS,), b"s"], ids=["end of sequence", "nothing can follow"])
-def test_a_row_in_vain_after_the_end_breaks_no_grammar(last: Sequence[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_in_vain_after_the_end_breaks_no_grammar(
+    last: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
     """It was submitted before the end was known, and may have any token."""
     constraints = _constraints()
     _begin(constraints, DIGITS)

@@ -27,15 +27,25 @@ def test_interpreted(failures: dict[str, str], name: str) -> None:
     assert not failures[name], failures[name]
 
 
-@pytest.mark.parametrize(("vocab", "capability"), [(32_000, 80), (32_000, 89), (32_000, 90), (131_072, 90), (32_003, 90)])
+@pytest.mark.parametrize(
+    ("vocab", "capability"), [(32_000, 80), (32_000, 89), (32_000, 90), (131_072, 90), (32_003, 90)]
+)
 def test_compiled_for_gpus_that_are_not_here(vocab: int, capability: int) -> None:
-    """A program of 16 warps has all its numbers in registers, and its quotients are rounded as PyTorch's are.
+    """A program of 16 warps has all its numbers in registers, and its quotients are rounded as
+    PyTorch's are.
 
     The code is one for all vocabularies that are multiples of 16.
     """
     aligned = range(5) if vocab % 16 == 0 else range(4)
     usage = resource_usage(
-        "tramontane.workers.sampling.triton_sampler", "_kernel", TYPES, (BLOCK,), aligned, WARPS, 3, capability
+        "tramontane.workers.sampling.triton_sampler",
+        "_kernel",
+        TYPES,
+        (BLOCK,),
+        aligned,
+        WARPS,
+        3,
+        capability,
     )
     assert usage.spilled_bytes == 0
     assert usage.rounds_as_pytorch

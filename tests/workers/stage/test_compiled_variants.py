@@ -1,4 +1,6 @@
-"""Nothing is compiled once a stage is ready, by what Triton's interpreter launches and what torch.compile is given."""
+"""Nothing is compiled once a stage is ready, by what Triton's interpreter launches and what
+torch.compile is given.
+"""
 
 import os
 import subprocess
@@ -26,7 +28,12 @@ from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
-NAMES = ("the fastest", "the fastest, keys and values in fp8", "batch-invariant, int8", "the fastest, latent attention")
+NAMES = (
+    "the fastest",
+    "the fastest, keys and values in fp8",
+    "batch-invariant, int8",
+    "the fastest, latent attention",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +51,28 @@ def test_all_checks_are_looked_at(failures: dict[str, str]) -> None:
 
 
 def test_what_is_compiled_once_a_stage_is_ready_is_reported(tmp_path: Path) -> None:
-    """A real compilation for a GPU that is not there: of three launches the first is before, and the second finds its kernel."""
+    """A real compilation for a GPU that is not there: of three launches the first is before, and
+    the second finds its kernel.
+    """
     program = Path(__file__).parents[2] / "support" / "compiled_while_serving.py"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=True
+    )
     name = "tramontane.workers.kernels.triton_norm._kernel"
-    assert done.stdout == f"WARNING Stage 1/2 compiled the kernel {name} after it was ready; a request has waited for it\n"
+    assert (
+        done.stdout
+        == f"WARNING Stage 1/2 compiled the kernel {name} after it was ready; a request has waited"
+        " for it\n"
+    )
 
 
-def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``torch.compile`` is given a second time on a GPU, it is given here: the check at load is a GPU's."""
+def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ``torch.compile`` is given a second time on a GPU, it is given here: the check at load
+    is a GPU's.
+    """
     compiled: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
@@ -61,7 +80,9 @@ def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(mon
         return graph.forward
 
     def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
-        ops = FusedOps(*(torch.compile(getattr(EAGER, each.name), backend=keep) for each in fields(FusedOps)))
+        ops = FusedOps(
+            *(torch.compile(getattr(EAGER, each.name), backend=keep) for each in fields(FusedOps))
+        )
         fused_ops.try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(cpu_kernels(), ops)
 
@@ -69,15 +90,22 @@ def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(mon
     monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
     monkeypatch.setattr(stage_worker, "backend_for", backend_for)
     torch.compiler.reset()
-    plan = tiny_plan(tiny_args(n_layers=1, max_seq_len=400), dtype="bfloat16", max_num_seqs=8).stages[0]
+    plan = tiny_plan(
+        tiny_args(n_layers=1, max_seq_len=400), dtype="bfloat16", max_num_seqs=8
+    ).stages[0]
     worker = StageWorker.load(plan, RandomWeights(), "cpu")
     num_compiled = len(compiled)
     assert num_compiled == 2 * len(fields(FusedOps)), "for one token, and for any other number"
     worker.fence(0)
     for step, length in enumerate((1, 2, 3, 17, 255, 300)):
         (ring,) = plan.cache.classes
-        pages = tuple(step * ring.ring_pages + page % ring.ring_pages for page in ring.new_pages(0, length, 16))
+        pages = tuple(
+            step * ring.ring_pages + page % ring.ring_pages
+            for page in ring.new_pages(0, length, 16)
+        )
         chunk = Chunk(step, 0, (1,) * length, (pages,), SamplingParams(), needs_sample=True)
         worker.step(MicroBatch(0, step, (chunk,)), None)
-    worker.step(MicroBatch(0, step + 1, (), decodes=DecodeColumns((0, 1, 2), (1, 2, 3), (1, 1, 1))), None)
+    worker.step(
+        MicroBatch(0, step + 1, (), decodes=DecodeColumns((0, 1, 2), (1, 2, 3), (1, 1, 1))), None
+    )
     assert compiled[num_compiled:] == []

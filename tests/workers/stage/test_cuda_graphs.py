@@ -1,4 +1,6 @@
-"""Recorded steps of decodes, on the CPU: the operations that ran once are run again, on the same memory and with nothing else."""
+"""Recorded steps of decodes, on the CPU: the operations that ran once are run again, on the same
+memory and with nothing else.
+"""
 
 import gc
 import logging
@@ -43,13 +45,21 @@ WINDOWS = [
 def _recording(plan: PipelinePlan, args: ModelArgs, recorder: Replays) -> list[StageWorker]:
     backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder)
     workers = split_model(random_model(args), plan)
-    return [StageWorker(worker.plan, experts_together(worker.model), backend=backend) for worker in workers]
+    return [
+        StageWorker(worker.plan, experts_together(worker.model), backend=backend)
+        for worker in workers
+    ]
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)])
-def test_the_same_tokens_as_step_by_step(windows: tuple[int | None, ...], sampling: SamplingParams, moe: bool) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)],
+)
+def test_the_same_tokens_as_step_by_step(
+    windows: tuple[int | None, ...], sampling: SamplingParams, moe: bool
+) -> None:
     """In one stage or two: either number occurs with every choice of the others."""
     num_stages = 1 if moe == (sampling.temperature == 0) else 2
     args = tiny_args(n_layers=3, windows=windows, moe=moe)
@@ -59,18 +69,25 @@ def test_the_same_tokens_as_step_by_step(windows: tuple[int | None, ...], sampli
     tokens, expert_load = _step_by_step(args, sampling)
     assert run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32) == tokens
     assert recorder.num_replayed > recorder.num_recorded, "few recordings, used often"
-    assert {layer: load for w in recording for layer, load in w.model.expert_load.items()} == expert_load, (
-        "padding is not counted"
-    )
+    assert {
+        layer: load for w in recording for layer, load in w.model.expert_load.items()
+    } == expert_load, "padding is not counted"
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)])
-def test_the_same_tokens_of_steps_that_begin_with_tokens_on_the_device(sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)],
+)
+def test_the_same_tokens_of_steps_that_begin_with_tokens_on_the_device(
+    sampling: SamplingParams,
+) -> None:
     """A graph reads the last tokens anew each time that it is replayed."""
     args = tiny_args(n_layers=3, windows=(24, None, 40))
     plan, recorder = tiny_plan(args, 1, page_size=4), Replays()
     recording = _recording(plan, args, recorder)
-    found = run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32, max_in_flight=2, async_scheduling=True)
+    found = run_in_process(
+        plan, recording, PROMPTS[:7], sampling, budget=32, max_in_flight=2, async_scheduling=True
+    )
     assert found == _step_by_step(args, sampling)[0]
     assert recorder.num_replayed > recorder.num_recorded
 
@@ -80,7 +97,9 @@ def test_the_same_tokens_where_one_kernel_rotates_and_writes(moe: bool) -> None:
     """In steps of single tokens, in graphs and not; others are rotated by their layers."""
     args, calls = tiny_args(n_layers=3, windows=(24, None, 40), moe=moe), list[int]()
 
-    def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+    def rotate_and_write(
+        cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor
+    ) -> Tensor:
         calls.append(len(rows_B))
         num_keys = cached.k_NGd.shape[1]
         rotated_BHd = EAGER.apply_rotary(qkv_BHd[:, :-num_keys], cos_Bd, sin_Bd)
@@ -94,29 +113,45 @@ def test_the_same_tokens_where_one_kernel_rotates_and_writes(moe: bool) -> None:
         backend = DeviceBackend(kernels, graph_capture=recorder)
         worker = StageWorker(worker.plan, experts_together(worker.model), backend=backend)
         calls.clear()
-        assert run_in_process(plan, [worker], PROMPTS[:7], sampling, budget=32) == _step_by_step(args, sampling)[0]
+        assert (
+            run_in_process(plan, [worker], PROMPTS[:7], sampling, budget=32)
+            == _step_by_step(args, sampling)[0]
+        )
         assert calls
 
 
 @cache
-def _step_by_step(args: ModelArgs, sampling: SamplingParams) -> tuple[list[list[int]], dict[int, list[int]]]:
-    """Tokens and expert load without recordings, in one stage: how many there are makes no difference."""
+def _step_by_step(
+    args: ModelArgs, sampling: SamplingParams
+) -> tuple[list[list[int]], dict[int, list[int]]]:
+    """Tokens and expert load without recordings, in one stage: how many there are makes no
+    difference.
+    """
     plan = tiny_plan(args, 1, page_size=4)
     [worker] = split_model(random_model(args), plan)
-    return run_in_process(plan, [worker], PROMPTS[:7], sampling, budget=32), worker.model.expert_load
+    return run_in_process(
+        plan, [worker], PROMPTS[:7], sampling, budget=32
+    ), worker.model.expert_load
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(replace(tiny_args(n_layers=2, moe=False), rope_scaling=YarnScaling(4.0, 64, llama4_beta=0.1)), id="scaled"),
+        pytest.param(
+            replace(
+                tiny_args(n_layers=2, moe=False), rope_scaling=YarnScaling(4.0, 64, llama4_beta=0.1)
+            ),
+            id="scaled",
+        ),
         pytest.param(tiny_args(n_layers=2, moe=False, tied=True), id="tied"),
     ],
 )
 def test_other_models_too(args: ModelArgs) -> None:
     plan, recorder = tiny_plan(args, 1, page_size=4), Replays()
     expected = run_in_process(plan, split_model(random_model(args), plan), PROMPTS[:5], budget=32)
-    assert run_in_process(plan, _recording(plan, args, recorder), PROMPTS[:5], budget=32) == expected
+    assert (
+        run_in_process(plan, _recording(plan, args, recorder), PROMPTS[:5], budget=32) == expected
+    )
     assert recorder.num_replayed > recorder.num_recorded
 
 
@@ -128,28 +163,39 @@ def test_quantized_weights_too(quantize: Quantization, monkeypatch: pytest.Monke
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
     recording = StageWorker(
-        plan.stages[0], plain.model, backend=DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder)
+        plan.stages[0],
+        plain.model,
+        backend=DeviceBackend(
+            AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder
+        ),
     )
     expected = run_in_process(plan, [plain], PROMPTS[:5], budget=32)
     assert run_in_process(plan, [recording], PROMPTS[:5], budget=32) == expected
     assert recorder.num_replayed > recorder.num_recorded
 
 
-def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recorder, args = Replays(), tiny_args(n_layers=2, moe=False)
     monkeypatch.setattr(
         stage_worker,
         "backend_for",
-        lambda *_: DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder),
+        lambda *_: DeviceBackend(
+            AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder
+        ),
     )
     plan = tiny_plan(args, 2, max_num_seqs=5)
     workers = [StageWorker.load(stage, RandomWeights()) for stage in plan.stages]
     for worker in workers:
         assert worker.graphs is not None
         assert [size[0] for size in worker.graphs.sizes] == [8, 4, 2, 1]
-    num_steps, launch = 0, StageWorker.launch  # of nothing but decodes: how many depends on how fast the stages are
+    # of nothing but decodes: how many depends on how fast the stages are
+    num_steps, launch = 0, StageWorker.launch
 
-    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
+    def counted(
+        worker: StageWorker, batch: MicroBatch, incoming: Activation | None
+    ) -> PendingOutcome:
         nonlocal num_steps
         num_steps += not batch.chunks and bool(batch.decodes.seq_ids)
         return launch(worker, batch, incoming)
@@ -162,7 +208,19 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch
 
 @pytest.mark.parametrize(
     ("num_decodes", "num_rows"),
-    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64), (65, 80), (80, 80), (129, 144)],
+    [
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (5, 8),
+        (8, 8),
+        (9, 16),
+        (17, 24),
+        (64, 64),
+        (65, 80),
+        (80, 80),
+        (129, 144),
+    ],
 )
 def test_decodes_are_padded_to_sizes_that_are_recorded(num_decodes: int, num_rows: int) -> None:
     assert padded_rows(num_decodes) == num_rows
@@ -197,7 +255,9 @@ class _FakeGraph(SimpleNamespace):
 
 
 class _FakeCuda:
-    """Streams of one thread, and a recording that CUDA breaks off: torch then leaves the thread where the recording was."""
+    """Streams of one thread, and a recording that CUDA breaks off: torch then leaves the thread
+    where the recording was.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, breaks: bool) -> None:
         self.current, self.breaks = self.stream("usual"), breaks
@@ -236,7 +296,9 @@ class _FakeCuda:
 
     @contextmanager
     def recording(self, graph: SimpleNamespace) -> Iterator[None]:
-        assert not self.current.name.startswith("recording"), "one recording begins when the last one has ended"
+        assert not self.current.name.startswith("recording"), (
+            "one recording begins when the last one has ended"
+        )
         before, self.current = self.current, self.stream(f"recording {graph.name}")
         yield
         if self.breaks:
@@ -245,7 +307,9 @@ class _FakeCuda:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
     cuda, seen = _FakeCuda(monkeypatch, breaks=breaks), []
 
     def compute() -> Tensor:
@@ -259,7 +323,9 @@ def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(monke
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_pieces_are_recorded_one_after_the_other(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+def test_pieces_are_recorded_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
     cuda, seen = _FakeCuda(monkeypatch, breaks=breaks), []
 
     def compute(cut: Cut) -> Tensor:
@@ -298,12 +364,23 @@ class _Refuses:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
 
-def test_what_cannot_be_recorded_is_computed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_recorded_is_computed_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     args = tiny_args(n_layers=2, moe=False)
     plan = tiny_plan(args, 1)
     expected = run_in_process(plan, split_model(random_model(args), plan), PROMPTS[:5], budget=32)
-    backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=_Refuses())
+    backend = DeviceBackend(
+        AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=_Refuses()
+    )
     with caplog.at_level(logging.WARNING, logger="tramontane.workers.stage.cuda_graphs"):
-        assert run_in_process(plan, split_model(random_model(args), plan, backend=backend), PROMPTS[:5], budget=32) == expected
+        assert (
+            run_in_process(
+                plan, split_model(random_model(args), plan, backend=backend), PROMPTS[:5], budget=32
+            )
+            == expected
+        )
     (record,) = caplog.records
-    assert record.getMessage().endswith("(operation not permitted when stream is capturing ... more of it)")
+    assert record.getMessage().endswith(
+        "(operation not permitted when stream is capturing ... more of it)"
+    )

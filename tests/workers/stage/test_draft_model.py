@@ -1,4 +1,6 @@
-"""Drafts of a draft model on one worker: those of a model with the large one's weights are all right, wherever they begin."""
+"""Drafts of a draft model on one worker: those of a model with the large one's weights are all
+right, wherever they begin.
+"""
 
 import asyncio
 import shutil
@@ -24,14 +26,18 @@ from tramontane.workers.stage.activation import Outcome
 from tramontane.workers.stage.draft_model import DraftModel
 from tramontane.workers.stage.stage_worker import StageWorker
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True)
 CUT = replace(SEEDED, temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=6, choice=2)
 TINY = tiny_args(n_layers=1, window=8, moe=False, max_seq_len=64)
 
 
-def _plan(kind: str, page_size: int = 16, max_num_seqs: int = 8, num_drafts: int = 4) -> PipelinePlan:
+def _plan(
+    kind: str, page_size: int = 16, max_num_seqs: int = 8, num_drafts: int = 4
+) -> PipelinePlan:
     return tiny_plan(ATTENTION_KINDS[kind], 1, page_size, max_num_seqs, num_drafts=num_drafts)
 
 
@@ -47,7 +53,9 @@ def _begin(seq_id: int, token_ids: Sequence[int] = (1, 2, 3), num_tokens: int = 
     return DraftRequest(seq_id, 0, tuple(token_ids), num_tokens, GREEDY)
 
 
-def _continue(seq_id: int, num_kept: int, token_ids: Sequence[int] = (4,), num_tokens: int = 3) -> DraftRequest:
+def _continue(
+    seq_id: int, num_kept: int, token_ids: Sequence[int] = (4,), num_tokens: int = 3
+) -> DraftRequest:
     return DraftRequest(seq_id, num_kept, tuple(token_ids), num_tokens, GREEDY)
 
 
@@ -74,15 +82,28 @@ def _answers(kind: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
-def test_a_model_with_the_same_weights_drafts_the_large_models_tokens(kind: str, page_size: int) -> None:
+def test_a_model_with_the_same_weights_drafts_the_large_models_tokens(
+    kind: str, page_size: int
+) -> None:
     model, answers = DraftModel(_worker(_plan(kind, page_size))), _answers(kind)
-    others = replace(WISHES[0], presence_penalty=1.0, logit_bias=((3, 90.0),), stop_token_ids=(1, 2), min_tokens=9, logprobs=2)
+    others = replace(
+        WISHES[0],
+        presence_penalty=1.0,
+        logit_bias=((3, 90.0),),
+        stop_token_ids=(1, 2),
+        min_tokens=9,
+        logprobs=2,
+    )
     wishes = (others, *WISHES[1:])  # none of these changes what is drafted
     numbered = list(enumerate(zip(PROMPTS, wishes, strict=True)))
-    drafts = model.draft([DraftRequest(i, 0, prompt, 5 + i, wish) for i, (prompt, wish) in numbered])
+    drafts = model.draft(
+        [DraftRequest(i, 0, prompt, 5 + i, wish) for i, (prompt, wish) in numbered]
+    )
     assert drafts == [answers[i][: 5 + i] for i in range(len(PROMPTS))]
     # All drafts are right, and one more token is known; then the last two are wrong after all.
-    drafts = model.draft([DraftRequest(i, len(p) + 5 + i, answers[i][5 + i : 6 + i], 4, w) for i, (p, w) in numbered])
+    drafts = model.draft(
+        [DraftRequest(i, len(p) + 5 + i, answers[i][5 + i : 6 + i], 4, w) for i, (p, w) in numbered]
+    )
     assert drafts == [answers[i][6 + i : 10 + i] for i in range(len(PROMPTS))]
     drafts = model.draft([DraftRequest(i, len(p) + 8 + i, (), 25, w) for i, (p, w) in numbered])
     assert drafts == [answers[i][8 + i : 33 + i] for i in range(len(PROMPTS))]
@@ -91,9 +112,17 @@ def test_a_model_with_the_same_weights_drafts_the_large_models_tokens(kind: str,
 def test_each_parameter_of_sampling_matters() -> None:
     """So that the test above shows that they reach the sampler."""
     model = DraftModel(_worker(_plan("dense")))
-    wishes = [SEEDED, replace(SEEDED, seed=7), replace(SEEDED, choice=1), replace(SEEDED, temperature=1.5), GREEDY]
+    wishes = [
+        SEEDED,
+        replace(SEEDED, seed=7),
+        replace(SEEDED, choice=1),
+        replace(SEEDED, temperature=1.5),
+        GREEDY,
+    ]
     wishes += [replace(SEEDED, top_k=2), replace(SEEDED, top_p=0.4), replace(SEEDED, min_p=0.5)]
-    drafts = model.draft([DraftRequest(i, 0, PROMPTS[1], 40, wish) for i, wish in enumerate(wishes)])
+    drafts = model.draft(
+        [DraftRequest(i, 0, PROMPTS[1], 40, wish) for i, wish in enumerate(wishes)]
+    )
     assert len(set(drafts)) == len(wishes)
 
 
@@ -102,7 +131,9 @@ def test_each_parameter_of_sampling_matters() -> None:
 
 @dataclass
 class _Caller:
-    """Keeps texts as a router does, and which sequences the draft model has to hold; compares drafts with a fresh model's."""
+    """Keeps texts as a router does, and which sequences the draft model has to hold; compares
+    drafts with a fresh model's.
+    """
 
     model: DraftModel
     max_num_seqs: int
@@ -110,7 +141,9 @@ class _Caller:
     texts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the least recently used first
     num_lost: int = 0
 
-    def call(self, wanted: Sequence[tuple[int, int, tuple[int, ...], int]], ended: Sequence[int]) -> None:
+    def call(
+        self, wanted: Sequence[tuple[int, int, tuple[int, ...], int]], ended: Sequence[int]
+    ) -> None:
         """Ask for sequences: (number, tokens to go back, new tokens, drafts)."""
         for seq_id in ended:
             self.texts.pop(seq_id, None)
@@ -158,7 +191,9 @@ def _reference(kind: str) -> StageWorker:
 TOKENS = st.one_of(st.integers(0, 4), st.integers(0, 70)).flatmap(
     lambda n: st.integers(0, 99).map(lambda seed: tuple(random_ids(n, seed)))
 )
-WANTED = st.tuples(st.integers(0, 6), st.one_of(st.integers(0, 5), st.integers(0, 90)), TOKENS, st.integers(1, 6))
+WANTED = st.tuples(
+    st.integers(0, 6), st.one_of(st.integers(0, 5), st.integers(0, 90)), TOKENS, st.integers(1, 6)
+)
 CALLS = st.lists(
     st.tuples(
         st.lists(WANTED, min_size=1, max_size=4, unique_by=lambda each: each[0]),
@@ -223,12 +258,20 @@ def test_micro_batches_are_bounded(batches: list[MicroBatch]) -> None:
     assert [batch.num_tokens for batch in batches] == [512, 290, 4, 2]
     batches.clear()
     model.draft([_continue(i, 203, random_ids(i, i)) for i in range(4)])
-    assert [(len(batch.chunks), len(batch.decodes.seq_ids)) for batch in batches] == [(3, 1), (0, 4), (0, 4)]
+    assert [(len(batch.chunks), len(batch.decodes.seq_ids)) for batch in batches] == [
+        (3, 1),
+        (0, 4),
+        (0, 4),
+    ]
     assert _first_starts(batches) == [202, 202, 202, 202], "the cache has all but the last draft"
 
 
-def test_a_call_is_bounded_and_the_next_ones_compute_the_rest(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of 60 tokens; 10 in a micro-batch, and at most 30 in a call. The short text drafts at once."""
+def test_a_call_is_bounded_and_the_next_ones_compute_the_rest(
+    batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of 60 tokens; 10 in a micro-batch, and at most 30 in a call. The short text drafts at
+    once.
+    """
     text = tuple(random_ids(60, 1))
     unbounded = _tiny().draft([_begin(1, text)])
     monkeypatch.setattr(draft_model, "MAX_BATCH_TOKENS", 10)
@@ -244,8 +287,12 @@ def test_a_call_is_bounded_and_the_next_ones_compute_the_rest(batches: list[Micr
 
 
 @pytest.mark.parametrize(("num_kept", "start"), [(18, 17), (17, 17), (15, 15), (14, 0), (3, 0)])
-def test_what_goes_back_further_than_the_ring_begins_again(batches: list[MicroBatch], num_kept: int, start: int) -> None:
-    """A window of 8, and three pages of 4: of 17 tokens the positions from 8 on remain, which position 15 sees."""
+def test_what_goes_back_further_than_the_ring_begins_again(
+    batches: list[MicroBatch], num_kept: int, start: int
+) -> None:
+    """A window of 8, and three pages of 4: of 17 tokens the positions from 8 on remain, which
+    position 15 sees.
+    """
     model = _tiny()
     model.draft([_begin(0, random_ids(15, 0))])
     batches.clear()
@@ -253,7 +300,9 @@ def test_what_goes_back_further_than_the_ring_begins_again(batches: list[MicroBa
     assert _first_starts(batches) == [start]
 
 
-@pytest.mark.parametrize(("page_size", "num_tokens", "num_kept", "start"), [(4, 5, 3, 3), (1, 7, 8, 8), (1, 7, 7, 0)])
+@pytest.mark.parametrize(
+    ("page_size", "num_tokens", "num_kept", "start"), [(4, 5, 3, 3), (1, 7, 8, 8), (1, 7, 7, 0)]
+)
 def test_a_short_text_is_kept_from_its_first_token_on(
     batches: list[MicroBatch], page_size: int, num_tokens: int, num_kept: int, start: int
 ) -> None:
@@ -266,7 +315,9 @@ def test_a_short_text_is_kept_from_its_first_token_on(
 
 
 @pytest.mark.parametrize(("num_kept", "start"), [(15, 15), (12, 0)])
-def test_tokens_that_were_taken_back_have_taken_pages(batches: list[MicroBatch], num_kept: int, start: int) -> None:
+def test_tokens_that_were_taken_back_have_taken_pages(
+    batches: list[MicroBatch], num_kept: int, start: int
+) -> None:
     """Of 16 tokens alone the positions from 4 on would remain; a 17th was there before."""
     model = _tiny()
     model.draft([_begin(0, random_ids(15, 0))])
@@ -279,7 +330,9 @@ def test_tokens_that_were_taken_back_have_taken_pages(batches: list[MicroBatch],
 def test_pages_are_new_once_and_ended_sequences_freed(batches: list[MicroBatch]) -> None:
     model = _tiny(max_num_seqs=1)
     model.draft([_begin(0, random_ids(6, 0), 4)])
-    assert [batch.chunks[0].new_pages if batch.chunks else batch.decodes.new_pages for batch in batches] == [
+    assert [
+        batch.chunks[0].new_pages if batch.chunks else batch.decodes.new_pages for batch in batches
+    ] == [
         ((0, 1),),
         *[(), (), ((0, ((2,),)),)],
     ]
@@ -320,9 +373,20 @@ def test_the_least_recently_used_sequence_makes_room() -> None:
 
 def test_no_sequence_of_a_call_makes_room_for_another() -> None:
     model = _tiny(max_num_seqs=2)
-    assert [drafts is None for drafts in model.draft([_begin(0), _begin(1), _begin(2)])] == [False, False, True]
-    assert [drafts is None for drafts in model.draft([_begin(3), _begin(4), _continue(0, 3)])] == [False, True, False]
-    assert [drafts is None for drafts in model.draft([_begin(1), _begin(4)], ended=[3])] == [False, False]
+    assert [drafts is None for drafts in model.draft([_begin(0), _begin(1), _begin(2)])] == [
+        False,
+        False,
+        True,
+    ]
+    assert [drafts is None for drafts in model.draft([_begin(3), _begin(4), _continue(0, 3)])] == [
+        False,
+        True,
+        False,
+    ]
+    assert [drafts is None for drafts in model.draft([_begin(1), _begin(4)], ended=[3])] == [
+        False,
+        False,
+    ]
 
 
 def test_a_failed_step_forgets_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +431,9 @@ def test_rings_with_a_window_end_with_the_models_context() -> None:
     assert [len(drafts or ()) for drafts in model.draft([_begin(0, random_ids(60, 0), 9)])] == [4]
 
 
-def test_a_sequence_that_overflows_has_no_drafts_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_overflows_has_no_drafts_and_others_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     requests = [_begin(0, (1, 2, 3)), _begin(1, (7, 8))]
     expected, model = _tiny().draft(requests), _tiny()
     last = model._worker.last_stage
@@ -384,13 +450,19 @@ def test_a_sequence_that_overflows_has_no_drafts_and_others_have_theirs(monkeypa
     found = model.draft(requests)
     lengths = [len(drafts) for drafts in found if drafts is not None]
     assert sorted(lengths) in ([1, 3], [2, 3])
-    assert all(drafts == whole[: len(drafts)] for drafts, whole in zip(found, expected, strict=True) if drafts and whole)
+    assert all(
+        drafts == whole[: len(drafts)]
+        for drafts, whole in zip(found, expected, strict=True)
+        if drafts and whole
+    )
 
 
 def test_nothing_is_computed_for_no_drafts() -> None:
     model = _tiny()
     assert model.draft([_begin(0, (1, 2, 3), 0)]) == [()]
-    assert model.draft([_continue(0, 3, (), 2)], ended=[7]) == model.draft([_begin(1, (1, 2, 3), 2)])
+    assert model.draft([_continue(0, 3, (), 2)], ended=[7]) == model.draft(
+        [_begin(1, (1, 2, 3), 2)]
+    )
     assert model.draft([]) == []
 
 

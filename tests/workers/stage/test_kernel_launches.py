@@ -1,8 +1,9 @@
-"""How many kernels a step launches on a GPU: with few tokens each takes about as long as its launch.
+"""How many kernels a step launches on a GPU: with few tokens each takes about as long as its
+launch.
 
-Stages are recorded on torch's meta device, as CUDA graphs are, with the kernels of this project that a GPU would be given. An
-operation of PyTorch counts as one kernel, one that makes a view or memory as none, and each of ``FusedOps`` and each Triton
-kernel as one.
+Stages are recorded on torch's meta device, as CUDA graphs are, with the kernels of this project
+that a GPU would be given. An operation of PyTorch counts as one kernel, one that makes a view or
+memory as none, and each of ``FusedOps`` and each Triton kernel as one.
 """
 
 from collections import Counter
@@ -31,7 +32,13 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import (
+    cache_rows,
+    read_back,
+    read_rows,
+    rotate_and_write,
+    write_rows,
+)
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.device import pinned_memory
 from tramontane.workers.kernels import fused_ops, row_products
@@ -53,26 +60,38 @@ from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 LAYERS = 2
-# Of a layer: four products, two norms, the rotation with the write to the cache, attention and silu_and_mul. With experts three
-# products are followed by their choice, gate_up (with silu_and_mul) and down.
+# Of a layer: four products, two norms, the rotation with the write to the cache, attention and
+# silu_and_mul. With experts three products are followed by their choice, gate_up (with
+# silu_and_mul) and down.
 MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
-# With kernels that give a token the same bits in any company: choices of experts are sorted, see ``moe.py``.
-# Of few tokens the blocks of attention are added by one more kernel.
+# With kernels that give a token the same bits in any company: choices of experts are sorted, see
+# ``moe.py``. Of few tokens the blocks of attention are added by one more kernel.
 MAX_ROW_WISE_LAUNCHES = {"dense": 10, "experts": 26}
-# Of a step with chunks and single tokens: four products, two norms, the rotation, attention of both, their outputs together, the
-# write to the cache and silu_and_mul.
+# Of a step with chunks and single tokens: four products, two norms, the rotation, attention of
+# both, their outputs together, the write to the cache and silu_and_mul.
 MAX_MIXED_LAYER_LAUNCHES = 12
-# The same with graphs of pieces: a piece, attention of both, the write, and both outputs copied to where the next piece begins.
+# The same with graphs of pieces: a piece, attention of both, the write, and both outputs copied to
+# where the next piece begins.
 MAX_PIECEWISE_LAYER_LAUNCHES = 6
 # Tokens and positions to where the first piece begins, and the last piece; what comes out of it.
 MAX_PIECEWISE_BEGIN_LAUNCHES, MAX_PIECEWISE_END_LAUNCHES = 2, 2
-# In the graphs, of a layer: four products, two norms, the rotation, silu_and_mul, and copies of queries, keys and values.
+# In the graphs, of a layer: four products, two norms, the rotation, silu_and_mul, and copies of
+# queries, keys and values.
 MAX_PIECE_KERNELS = 11
-# Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin, counters of parts, padding,
-# the last sum, norm, product and conversion to float32.
+# Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin,
+# counters of parts, padding, the last sum, norm, product and conversion to float32.
 MAX_OTHER_LAUNCHES = 13
-MAX_OTHER_ROW_WISE_LAUNCHES = 25  # PyTorch computes cosines and describes the tokens, some kernels each
-MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+# PyTorch computes cosines and describes the tokens, some kernels each
+MAX_OTHER_ROW_WISE_LAUNCHES = 25
+MAKE_MEMORY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+}
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -87,7 +106,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -97,8 +116,12 @@ class LaunchCounter(TorchDispatchMode):
         if out is not NotImplemented:
             return out
         out = func(*args, **(kwargs or {}))
-        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-        is_on_device = any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs, out)))
+        is_view = any(
+            each.alias_info and not each.alias_info.is_write for each in func._schema.returns
+        )
+        is_on_device = any(
+            isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs, out))
+        )
         name = func._schema.name.removeprefix("aten::")
         if is_on_device and not (self._is_fused or is_view or name in MAKE_MEMORY):
             self.launches[name] += 1
@@ -107,7 +130,7 @@ class LaunchCounter(TorchDispatchMode):
     def count_once(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes the same and counts as one kernel."""
 
-        def counted(*given: object) -> Any:  # noqa: ANN401
+        def counted(*given: object) -> Any:
             self.launches[name] += 1
             self._is_fused = True
             try:
@@ -117,7 +140,8 @@ class LaunchCounter(TorchDispatchMode):
 
         return counted
 
-    def count_triton(self, kernel: Any, *_given: object, **_options: object) -> None:  # noqa: ANN401  # Triton is untyped
+    # Triton is untyped
+    def count_triton(self, kernel: Any, *_given: object, **_options: object) -> None:
         """Take the place of ``JITFunction.run``."""
         self.launches[f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}"] += 1
 
@@ -130,7 +154,9 @@ class LaunchCounter(TorchDispatchMode):
         return compute
 
     def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
-        """Take the place of ``CudaGraphCapture.in_pieces``. A piece that is replayed counts as one kernel, "graph"."""
+        """Take the place of ``CudaGraphCapture.in_pieces``. A piece that is replayed counts as one
+        kernel, "graph".
+        """
         cuts: list[None] = []
         self.launches = Counter()
         with self:
@@ -140,7 +166,9 @@ class LaunchCounter(TorchDispatchMode):
         return [self.count_once("graph", lambda: out)] * (len(cuts) + 1)
 
 
-def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], *_: object) -> dict[int, StackedExperts]:
+def _with_small_batch_kernels(
+    stacks: Mapping[int, StackedExperts], *_: object
+) -> dict[int, StackedExperts]:
     """Take the place of ``with_gpu_kernels``, which tries and times them."""
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
@@ -154,15 +182,19 @@ class OnePrefill(SdpaPrefill):
     def __init__(self, counter: LaunchCounter) -> None:
         self._attend = counter.count_once("prefill", super().attend)
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:
         out: Tensor = self._attend(q_THd, k_SGd, v_SGd, mask)
         return out
 
 
 def _fastest(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
-    compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
+    compiled = FusedOps(
+        *(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps))
+    )
     decode = next(iter(split_k_kernels(1, plan.args.n_kv_heads).values()))
-    kernels = AttentionKernels(OnePrefill(counter), decode, write=write_rows, read=read_rows, read_back=read_back)
+    kernels = AttentionKernels(
+        OnePrefill(counter), decode, write=write_rows, read=read_rows, read_back=read_back
+    )
     kernels = replace(kernels, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
     ops = fused_ops._with_triton_norms(compiled)
     return DeviceBackend(kernels, ops, counter.capture, piecewise_capture=counter.in_pieces)
@@ -173,7 +205,9 @@ def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
         patch.object(device_backend, "try_kernels", lambda _plan, _device, kernels: kernels),
         patch.object(device_backend, "try_ops", lambda *_: None),
         patch.object(device_backend, "_sampler", lambda *_: None),
-        patch.object(row_products, "equal_tiles", lambda _device, dtype, _weight_dtype: TILES[dtype.itemsize]),
+        patch.object(
+            row_products, "equal_tiles", lambda _device, dtype, _weight_dtype: TILES[dtype.itemsize]
+        ),
     ):
         return row_wise_backend(plan, META, counter.capture)
 
@@ -187,13 +221,22 @@ def _worker(
 ) -> StageWorker:
     """Return the only stage of a model, with what a GPU would be given."""
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options),
+    )
     monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
-    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)  # there are no numbers
+    # there are no numbers
+    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)
     plan = tiny_plan(args, 1, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).stages[0]
     with META:
         model = StageModel(args, plan.layers).eval().bfloat16()
-    places = allocate_contiguous(stage_tensors(args, plan.layers), plan.weight_format, META) if args.moe else {}
+    places = (
+        allocate_contiguous(stage_tensors(args, plan.layers), plan.weight_format, META)
+        if args.moe
+        else {}
+    )
     model.load_state_dict(model.state_dict() | places, assign=True)
     for layer in model.modules():
         if isinstance(layer, Linear):
@@ -207,7 +250,8 @@ def _mixed_launches(
     kv_cache_dtype: str = "auto",
     counter: LaunchCounter | None = None,
 ) -> Counter[str]:
-    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled.
+    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is
+    sampled.
 
     With a counter the pieces are recorded before, and what they are made of is counted there.
     """
@@ -239,22 +283,36 @@ def _launches(
     worker = _worker(args, counter, monkeypatch, kv_cache_dtype, make_backend)
     worker.prepare()
     assert worker.graphs is not None
-    by_rows = {rows: launches for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)}
+    by_rows = {
+        rows: launches
+        for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)
+    }
     return by_rows[num_decodes]
 
 
 @pytest.mark.parametrize("num_decodes", [1, 4])
 @pytest.mark.parametrize("kind", MAX_LAYER_LAUNCHES)
-def test_a_step_launches_few_kernels(kind: str, num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_launches_few_kernels(
+    kind: str, num_decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an improvement the limits above are to be lowered."""
     _check(_fastest, kind, num_decodes, MAX_LAYER_LAUNCHES[kind], MAX_OTHER_LAUNCHES, monkeypatch)
 
 
 @pytest.mark.parametrize("num_decodes", [1, 4])
 @pytest.mark.parametrize("kind", MAX_ROW_WISE_LAUNCHES)
-def test_a_batch_invariant_step_launches_few_kernels(kind: str, num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_invariant_step_launches_few_kernels(
+    kind: str, num_decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As above."""
-    _check(_row_wise, kind, num_decodes, MAX_ROW_WISE_LAUNCHES[kind], MAX_OTHER_ROW_WISE_LAUNCHES, monkeypatch)
+    _check(
+        _row_wise,
+        kind,
+        num_decodes,
+        MAX_ROW_WISE_LAUNCHES[kind],
+        MAX_OTHER_ROW_WISE_LAUNCHES,
+        monkeypatch,
+    )
 
 
 def _check(
@@ -266,7 +324,12 @@ def _check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fewer, more = (
-        _launches(tiny_args(n_layers=n, moe=kind == "experts", window=None), num_decodes, monkeypatch, make_backend=make_backend)
+        _launches(
+            tiny_args(n_layers=n, moe=kind == "experts", window=None),
+            num_decodes,
+            monkeypatch,
+            make_backend=make_backend,
+        )
         for n in (LAYERS, LAYERS + 1)
     )
     layer = more - fewer
@@ -281,9 +344,15 @@ def _sampling_launches(
 ) -> Counter[str]:
     counter = LaunchCounter()
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options),
+    )
     with counter:
-        tokens_S = sample(torch.empty(len(params), 32_000, device=META), params, range(len(params)), choose)
+        tokens_S = sample(
+            torch.empty(len(params), 32_000, device=META), params, range(len(params)), choose
+        )
     assert (tokens_S.shape, tokens_S.dtype) == ((len(params),), torch.int64)
     return counter.launches
 
@@ -291,7 +360,9 @@ def _sampling_launches(
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_tokens_are_sampled_by_one_kernel(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rows want, greedy ones among them. Without Triton it takes some eighty."""
-    params = [*([SamplingParams(temperature=0.0)] if num_rows > 1 else []), *SAMPLINGS * 6][:num_rows]
+    params = [*([SamplingParams(temperature=0.0)] if num_rows > 1 else []), *SAMPLINGS * 6][
+        :num_rows
+    ]
     assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1}
     assert _sampling_launches(params, None, monkeypatch).total() > 20
 
@@ -299,13 +370,23 @@ def test_tokens_are_sampled_by_one_kernel(num_rows: int, monkeypatch: pytest.Mon
 def test_greedy_tokens_are_chosen_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters are zeros, which the device makes itself. Without Triton it takes eight."""
     params = [SamplingParams(temperature=0.0)] * 4
-    assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1, "zeros": 1}
+    assert _sampling_launches(params, choose_tokens, monkeypatch) == {
+        "triton_sampler._kernel": 1,
+        "zeros": 1,
+    }
     assert _sampling_launches(params, None, monkeypatch).total() > 2
 
 
-def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel by kernel, so that the host has to launch all of them in the time that the device takes."""
-    fewer, more = (_mixed_launches(tiny_args(n_layers=n, moe=False, window=None), monkeypatch) for n in (LAYERS, LAYERS + 1))
+def test_a_step_with_prompts_and_decodes_launches_few_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernel by kernel, so that the host has to launch all of them in the time that the device
+    takes.
+    """
+    fewer, more = (
+        _mixed_launches(tiny_args(n_layers=n, moe=False, window=None), monkeypatch)
+        for n in (LAYERS, LAYERS + 1)
+    )
     layer = more - fewer
     assert layer.total() <= MAX_MIXED_LAYER_LAUNCHES, layer
     assert (layer["prefill"], layer["cat"], layer["triton_cache._write"]) == (1, 1, 1)
@@ -315,11 +396,14 @@ def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytes
 def test_a_step_with_prompts_and_decodes_launches_half_as_many_with_pieces(
     kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention and what it reads and writes are launched as before, all else is one graph of each layer and one more."""
+    """Attention and what it reads and writes are launched as before, all else is one graph of each
+    layer and one more.
+    """
     few, many = (tiny_args(n_layers=n, moe=False, window=None) for n in (LAYERS, LAYERS + 1))
     kernels = [LaunchCounter(), LaunchCounter()]
     fewer, more = (
-        _mixed_launches(args, monkeypatch, kv_cache_dtype, counter) for args, counter in zip((few, many), kernels, strict=True)
+        _mixed_launches(args, monkeypatch, kv_cache_dtype, counter)
+        for args, counter in zip((few, many), kernels, strict=True)
     )
     layer, is_fp8 = more - fewer, kv_cache_dtype == "fp8"
     assert layer.total() <= MAX_PIECEWISE_LAYER_LAUNCHES + is_fp8, layer
@@ -329,7 +413,9 @@ def test_a_step_with_prompts_and_decodes_launches_half_as_many_with_pieces(
     eager_layer = eager_more - eager
     outside = fewer.total() - LAYERS * layer.total()
     begin_and_end = MAX_PIECEWISE_BEGIN_LAUNCHES + MAX_PIECEWISE_END_LAUNCHES
-    assert outside <= eager.total() - LAYERS * eager_layer.total() + begin_and_end, "index tensors are made as before"
+    assert outside <= eager.total() - LAYERS * eager_layer.total() + begin_and_end, (
+        "index tensors are made as before"
+    )
     assert 2 * layer.total() <= eager_layer.total() + is_fp8
     of_pieces = kernels[1].pieces[0] - kernels[0].pieces[0]
     assert of_pieces.total() <= MAX_PIECE_KERNELS, of_pieces
@@ -338,9 +424,14 @@ def test_a_step_with_prompts_and_decodes_launches_half_as_many_with_pieces(
 def test_keys_and_values_in_fp8_take_one_kernel_more_in_a_step_with_prompts_and_none_in_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Single tokens are quantized by the kernels that write them, and chunks attend to what one more kernel has rounded."""
+    """Single tokens are quantized by the kernels that write them, and chunks attend to what one
+    more kernel has rounded.
+    """
     args = tiny_args(n_layers=LAYERS, moe=False, window=None)
     assert _launches(args, 4, monkeypatch, "fp8") == _launches(args, 4, monkeypatch)
     plain, fp8 = _mixed_launches(args, monkeypatch), _mixed_launches(args, monkeypatch, "fp8")
-    assert fp8 - plain == {"triton_cache._read_back": LAYERS, "triton_cache._write_quantized": LAYERS}
+    assert fp8 - plain == {
+        "triton_cache._read_back": LAYERS,
+        "triton_cache._write_quantized": LAYERS,
+    }
     assert plain - fp8 == {"triton_cache._write": LAYERS}

@@ -1,4 +1,6 @@
-"""One selector of a stage's backend chooses all of its kernels: it reaches attention, products and experts."""
+"""One selector of a stage's backend chooses all of its kernels: it reaches attention, products and
+experts.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,12 +31,18 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     choices, seen = KernelChoices("a GPU", tmp_path), list[tuple[str, object]]()
-    monkeypatch.setattr(KernelChoices, "of_device", lambda device: seen.append(("choices", device)) or choices)
+    monkeypatch.setattr(
+        KernelChoices, "of_device", lambda device: seen.append(("choices", device)) or choices
+    )
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     capture = SimpleNamespace(in_pieces=object())
     monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
-    monkeypatch.setattr(device_backend, "select_kernels", lambda *given: seen.append(("by", given[2])) or cpu_kernels())
+    monkeypatch.setattr(
+        device_backend,
+        "select_kernels",
+        lambda *given: seen.append(("by", given[2])) or cpu_kernels(),
+    )
     backend = backend_for(tiny_plan(ARGS).stages[0], GPU)
     assert backend.selector == KernelSelector(cuda_seconds, choices)
     assert seen == [("choices", "cuda"), ("by", backend.selector)]
@@ -43,20 +51,31 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
     assert seen[2:] == [("choices", "cpu"), ("by", KernelSelector(cpu_seconds, choices))]
 
 
-def test_it_chooses_the_products_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_chooses_the_products_of_experts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[object]()
     model = experts_together(random_model(ARGS))
-    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks)
-    StageWorker(tiny_plan(ARGS).stages[0], model, backend=DeviceBackend(cpu_kernels(), selector=mine))
+    monkeypatch.setattr(
+        moe, "with_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks
+    )
+    StageWorker(
+        tiny_plan(ARGS).stages[0], model, backend=DeviceBackend(cpu_kernels(), selector=mine)
+    )
     assert seen == [mine]
 
 
 def test_it_chooses_all_other_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[tuple[list[Linear], object]]()
+    mine, seen = (
+        KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)),
+        list[tuple[list[Linear], object]](),
+    )
     model = experts_together(random_model(ARGS))
     monkeypatch.setattr(ExpertTokenCounter, "to_device", lambda *_: None)
     monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, *_: stacks)
-    monkeypatch.setattr(transformer, "select_products", lambda layers, selector: seen.append(([*layers], selector)))
+    monkeypatch.setattr(
+        transformer, "select_products", lambda layers, selector: seen.append(([*layers], selector))
+    )
     model.finalize_weights(GPU, None, mine)
     ((layers, selector),) = seen
     assert selector is mine

@@ -1,4 +1,6 @@
-"""A stage on a CPU compiles all its kernels in C at the same time, before it needs the first of them."""
+"""A stage on a CPU compiles all its kernels in C at the same time, before it needs the first of
+them.
+"""
 
 import shutil
 import tempfile
@@ -23,7 +25,9 @@ ARGS = tiny_args(n_layers=2)
 
 @pytest.fixture
 def libraries_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
-    """The libraries that a function asks for on a machine that has none of them, and has a compiler or none."""
+    """The libraries that a function asks for on a machine that has none of them, and has a compiler
+    or none.
+    """
     caches = (native_library.compile_library, packed_linear.packed_matmul, autotune._select_for_cpu)
 
     compile_really = native_library._compile
@@ -65,7 +69,9 @@ def test_what_is_compiled_first_is_all_that_a_stage_asks_for(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_stage_with_sparse_attention_then_compiles_nothing(libraries_of: Record) -> None:
-    """Its gates are in float32, its attention has a kernel more, and one of the others for pages of one row."""
+    """Its gates are in float32, its attention has a kernel more, and one of the others for pages of
+    one row.
+    """
     plan = tiny_plan(sparse_args(max_seq_len=256), dtype="bfloat16").stages[0]
     assert len(libraries_of(lambda: compile_native_kernels(plan), has_compiler=True)) == 6
     assert libraries_of(lambda: StageWorker.load(plan, RandomWeights()), has_compiler=True) == set()

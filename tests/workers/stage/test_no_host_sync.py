@@ -1,7 +1,9 @@
-"""Steps on a GPU wait for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
+"""Steps on a GPU wait for nothing: on torch's meta device, which has shapes and no numbers, no
+result can be read.
 
-In addition, no operation may mix tensors of the host and the device, and every copy goes through pinned memory: otherwise it
-would wait for all work of the GPU, and could not be recorded in a CUDA graph.
+In addition, no operation may mix tensors of the host and the device, and every copy goes through
+pinned memory: otherwise it would wait for all work of the GPU, and could not be recorded in a CUDA
+graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +54,11 @@ class OnePlace(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        devices = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()}
+        devices = {
+            each.device.type
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor) and each.dim()
+        }
         if devices and kwargs.get("device"):
             devices.add(torch.device(kwargs["device"]).type)
         assert len(devices) < 2, f"{func} moves, or mixes, what is on {devices}"
@@ -62,9 +68,13 @@ class OnePlace(TorchDispatchMode):
 class InPlace(PagedDecode):
     """Also makes the mask that Triton's kernel would be given."""
 
-    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
-        triton_decode = pytest.importorskip("tramontane.workers.attention.triton_decode", reason="Triton is for Linux only")
-        triton_decode.SplitKDecode(kv_heads=2, block=64, parts=4, warps=4, stages=2).build_mask(index)
+    def build_mask(self, index: DecodeMetadata) -> Any:
+        triton_decode = pytest.importorskip(
+            "tramontane.workers.attention.triton_decode", reason="Triton is for Linux only"
+        )
+        triton_decode.SplitKDecode(kv_heads=2, block=64, parts=4, warps=4, stages=2).build_mask(
+            index
+        )
         return super().build_mask(index)
 
 
@@ -72,15 +82,22 @@ def _worker(stage: StagePlan, args: ModelArgs, *, is_piecewise: bool = False) ->
     """Its experts together, as grouped products want them."""
     with META:
         model = StageModel(args, stage.layers).eval().bfloat16()
-    places = allocate_contiguous(stage_tensors(args, stage.layers), stage.weight_format, META) if args.moe else {}
+    places = (
+        allocate_contiguous(stage_tensors(args, stage.layers), stage.weight_format, META)
+        if args.moe
+        else {}
+    )
     model.load_state_dict(model.state_dict() | places, assign=True)
     kernels = AttentionKernels(SdpaPrefill(), InPlace())
-    backend = DeviceBackend(kernels, graph_capture=Once(), piecewise_capture=Once().in_pieces if is_piecewise else None)
+    backend = DeviceBackend(
+        kernels, graph_capture=Once(), piecewise_capture=Once().in_pieces if is_piecewise else None
+    )
     return StageWorker(stage, model, "meta", backend=backend)
 
 
 def _batches(sampling: SamplingParams, latest: int) -> Iterator[MicroBatch]:
-    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice.
+    """A prompt; another's first half with a decode; its second half with another; decodes alone,
+    twice.
 
     ``latest``: what stands for a token that has been sampled and not been read.
     """
@@ -99,7 +116,9 @@ def _batches(sampling: SamplingParams, latest: int) -> Iterator[MicroBatch]:
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded", "of few", "changed logits"])
+@pytest.mark.parametrize(
+    "sampling", SAMPLINGS, ids=["greedy", "seeded", "of few", "changed logits"]
+)
 def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
     sampling: SamplingParams, num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,16 +141,21 @@ def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
 def test_steps_with_prompts_by_pieces_wait_for_nothing_either(
     num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is recorded may move nothing at all; what is tried at load begins with random numbers of the host."""
+    """What is recorded may move nothing at all; what is tried at load begins with random numbers of
+    the host.
+    """
     monkeypatch.setattr(pinned, "PinnedTransfer", OtherMemory)
-    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)  # there are no numbers
+    # there are no numbers
+    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)
     args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
     for stage in tiny_plan(args, num_stages, dtype="bfloat16", max_num_batched_tokens=128).stages:
         worker = _worker(stage, args, is_piecewise=True)
         assert worker.pieces is not None
         record = worker.pieces._capture
 
-        def watched(compute: Callable[[Cut], Tensor], record: PiecewiseCapture = record) -> list[Compute]:
+        def watched(
+            compute: Callable[[Cut], Tensor], record: PiecewiseCapture = record
+        ) -> list[Compute]:
             with OnePlace():
                 return record(compute)
 
@@ -140,7 +164,9 @@ def test_steps_with_prompts_by_pieces_wait_for_nothing_either(
         assert worker.pieces.sizes == [64, 128]
         worker.fence(0)
         monkeypatch.setattr(worker.model, "forward", None)  # every step is pieces, or a graph
-        for batch in list(_batches(SAMPLINGS[0], latest=PLACEHOLDER_TOKEN if num_stages == 1 else 4))[:3]:
+        for batch in list(
+            _batches(SAMPLINGS[0], latest=PLACEHOLDER_TOKEN if num_stages == 1 else 4)
+        )[:3]:
             hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
             with OnePlace():
                 worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))

@@ -1,7 +1,8 @@
-"""With ping-pong a step begins while the one before it is in its first layers: what a step reads is its own.
+"""With ping-pong a step begins while the one before it is in its first layers: what a step reads is
+its own.
 
-A chunk of one token beyond the window is followed by one whose pages take the places, in the page ring, of those that the token
-still sees.
+A chunk of one token beyond the window is followed by one whose pages take the places, in the page
+ring, of those that the token still sees.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ CUTS = [(61, 1, 32), (60, 2, 32), (90, 1, 3)]
 
 
 class FindsPages:
-    """As Triton's kernel does on GPUs: pages are found in each layer, when the kernel is launched."""
+    """As Triton's kernel does on GPUs: pages are found in each layer, when the kernel is
+    launched.
+    """
 
     def build_mask(self, index: DecodeMetadata) -> DecodeMetadata:
         return index
@@ -78,14 +81,22 @@ def _batches(cuts: tuple[int, ...]) -> Iterator[MicroBatch]:
     for step, size in enumerate(cuts):
         end, sampling = start + size, None if start else sequence.sampling
         pages = allocator.allocate(sequence, start, end)
-        yield MicroBatch(1, step, (Chunk(1, start, PROMPT[start:end], pages, sampling, end == len(PROMPT), len(PROMPT)),))
+        yield MicroBatch(
+            1,
+            step,
+            (Chunk(1, start, PROMPT[start:end], pages, sampling, end == len(PROMPT), len(PROMPT)),),
+        )
         start = end
 
 
 def _run(kernel: DecodeKernel, cuts: tuple[int, ...], *, in_turns: bool) -> StepResult:
-    """Return the result of the prompt's last step; ``in_turns``: the last two are open at once, and the first a layer ahead."""
+    """Return the result of the prompt's last step; ``in_turns``: the last two are open at once, and
+    the first a layer ahead.
+    """
     worker = StageWorker(
-        PLAN.stages[0], experts_together(random_model(ARGS)), backend=DeviceBackend(AttentionKernels(SdpaPrefill(), kernel))
+        PLAN.stages[0],
+        experts_together(random_model(ARGS)),
+        backend=DeviceBackend(AttentionKernels(SdpaPrefill(), kernel)),
     )
     worker.fence(1)
     torch.manual_seed(0)
@@ -116,7 +127,11 @@ def _advance(step: Iterator[object], times: int) -> list[StepResult]:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("kernel", [GatheredDecode(), PagedDecode(), FindsPages()], ids=["gathered", "by page", "found late"])
+@pytest.mark.parametrize(
+    "kernel",
+    [GatheredDecode(), PagedDecode(), FindsPages()],
+    ids=["gathered", "by page", "found late"],
+)
 def test_a_step_owns_the_pages_that_it_reads(kernel: DecodeKernel, cuts: tuple[int, ...]) -> None:
     alone, in_turns = _run(kernel, cuts, in_turns=False), _run(kernel, cuts, in_turns=True)
     assert (in_turns.token_ids, in_turns.logprobs) == (alone.token_ids, alone.logprobs)

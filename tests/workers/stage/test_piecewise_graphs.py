@@ -10,7 +10,15 @@ import pytest
 import torch
 from graph_tape import Replays
 from harness import random_ids, run_in_process
-from tiny_models import few_experts, latent_args, random_model, sparse_args, split_model, tiny_args, tiny_plan
+from tiny_models import (
+    few_experts,
+    latent_args,
+    random_model,
+    sparse_args,
+    split_model,
+    tiny_args,
+    tiny_plan,
+)
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
@@ -49,7 +57,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_products, "packed_matmul", lambda *_: None)
 
 
-def _plan(args: ModelArgs, num_stages: int = 1, budget: int = BUDGET, **changes: object) -> PipelinePlan:
+def _plan(
+    args: ModelArgs, num_stages: int = 1, budget: int = BUDGET, **changes: object
+) -> PipelinePlan:
     return tiny_plan(args, num_stages, page_size=4, max_num_batched_tokens=budget, **changes)
 
 
@@ -58,37 +68,56 @@ def _backend(recorder: Replays | None) -> DeviceBackend:
 
 
 def _workers(plan: PipelinePlan, backend: DeviceBackend) -> list[StageWorker]:
-    """Return stages with the experts of a layer in one place, and their pieces recorded, if the backend does that."""
+    """Return stages with the experts of a layer in one place, and their pieces recorded, if the
+    backend does that.
+    """
     state, workers = random_model(plan.args).state_dict(), []
     for stage in plan.stages:
         with torch.device("meta"):
             model = StageModel(plan.args, stage.layers).eval()
-        places = allocate_contiguous(stage_tensors(plan.args, stage.layers), WeightFormat("float32", stored="float32"), "cpu")
-        own = {name: places[name].copy_(state[name]) if name in places else state[name] for name in model.state_dict()}
+        places = allocate_contiguous(
+            stage_tensors(plan.args, stage.layers), WeightFormat("float32", stored="float32"), "cpu"
+        )
+        own = {
+            name: places[name].copy_(state[name]) if name in places else state[name]
+            for name in model.state_dict()
+        }
         model.load_state_dict(own, assign=True)
         workers.append(StageWorker(stage, model, backend=backend))
         workers[-1].prepare()
     return workers
 
 
-def _assert_same(plan: PipelinePlan, sampling: SamplingParams = GREEDY, **options: Any) -> None:  # noqa: ANN401
-    """Assert that stages with pieces answer as those without do, and count as many tokens of each expert."""
+def _assert_same(plan: PipelinePlan, sampling: SamplingParams = GREEDY, **options: Any) -> None:
+    """Assert that stages with pieces answer as those without do, and count as many tokens of each
+    expert.
+    """
     recorder, answers, loads, budget = Replays(), [], [], plan.stages[0].max_num_batched_tokens
     for each in (recorder, None):
         workers = _workers(plan, _backend(each))
         answers.append(run_in_process(plan, workers, SHORT, sampling, budget=budget, **options))
-        loads.append({layer: load for worker in workers for layer, load in worker.model.expert_load.items()})
+        loads.append(
+            {layer: load for worker in workers for layer, load in worker.model.expert_load.items()}
+        )
     assert answers[0] == answers[1]
     assert loads[0] == loads[1], "neither padding nor what was tried is counted"
-    assert recorder.num_recorded == len(piece_sizes(budget)) * sum(len(stage.layers) + 1 for stage in plan.stages)
+    assert recorder.num_recorded == len(piece_sizes(budget)) * sum(
+        len(stage.layers) + 1 for stage in plan.stages
+    )
     assert recorder.num_replayed > recorder.num_recorded, "tried once, and used"
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [(name, 1 + i % 3) for i, name in enumerate(WITH_GRAPHS)])
+@pytest.mark.parametrize(
+    ("name", "num_stages"), [(name, 1 + i % 3) for i, name in enumerate(WITH_GRAPHS)]
+)
 def test_the_same_tokens_with_every_kind_of_model(name: str, num_stages: int) -> None:
-    """In one stage, or as first, middle and last ones. Of prompts, of the ends of longer ones, and next to decodes."""
+    """In one stage, or as first, middle and last ones. Of prompts, of the ends of longer ones, and
+    next to decodes.
+    """
     args = few_experts(replace(tiny_variant(PRESETS[name]), quantization=None, dtype="float32"))
-    _assert_same(_plan(replace(args, max_seq_len=min(args.max_seq_len, 512)), num_stages, budget=64))
+    _assert_same(
+        _plan(replace(args, max_seq_len=min(args.max_seq_len, 512)), num_stages, budget=64)
+    )
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
@@ -113,7 +142,10 @@ def test_the_same_tokens_with_quantized_weights(quantize: Quantization) -> None:
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
     recording = StageWorker(plan.stages[0], plain.model, backend=_backend(recorder))
     recording.prepare()
-    answers = [run_in_process(plan, [worker], SHORT, GREEDY, budget=BUDGET) for worker in (plain, recording)]
+    answers = [
+        run_in_process(plan, [worker], SHORT, GREEDY, budget=BUDGET)
+        for worker in (plain, recording)
+    ]
     assert answers[0] == answers[1]
     assert recorder.num_replayed > recorder.num_recorded
 
@@ -126,14 +158,22 @@ def _row_by_row(x_CK: Tensor, weight_NK: Tensor, _scale_N: Tensor | None) -> Ten
     return torch.cat([row_1K @ weight_NK.T for row_1K in x_CK.split(1)])
 
 
-def _in_groups(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, _scale_EN: Tensor | None) -> Tensor:
-    """The same by each row's expert, which is found on the device. Rows after the last group are not numbers."""
+def _in_groups(
+    x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, _scale_EN: Tensor | None
+) -> Tensor:
+    """The same by each row's expert, which is found on the device. Rows after the last group are
+    not numbers.
+    """
     experts_C = (torch.arange(len(x_CK))[:, None] >= ends_E).sum(1)
     weight_CNK = weight_ENK[experts_C.clamp(max=len(weight_ENK) - 1)]
-    return (weight_CNK * x_CK[:, None]).sum(2).masked_fill((experts_C == len(weight_ENK))[:, None], torch.nan)
+    return (
+        (weight_CNK * x_CK[:, None])
+        .sum(2)
+        .masked_fill((experts_C == len(weight_ENK))[:, None], torch.nan)
+    )
 
 
-def _middle(args: ModelArgs, recorder: Replays | None, **changes: Any) -> StageWorker:  # noqa: ANN401
+def _middle(args: ModelArgs, recorder: Replays | None, **changes: Any) -> StageWorker:
     """Return the second of three stages, whose products are row by row."""
     backend = replace(_backend(recorder), row_products=RowProducts(_row_by_row, _in_groups))
     plan = _plan(args, 3, **changes)
@@ -148,10 +188,22 @@ def _steps(args: ModelArgs, *sizes: tuple[int, ...]) -> list[tuple[MicroBatch, T
     generator, seq_ids, pages, steps = torch.Generator().manual_seed(3), count(), count(), []
     for step_id, lens in enumerate(sizes):
         chunks = [
-            Chunk(seq_id, 0, (0,) * length, (tuple(next(pages) for _ in range(-(-length // 4))),), SamplingParams(), False)
+            Chunk(
+                seq_id,
+                0,
+                (0,) * length,
+                (tuple(next(pages) for _ in range(-(-length // 4))),),
+                SamplingParams(),
+                False,
+            )
             for seq_id, length in zip(seq_ids, lens, strict=False)
         ]
-        steps.append((MicroBatch(0, step_id, tuple(chunks)), torch.randn(sum(lens), args.dim, generator=generator)))
+        steps.append(
+            (
+                MicroBatch(0, step_id, tuple(chunks)),
+                torch.randn(sum(lens), args.dim, generator=generator),
+            )
+        )
     return steps
 
 
@@ -162,7 +214,11 @@ def _hidden(worker: StageWorker, batch: MicroBatch, hidden_TD: Tensor) -> Tensor
 
 
 LATENT = replace(latent_args(n_layers=6), moe=None)
-KINDS = {"dense": tiny_args(n_layers=6, moe=False, window=None), "experts": tiny_args(n_layers=6, window=None), "latent": LATENT}
+KINDS = {
+    "dense": tiny_args(n_layers=6, moe=False, window=None),
+    "experts": tiny_args(n_layers=6, window=None),
+    "latent": LATENT,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,11 +242,17 @@ def test_rows_and_caches_are_those_of_steps_without_pieces(kind: str) -> None:
     with_pieces, without = _middle(args, Replays()), _middle(args, None)
     for batch, hidden_TD in _steps(args, (50, 1), (64,), (65, 30, 1, 1), (1, 1)):
         torch.testing.assert_close(
-            _hidden(with_pieces, batch, hidden_TD), _hidden(without, batch, hidden_TD), rtol=1e-4, atol=1e-4
+            _hidden(with_pieces, batch, hidden_TD),
+            _hidden(without, batch, hidden_TD),
+            rtol=1e-4,
+            atol=1e-4,
         )
     for layer in with_pieces.plan.layers:
         found, expected = (worker.cache.layers[layer] for worker in (with_pieces, without))
-        for found_NGd, expected_NGd in ((found.k_NGd, expected.k_NGd), (found.v_NGd, expected.v_NGd)):
+        for found_NGd, expected_NGd in (
+            (found.k_NGd, expected.k_NGd),
+            (found.v_NGd, expected.v_NGd),
+        ):
             assert torch.equal(found_NGd == 0, expected_NGd == 0)
             torch.testing.assert_close(found_NGd, expected_NGd, rtol=1e-4, atol=1e-4)
 
@@ -208,7 +270,9 @@ def test_what_is_returned_stays_as_it_is_in_the_next_step() -> None:
 
 
 def test_sizes_are_those_of_the_examples() -> None:
-    assert list(piece_sizes(8192)) == list(piece_sizes(512)) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert (
+        list(piece_sizes(8192)) == list(piece_sizes(512)) == [64, 128, 192, 256, 320, 384, 448, 512]
+    )
     assert list(piece_sizes(100)) == [64, 128]
     assert [padded_tokens(number) for number in (1, 64, 65, 513)] == [64, 64, 128, 576]
 
@@ -223,7 +287,9 @@ def test_larger_steps_are_computed_as_before() -> None:
     one_token = SamplingParams(temperature=0.0, max_tokens=1)
     found = run_in_process(plan, [worker], prompts, one_token, budget=600)
     assert recorder.num_replayed == before
-    assert found == run_in_process(plan, _workers(plan, _backend(None)), prompts, one_token, budget=600)
+    assert found == run_in_process(
+        plan, _workers(plan, _backend(None)), prompts, one_token, budget=600
+    )
     run_in_process(plan, [worker], [prompts[0][:512]], one_token, budget=600)
     assert recorder.num_replayed == before + 4
 
@@ -245,7 +311,9 @@ def test_steps_of_decodes_alone_have_no_pieces() -> None:
     assert recorder.num_replayed == before + 4, "of the prompt"
 
 
-@pytest.mark.parametrize("args", [sparse_args(), tiny_args(n_layers=2)], ids=["sparse attention", "experts one by one"])
+@pytest.mark.parametrize(
+    "args", [sparse_args(), tiny_args(n_layers=2)], ids=["sparse attention", "experts one by one"]
+)
 def test_models_whose_layers_wait_for_the_device_have_none(args: ModelArgs) -> None:
     plan, recorder = _plan(args), Replays()
     (worker,) = split_model(random_model(args), plan, backend=_backend(recorder))
@@ -255,12 +323,18 @@ def test_models_whose_layers_wait_for_the_device_have_none(args: ModelArgs) -> N
 def test_stages_whose_experts_are_on_actors_have_none() -> None:
     plan = _plan(tiny_args(n_layers=2))
     stage = replace(plan.stages[0], experts_inside=False)
-    worker = StageWorker(stage, StageModel(plan.args, stage.layers, experts_inside=False), backend=_backend(Replays()))
+    worker = StageWorker(
+        stage,
+        StageModel(plan.args, stage.layers, experts_inside=False),
+        backend=_backend(Replays()),
+    )
     assert worker.pieces is None
 
 
 class _Broken(Replays):
-    """A device that records, and replays something else: a piece is missing, or it refuses the second size."""
+    """A device that records, and replays something else: a piece is missing, or it refuses the
+    second size.
+    """
 
     def __init__(self, *, refuses: bool) -> None:
         super().__init__()
@@ -275,12 +349,16 @@ class _Broken(Replays):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_pieces_that_do_not_work_are_not_used_and_that_is_said_once(refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_pieces_that_do_not_work_are_not_used_and_that_is_said_once(
+    refuses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = _plan(tiny_args(n_layers=2, moe=False))
     with caplog.at_level(logging.WARNING, logger=LOGGER):
         workers = _workers(plan, _backend(_Broken(refuses=refuses)))
         found = run_in_process(plan, workers, SHORT, GREEDY, budget=BUDGET)
-    assert found == run_in_process(plan, _workers(plan, _backend(None)), SHORT, GREEDY, budget=BUDGET)
+    assert found == run_in_process(
+        plan, _workers(plan, _backend(None)), SHORT, GREEDY, budget=BUDGET
+    )
     (record,) = caplog.records
     why = "CUDA out of memory" if refuses else "differs by"
     said = "launches steps with prompts kernel by kernel: their CUDA graphs cannot be used"
@@ -295,7 +373,9 @@ def _leaking(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
     return _row_by_row(x_CK, weight_NK, scale_N) + 0 * x_CK.sum()
 
 
-def test_pieces_in_which_padding_reaches_other_rows_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_pieces_in_which_padding_reaches_other_rows_are_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = replace(_backend(Replays()), row_products=RowProducts(_leaking, _in_groups))
     with caplog.at_level(logging.WARNING, logger=LOGGER):
         (worker,) = _workers(_plan(tiny_args(n_layers=2, moe=False)), backend)
@@ -308,7 +388,9 @@ def test_pieces_in_which_padding_reaches_other_rows_are_not_used(caplog: pytest.
 def test_a_batch_invariant_stage_uses_only_pieces_that_change_no_bits(
     is_row_wise: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PyTorch's products on CPUs give some rows other bits in other company; those of ``_row_by_row`` do not."""
+    """PyTorch's products on CPUs give some rows other bits in other company; those of
+    ``_row_by_row`` do not.
+    """
     plan = _plan(tiny_args(n_layers=3, moe=False))
     stage, products = (
         replace(plan.stages[0], batch_invariant=True),
@@ -319,7 +401,9 @@ def test_a_batch_invariant_stage_uses_only_pieces_that_change_no_bits(
         (worker,) = _workers(replace(plan, stages=(stage,)), backend)
     assert worker.pieces is not None
     assert worker.pieces.sizes == ([64, 128] if is_row_wise else [])
-    assert ["other bits than alone" in record.getMessage() for record in caplog.records] == [True] * (not is_row_wise)
+    assert ["other bits than alone" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * (not is_row_wise)
 
 
 def _biased(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Stages on GPUs that have to be batch-invariant: which kernels they get, and that their check holds, by the interpreter too."""
+"""Stages on GPUs that have to be batch-invariant: which kernels they get, and that their check
+holds, by the interpreter too.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -60,7 +62,9 @@ def test_graphs_on_a_gpu_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, None, False])
-def test_only_what_is_required_to_be_invariant_is(monkeypatch: pytest.MonkeyPatch, wanted: bool | None) -> None:
+def test_only_what_is_required_to_be_invariant_is(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
     """All other stages on GPUs choose as they did."""
     fastest, row_wise = (
         AttentionKernels(SdpaPrefill(), PagedDecode()),
@@ -69,11 +73,14 @@ def test_only_what_is_required_to_be_invariant_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     capture = SimpleNamespace(in_pieces=object())
     monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
-    monkeypatch.setattr(KernelChoices, "of_device", lambda _: None)  # there is no GPU that could be named
+    # there is no GPU that could be named
+    monkeypatch.setattr(KernelChoices, "of_device", lambda _: None)
     monkeypatch.setattr(device_backend, "select_kernels", lambda *_: fastest)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
     monkeypatch.setattr(
-        device_backend, "row_wise_backend", lambda *given: row_wise if given[2::2] == (capture, capture.in_pieces) else None
+        device_backend,
+        "row_wise_backend",
+        lambda *given: row_wise if given[2::2] == (capture, capture.in_pieces) else None,
     )
     backend = backend_for(tiny_plan(ARGS, batch_invariant=wanted).stages[0], GPU)
     assert (backend is row_wise) is (wanted is True)
@@ -83,7 +90,8 @@ def test_only_what_is_required_to_be_invariant_is(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("wanted", "quantize", "is_grouped"), [(True, None, True), (None, None, False), (True, "int8", True), (None, "int8", True)]
+    ("wanted", "quantize", "is_grouped"),
+    [(True, None, True), (None, None, False), (True, "int8", True), (None, "int8", True)],
 )
 def test_experts_are_grouped_on_every_gpu(
     monkeypatch: pytest.MonkeyPatch, wanted: bool | None, quantize: str | None, is_grouped: bool
@@ -99,7 +107,9 @@ def _linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
 
 
 def _grouped(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
-    expert_C = torch.searchsorted(ends_E, torch.arange(len(x_CK)), right=True).clamp(max=len(weight_ENK) - 1)
+    expert_C = torch.searchsorted(ends_E, torch.arange(len(x_CK)), right=True).clamp(
+        max=len(weight_ENK) - 1
+    )
     wide_ENK = weight_ENK if scale_EN is None else weight_ENK.to(x_CK.dtype) * scale_EN[..., None]
     return torch.einsum("ck,cnk->cn", x_CK, wide_ENK[expert_C])
 
@@ -119,10 +129,16 @@ def _model(plan: StagePlan, monkeypatch: pytest.MonkeyPatch) -> StageModel:
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_products_of_a_backend_replace_those_of_layers_and_experts(monkeypatch: pytest.MonkeyPatch, quantize: str | None) -> None:
+def test_products_of_a_backend_replace_those_of_layers_and_experts(
+    monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
     """They are called, and without them a layer computes as before."""
     plan = tiny_plan(ARGS, quantize=quantize).stages[0]
-    model, x_TD, calls = _model(plan, monkeypatch), torch.randn(5, ARGS.dim), {"linear": 0, "grouped": 0}
+    model, x_TD, calls = (
+        _model(plan, monkeypatch),
+        torch.randn(5, ARGS.dim),
+        {"linear": 0, "grouped": 0},
+    )
 
     def linear(*given: Tensor) -> Tensor:
         calls["linear"] += 1
@@ -147,18 +163,28 @@ def test_products_of_a_backend_replace_those_of_layers_and_experts(monkeypatch: 
 
 def test_expert_actors_on_gpus_get_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or say why there are none."""
-    plan, products = replace(expert_plan(ARGS, 2), batch_invariant=True), RowProducts(_linear, _grouped)
+    plan, products = (
+        replace(expert_plan(ARGS, 2), batch_invariant=True),
+        RowProducts(_linear, _grouped),
+    )
     monkeypatch.setattr(expert_worker, "triton_products", lambda *_: products)
     worker = ExpertWorker(plan, RandomWeights(), "cuda")
     assert worker._products is products
-    assert worker._fused_ops.silu_and_mul is triton_silu.silu_and_mul, "that of stages, which rounds once"
+    assert worker._fused_ops.silu_and_mul is triton_silu.silu_and_mul, (
+        "that of stages, which rounds once"
+    )
     assert ExpertWorker(plan, RandomWeights(), "cpu")._products is None
-    assert ExpertWorker(replace(plan, batch_invariant=None), RandomWeights(), "cuda")._products is None
+    assert (
+        ExpertWorker(replace(plan, batch_invariant=None), RandomWeights(), "cuda")._products is None
+    )
 
     def fails(*_: object) -> None:
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(expert_worker, "triton_products", fails)
-    reason = r"Experts cannot be batch-invariant: Triton's kernels cannot be used \(No module named 'triton'\)"
+    reason = (
+        r"Experts cannot be batch-invariant: Triton's kernels cannot be used \(No module named"
+        r" 'triton'\)"
+    )
     with pytest.raises(ConfigError, match=reason):
         ExpertWorker(plan, RandomWeights(), "cuda")

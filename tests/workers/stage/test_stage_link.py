@@ -1,4 +1,6 @@
-"""The direct link without Ray: each stage in a thread of its own, or one of them in a process that can be killed."""
+"""The direct link without Ray: each stage in a thread of its own, or one of them in a process that
+can be killed.
+"""
 
 import asyncio
 import multiprocessing
@@ -20,8 +22,18 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
-from tramontane.workers.links.process_group_channel import ProcessGroupChannel, ProcessGroupChannelFactory, interface_for_address
+from tramontane.workers.links.channel import (
+    MAX_PENDING_SENDS,
+    Address,
+    Channel,
+    ChannelFactory,
+    Listener,
+)
+from tramontane.workers.links.process_group_channel import (
+    ProcessGroupChannel,
+    ProcessGroupChannelFactory,
+    interface_for_address,
+)
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener
 from tramontane.workers.stage.stage_link import StageLink
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -39,7 +51,9 @@ EDGES: list[ChannelFactory] = [
     BetweenPlaces(HERE, THERE, LAZY),
 ]
 every_kind = pytest.mark.parametrize(
-    "edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs", "two GPUs, connected in the first call"]
+    "edges",
+    EDGES,
+    ids=["sockets", "groups", "one GPU", "two GPUs", "two GPUs, connected in the first call"],
 )
 
 
@@ -54,7 +68,11 @@ def _link(worker: StageWorker, edges: ChannelFactory) -> StageLink:
 def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
     """The next token of one sequence."""
     sampling = SamplingParams(temperature=0.0) if step_id == 0 else None
-    return MicroBatch(epoch, step_id, (Chunk(0, step_id, (1,), ((0,),) if step_id == 0 else ((),), sampling, True),))
+    return MicroBatch(
+        epoch,
+        step_id,
+        (Chunk(0, step_id, (1,), ((0,),) if step_id == 0 else ((),), sampling, True),),
+    )
 
 
 def _send_on(link: StageLink, step_id: int) -> None:
@@ -64,7 +82,9 @@ def _send_on(link: StageLink, step_id: int) -> None:
 
 
 class LinkedThreads:
-    """A chain of stages as actors would be: one thread computes for each, and others may call it as well."""
+    """A chain of stages as actors would be: one thread computes for each, and others may call it as
+    well.
+    """
 
     has_lost_node = False
 
@@ -95,20 +115,29 @@ class LinkedThreads:
         self._in_threads([worker.fence for worker in self.workers], [(epoch,)] * self.num_stages)
         self.links = [_link(worker, self.edges) for worker in self.workers]
         outlets = self._in_threads([link.listen for link in self.links], [()] * self.num_stages)
-        self._in_threads([link.connect for link in self.links], [(inlet,) for inlet in [None, *outlets[:-1]]])
+        self._in_threads(
+            [link.connect for link in self.links], [(inlet,) for inlet in [None, *outlets[:-1]]]
+        )
 
     def close(self) -> None:
         for link, thread in zip(self.links, self.threads, strict=True):
             link.close()
             thread.shutdown()
 
-    def _in_threads(self, calls: list[Callable[..., object]], arguments: list[tuple[object, ...]]) -> list[object]:
-        requested = [t.submit(call, *args) for t, call, args in zip(self.threads, calls, arguments, strict=True)]
+    def _in_threads(
+        self, calls: list[Callable[..., object]], arguments: list[tuple[object, ...]]
+    ) -> list[object]:
+        requested = [
+            t.submit(call, *args)
+            for t, call, args in zip(self.threads, calls, arguments, strict=True)
+        ]
         return [future.result() for future in requested]
 
     async def _together(self, futures: "list[Future[StepResult]]") -> StepResult:
         parts = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        assert [timing.stage_id for part in parts for timing in part.timings] == [*range(self.num_stages)], "each its own"
+        assert [timing.stage_id for part in parts for timing in part.timings] == [
+            *range(self.num_stages)
+        ], "each its own"
         assert not any(part.token_ids for part in parts[:-1]), "only the last stage samples"
         return parts[-1]
 
@@ -148,7 +177,9 @@ def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(
                 return begin(batch, incoming)
 
             patch.setattr(chain.workers[1], "launch", fails_once)
-            assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected, "computed again"
+            assert (
+                asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
+            ), "computed again"
             assert next(failing, None) is None, "it has failed"
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
@@ -169,7 +200,9 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
 
 @every_kind
 def test_a_stage_that_waits_fails_when_its_neighbor_closes(edges: ChannelFactory) -> None:
-    """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
+    """The receiver of its sender, and the sender, who has sent all that may be on its way, of its
+    receiver.
+    """
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
         chain.links[1].close()
@@ -214,7 +247,8 @@ def _socket_pair() -> tuple[TcpChannel, TcpChannel]:
 
 def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> None:
     sender, receiver = _socket_pair()
-    sent = [torch.full((2048, 1024), float(number), dtype=torch.bfloat16) for number in range(5)]  # 4 MiB each
+    # 4 MiB each
+    sent = [torch.full((2048, 1024), float(number), dtype=torch.bfloat16) for number in range(5)]
     with ThreadPoolExecutor(1) as thread:
         sending = [thread.submit(sender.send, hidden_TD) for hidden_TD in sent]
         for number in range(MAX_PENDING_SENDS):
@@ -236,7 +270,9 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
 
 
 def test_a_neighbor_may_take_its_time() -> None:
-    """Only a machine that answers no probes is lost: one that takes nothing may still be computing."""
+    """Only a machine that answers no probes is lost: one that takes nothing may still be
+    computing.
+    """
     sender, receiver = _socket_pair()
     for edge in (sender, receiver):
         assert edge._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
@@ -247,7 +283,13 @@ def test_a_neighbor_may_take_its_time() -> None:
 @every_kind
 def test_edges_of_earlier_epochs_leave_nothing_behind(edges: ChannelFactory) -> None:
     def open_sockets() -> int:
-        return len([s for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_ESTABLISHED])
+        return len(
+            [
+                s
+                for s in psutil.Process().net_connections("tcp")
+                if s.status == psutil.CONN_ESTABLISHED
+            ]
+        )
 
     before = open_sockets()
     with _linked(3, edges) as chain:
@@ -286,12 +328,18 @@ def test_edges_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
-def test_a_connection_without_the_token_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_the_token_is_refused(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = TcpListener(HOST)
-    with socket.create_connection(listener.address[:2]) as intruder, ThreadPoolExecutor(1) as thread:
+    with (
+        socket.create_connection(listener.address[:2]) as intruder,
+        ThreadPoolExecutor(1) as thread,
+    ):
         intruder.sendall(said)
-        neighbor = TcpChannelFactory().connect(listener.address, HOST)  # it has sent the token before the listener reads it
+        # it has sent the token before the listener reads it
+        neighbor = TcpChannelFactory().connect(listener.address, HOST)
         accepted = thread.submit(listener.accept)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
@@ -310,19 +358,27 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
 
 
 @every_kind
-def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory) -> None:
+def test_an_edge_that_cannot_be_made_is_named(
+    monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory
+) -> None:
     for kind in ("tcp_channel", "process_group_channel"):
-        monkeypatch.setattr(f"tramontane.workers.links.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
+        monkeypatch.setattr(
+            f"tramontane.workers.links.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1)
+        )
     worker = _workers(2)[1]
     worker.fence(0)
     with socket.socket() as unused:
         unused.bind((HOST, 0))  # does not listen, but keeps the port from others
-        with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
+        with pytest.raises(
+            LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"
+        ):
             _link(worker, edges).connect((HOST, unused.getsockname()[1], "word"))
 
 
 @every_kind
-def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: ChannelFactory) -> None:
+def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(
+    edges: ChannelFactory,
+) -> None:
     before = _listening()
     link = _link(_workers(2)[0], edges)
     address = link.listen()
@@ -344,10 +400,13 @@ def test_the_interface_of_an_address() -> None:
 
 
 class SlowEdges:
-    """Edges that are made slowly: each is there only when all of them have been begun, at both ends."""
+    """Edges that are made slowly: each is there only when all of them have been begun, at both
+    ends.
+    """
 
     def __init__(self, num_edges: int) -> None:
-        self._begun = threading.Barrier(2 * num_edges, timeout=10)  # seconds, if one waits for another
+        # seconds, if one waits for another
+        self._begun = threading.Barrier(2 * num_edges, timeout=10)
 
     def listen(self, host: str) -> Listener:
         return _SlowListener(self._begun, host)
@@ -369,7 +428,9 @@ class _SlowListener(TcpListener):
 
 def test_all_edges_of_fourteen_stages_are_made_at_once() -> None:
     """One after the other, the last stage would wait for thirteen edges in turn, and give up."""
-    workers = split_model(random_model(tiny_args(n_layers=14)), tiny_plan(tiny_args(n_layers=14), 14))
+    workers = split_model(
+        random_model(tiny_args(n_layers=14)), tiny_plan(tiny_args(n_layers=14), 14)
+    )
     chain = LinkedThreads(workers, SlowEdges(len(workers) - 1))
     try:
         chain.link_up(0)
@@ -379,7 +440,9 @@ def test_all_edges_of_fourteen_stages_are_made_at_once() -> None:
 
 
 class _LonelyEdges(TcpChannelFactory):
-    """Edges to which no stage connects. ``were_closed``: whether a listener was closed while it waited."""
+    """Edges to which no stage connects. ``were_closed``: whether a listener was closed while it
+    waited.
+    """
 
     def __init__(self) -> None:
         self.were_closed: list[bool] = []
@@ -433,7 +496,11 @@ def test_a_killed_neighbor_is_noticed_at_once_on_both_sides(edges: ChannelFactor
     ours, theirs = context.Pipe()
     middle = context.Process(target=_middle_stage, args=(theirs, EDGES.index(edges)))
     middle.start()
-    with ThreadPoolExecutor(1) as thread, closing(_link(first, edges)) as before, closing(_link(last, edges)) as after:
+    with (
+        ThreadPoolExecutor(1) as thread,
+        closing(_link(first, edges)) as before,
+        closing(_link(last, edges)) as after,
+    ):
         outlet = ours.recv()
         ours.send(before.listen())
         linked = thread.submit(after.connect, outlet)

@@ -1,4 +1,6 @@
-"""The numerics of a stage name what computes each part of it: kernels in C by their sources and the platform."""
+"""The numerics of a stage name what computes each part of it: kernels in C by their sources and the
+platform.
+"""
 
 import shutil
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,11 @@ from tramontane.workers.kernels import fused_ops, packed_linear
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.kernel_names import describe_kernel, name_kernels
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.kernels.quantized_linear import QuantizedKernels, QuantizedLinear, fp8_linear
+from tramontane.workers.kernels.quantized_linear import (
+    QuantizedKernels,
+    QuantizedLinear,
+    fp8_linear,
+)
 from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, set_row_products
 from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.stage.device_backend import DeviceBackend
@@ -34,7 +40,9 @@ KERNELS = {
     "norms": (fused_ops, "norms"),
     "products": (packed_linear, "products of float32"),
 }
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs kernels in C, and they a C compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="needs kernels in C, and they a C compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,11 @@ def worker() -> StageWorker:
 
 def _parts(worker: StageWorker) -> dict[str, str]:
     """Find them out again, as a stage would that starts now."""
-    return dict(stage_numerics(worker.model, worker.backend, CPU, worker.dtype, is_batch_invariant=True).parts)
+    return dict(
+        stage_numerics(
+            worker.model, worker.backend, CPU, worker.dtype, is_batch_invariant=True
+        ).parts
+    )
 
 
 def _changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
@@ -61,7 +73,9 @@ def test_what_a_worker_found_out_when_it_was_loaded(worker: StageWorker) -> None
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KERNELS)
-def test_the_source_of_a_kernel_counts(kind: str, worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_a_kernel_counts(
+    kind: str, worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, (module, part) = _parts(worker), KERNELS[kind]
     source: Path = vars(module)["SOURCE"]
     copy = tmp_path / source.name
@@ -73,7 +87,9 @@ def test_the_source_of_a_kernel_counts(kind: str, worker: StageWorker, tmp_path:
 
 
 @needs_compiler
-def test_the_platform_counts_for_all_kernels_in_c(worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platform_counts_for_all_kernels_in_c(
+    worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, in_c = _parts(worker), {part for _, part in KERNELS.values()}
     with monkeypatch.context() as patch:
         patch.setattr(native_library, "processor", lambda: "another")
@@ -99,7 +115,9 @@ def test_pytorch_and_numpy_count(worker: StageWorker, monkeypatch: pytest.Monkey
             patch.setattr(library, "__version__", "0.1")
             assert _changed(before, _parts(worker)) == {"device"}
     without = DeviceBackend(cpu_kernels())
-    parts = dict(stage_numerics(worker.model, without, CPU, worker.dtype, is_batch_invariant=False).parts)
+    parts = dict(
+        stage_numerics(worker.model, without, CPU, worker.dtype, is_batch_invariant=False).parts
+    )
     assert parts["attention"] == "SdpaPrefill, GatheredDecode"
     assert parts["norms"] == "PyTorch"
 
@@ -109,10 +127,21 @@ def test_each_kind_of_matrix_has_a_part() -> None:
     """Whatever stage it is in: the head is not quantized."""
     kinds = {}
     for quantize in (Quantization.INT8, Quantization.W8A8, Quantization.FP8):
-        workers = [StageWorker.load(plan, RandomWeights()) for plan in tiny_plan(ARGS, 2, quantize=quantize).stages]
-        kinds[quantize] = {part.removeprefix("products of ") for worker in workers for part, _ in worker.numerics.parts}
+        workers = [
+            StageWorker.load(plan, RandomWeights())
+            for plan in tiny_plan(ARGS, 2, quantize=quantize).stages
+        ]
+        kinds[quantize] = {
+            part.removeprefix("products of ")
+            for worker in workers
+            for part, _ in worker.numerics.parts
+        }
         kinds[quantize] -= {"attention", "device", "norms"}
-    assert list(kinds.values()) == [{"int8", "float32"}, {"int8 and int8", "float32"}, {"float8_e4m3fn", "float32"}]
+    assert list(kinds.values()) == [
+        {"int8", "float32"},
+        {"int8 and int8", "float32"},
+        {"float8_e4m3fn", "float32"},
+    ]
 
 
 # ---- on GPUs
@@ -147,13 +176,17 @@ def test_kernels_of_gpus_are_named_with_their_parameters() -> None:
     assert describe_kernel(_SplitK(64, 16)) != describe_kernel(few)
     assert describe_kernel(SdpaPrefill()) == "SdpaPrefill"
     assert describe_kernel(_Paged(64, 16)) == "_Paged(64)", "sizes of pages change no bits"
-    assert describe_kernel(QuantizedKernels(None, fp8_linear)) == "QuantizedKernels(None, fp8_linear)"
+    assert (
+        describe_kernel(QuantizedKernels(None, fp8_linear)) == "QuantizedKernels(None, fp8_linear)"
+    )
 
 
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
 def test_products_of_rows_apart_are_named(quantize: Quantization | None) -> None:
     """As with batch invariance on GPUs, whatever tiles run there: these change no bits."""
-    model = nn.Sequential(Linear(16, 16), QuantizedLinear(16, 16, torch.int8) if quantize else Linear(16, 32))
+    model = nn.Sequential(
+        Linear(16, 16), QuantizedLinear(16, 16, torch.int8) if quantize else Linear(16, 32)
+    )
     meta, names = torch.device("meta"), []
     for tiles in ({}, {(torch.bfloat16, torch.int8): ()}):
         products = TiledProducts(tiles)  # type: ignore[arg-type]
@@ -167,8 +200,14 @@ def test_products_of_rows_apart_are_named(quantize: Quantization | None) -> None
 
 def test_what_is_between_products_on_gpus_is_named() -> None:
     model, gpu = nn.Module(), torch.device("cuda")
-    compiled, row_wise = replace(EAGER, cos_sin=lambda *_: None), replace(EAGER, rms_norm=lambda *_: None)  # type: ignore[arg-type,return-value]
-    names = [name_kernels(model, ops, gpu, torch.bfloat16)["norms"] for ops in (EAGER, compiled, row_wise)]
+    compiled, row_wise = (
+        replace(EAGER, cos_sin=lambda *_: None),
+        replace(EAGER, rms_norm=lambda *_: None),
+    )  # type: ignore[arg-type,return-value]
+    names = [
+        name_kernels(model, ops, gpu, torch.bfloat16)["norms"]
+        for ops in (EAGER, compiled, row_wise)
+    ]
     assert names == ["PyTorch", "torch.compile and Triton", "Triton and PyTorch"]
 
 
@@ -184,13 +223,17 @@ def test_a_gpu_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> N
     assert names[0] == f"torch {torch.__version__}, CUDA 12.9, xformers 1, Triton 3.6, H100"
 
 
-def test_how_experts_are_grouped_counts_on_gpus(worker: StageWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_experts_are_grouped_counts_on_gpus(
+    worker: StageWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's grouped product and one product after the other may round otherwise."""
     found, backend = [], DeviceBackend(cpu_kernels())
     monkeypatch.setattr(numerics, "device_name", lambda _: "a GPU")
     for name in ("one by one", "grouped"):
         monkeypatch.setattr(LocalExperts, "kernel_name", name)
         for device in (torch.device("cuda"), CPU):
-            parts = stage_numerics(worker.model, backend, device, worker.dtype, is_batch_invariant=False).parts
+            parts = stage_numerics(
+                worker.model, backend, device, worker.dtype, is_batch_invariant=False
+            ).parts
             found.append(dict(parts).get("experts"))
     assert found == ["one by one", None, "grouped", None]

@@ -21,7 +21,9 @@ def worker() -> StageWorker:
 
 
 def _batch(epoch: int, step_id: int, seq_id: int = 0, released: tuple[int, ...] = ()) -> MicroBatch:
-    return MicroBatch(epoch, step_id, (Chunk(seq_id, 0, (1, 2), ((seq_id,),), GREEDY, True),), released)
+    return MicroBatch(
+        epoch, step_id, (Chunk(seq_id, 0, (1, 2), ((seq_id,),), GREEDY, True),), released
+    )
 
 
 def test_refuses_every_step_before_it_is_fenced(worker: StageWorker) -> None:
@@ -67,7 +69,10 @@ def test_what_a_sequence_requested_is_forgotten_with_it(worker: StageWorker) -> 
     with_experts = Chunk(7, 0, (1, 2), ((0,),), replace(GREEDY, return_experts=(0,)), True)
     result = worker.step(MicroBatch(0, 0, (with_experts,)), None)
     assert isinstance(result, StepResult)
-    assert [(choices.seq_id, choices.layer, len(choices.expert_ids)) for choices in result.expert_choices] == [(7, 0, 2)]
+    assert [
+        (choices.seq_id, choices.layer, len(choices.expert_ids))
+        for choices in result.expert_choices
+    ] == [(7, 0, 2)]
     result = worker.step(_batch(0, 1, seq_id=1, released=(7,)), None)
     assert isinstance(result, StepResult)
     assert result.expert_choices == ()

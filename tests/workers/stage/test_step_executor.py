@@ -1,4 +1,6 @@
-"""Steps on a GPU, where the next is prepared while one is computed: with a fake device that computes when a test lets it."""
+"""Steps on a GPU, where the next is prepared while one is computed: with a fake device that
+computes when a test lets it.
+"""
 
 import threading
 import time
@@ -57,7 +59,9 @@ class DeviceMark:
 
     def wait(self) -> None:
         with self.device.condition:
-            assert self.device.condition.wait_for(lambda: self.device.num_reached >= self.number or self.device.fails, timeout=60)
+            assert self.device.condition.wait_for(
+                lambda: self.device.num_reached >= self.number or self.device.fails, timeout=60
+            )
         if self.device.fails:
             raise self.device.fails
 
@@ -68,14 +72,22 @@ class DeviceMark:
 
 def _worker(device: Device) -> StageWorker:
     model: StageModel = random_model(ARGS)
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
+    worker = StageWorker(
+        tiny_plan(ARGS, 1).stages[0],
+        model,
+        backend=DeviceBackend(cpu_kernels(), make_event=device.mark),
+    )
     worker.fence(0)
     return worker
 
 
 def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
     sampling = SamplingParams(temperature=0.0) if step_id == 0 else None
-    return MicroBatch(epoch, step_id, (Chunk(0, step_id, (1,), ((0,),) if step_id == 0 else ((),), sampling, True),))
+    return MicroBatch(
+        epoch,
+        step_id,
+        (Chunk(0, step_id, (1,), ((0,),) if step_id == 0 else ((),), sampling, True),),
+    )
 
 
 def _nothing() -> Activation | None:
@@ -108,7 +120,9 @@ def test_the_next_step_is_prepared_while_one_is_computed(calls: Calls) -> None:
     submitted = [calls.submit(step_id) for step_id in range(3)]
     calls.device.has_been_given(6)  # two steps
     with calls.device.condition:
-        assert not calls.device.condition.wait_for(lambda: calls.device.num_marks > 6, timeout=0.3), "and no third one"
+        assert not calls.device.condition.wait_for(
+            lambda: calls.device.num_marks > 6, timeout=0.3
+        ), "and no third one"
     assert not any(future.done() for future in submitted)
     calls.device.finish(2)
     assert not submitted[0].done(), "it is not delivered"
@@ -117,7 +131,11 @@ def test_the_next_step_is_prepared_while_one_is_computed(calls: Calls) -> None:
     calls.device.has_been_given(9)
     assert not submitted[1].done()
     calls.device.finish(9)
-    assert [future.result(60).timings[0].busy_s for future in submitted] == [1.0, 1.0, 1.0], "the device's time, not the host's"
+    assert [future.result(60).timings[0].busy_s for future in submitted] == [
+        1.0,
+        1.0,
+        1.0,
+    ], "the device's time, not the host's"
 
 
 class _AtOnce:
@@ -128,7 +146,9 @@ class _AtOnce:
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_prepares_is_no_time_of_the_device(
+    is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of a step's two marks comes between its inputs and its layers."""
     device, seen = Device(), []
     device.finish(10**6)
@@ -142,11 +162,15 @@ def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monk
         return noting
 
     backend = DeviceBackend(
-        cpu_kernels(), graph_capture=_AtOnce() if is_recorded else None, make_event=noted("mark", device.mark)
+        cpu_kernels(),
+        graph_capture=_AtOnce() if is_recorded else None,
+        make_event=noted("mark", device.mark),
     )  # type: ignore[arg-type]
     worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), backend=backend)
     if worker.graphs is not None:
-        monkeypatch.setattr(worker.graphs, "_copy_inputs", noted("inputs", worker.graphs._copy_inputs))
+        monkeypatch.setattr(
+            worker.graphs, "_copy_inputs", noted("inputs", worker.graphs._copy_inputs)
+        )
     monkeypatch.setattr(stage_worker, "build_attention_metadata", noted("inputs", index_of))
     monkeypatch.setattr(worker.model, "embed", noted("layers", worker.model.embed))
     worker.fence(0)
@@ -220,6 +244,10 @@ def test_the_same_tokens_as_without_a_device() -> None:
     device.finish(10**6)
     plan = tiny_plan(ARGS, 1)
     expected = run_in_process(plan, split_model(random_model(ARGS), plan), PROMPTS[:8], budget=64)
-    worker = StageWorker(plan.stages[0], random_model(ARGS), backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
+    worker = StageWorker(
+        plan.stages[0],
+        random_model(ARGS),
+        backend=DeviceBackend(cpu_kernels(), make_event=device.mark),
+    )
     assert run_in_process(plan, [worker], PROMPTS[:8], budget=64) == expected
     assert torch.get_num_threads() >= 1

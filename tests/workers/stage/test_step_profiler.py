@@ -21,7 +21,9 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 def _tokens(num_steps: int, recorded: list[int] | None = None) -> list[int]:
-    """A new worker computes a prompt of three tokens, and decodes that follow it. ``recorded`` gets the steps that were."""
+    """A new worker computes a prompt of three tokens, and decodes that follow it. ``recorded`` gets
+    the steps that were.
+    """
     worker = StageWorker.load(PLAN, RandomWeights())
     worker.fence(0)
     pages = tuple((0, 1) for _ in PLAN.cache.classes)
@@ -44,7 +46,9 @@ def _num_recorded(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("first", "num_steps"), [(0, 1), (1, 3), (3, 2)])
-def test_as_many_steps_are_recorded(first: int, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_steps_are_recorded(
+    first: int, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = _tokens(7)
     monkeypatch.setenv(VARIABLE, f"{tmp_path / 'new' / 'a:b'}:{first}:{num_steps}")
     assert _tokens(7, steps := []) == expected, "the profile changes no token"
@@ -55,7 +59,9 @@ def test_as_many_steps_are_recorded(first: int, num_steps: int, tmp_path: Path, 
     assert "aten::embedding" in (folder / "stage-0.txt").read_text()
 
 
-def test_nothing_is_written_before_the_last_step_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_before_the_last_step_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, f"{tmp_path}:2:5")
     _tokens(7)
     assert not [*tmp_path.iterdir()]
@@ -71,14 +77,20 @@ def test_a_stage_serves_on_where_it_cannot_write(
     assert "cannot write its profile to" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["/tmp/x", "/tmp/x:1", ":1:2", "/tmp/x:-1:2", "/tmp/x:1:0", "/tmp/x:a:2", "/tmp/x:1:2:"])
+@pytest.mark.parametrize(
+    "text", ["/tmp/x", "/tmp/x:1", ":1:2", "/tmp/x:-1:2", "/tmp/x:1:0", "/tmp/x:a:2", "/tmp/x:1:2:"]
+)
 def test_a_malformed_variable_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ConfigError, match=r"it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20"):
+    with pytest.raises(
+        ConfigError, match=r"it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20"
+    ):
         StepProfiler.from_environment(PLAN, torch.device("cpu"))
 
 
-def test_a_stage_that_could_not_record_it_reads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stage_that_could_not_record_it_reads_no_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(VARIABLE, "/tmp/x:1")
     with pytest.raises(ConfigError, match=VARIABLE):
         StageWorker.load(PLAN, tmp_path / "nothing")

@@ -25,7 +25,11 @@ def _plan(args: ModelArgs = FULL, **changes: object) -> StagePlan:
 
 def _lengths(plan: StagePlan) -> list[tuple[int, ...]]:
     """Of the chunks of each step; each run begins with a new list."""
-    return [tuple(chunk.num_tokens for chunk in batch.chunks) for run in warm_up_runs(plan, 0) for batch in run]
+    return [
+        tuple(chunk.num_tokens for chunk in batch.chunks)
+        for run in warm_up_runs(plan, 0)
+        for batch in run
+    ]
 
 
 def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> None:
@@ -33,15 +37,39 @@ def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> Non
     assert _lengths(_plan()) == [*alone, (50,), (50,), (1, 1), (50,)]
     last = warm_up_runs(_plan(), 0)[-1][-1]
     assert last.decodes.seq_ids == (0, 1)
-    samplings = {chunk.sampling.temperature > 0 for run in warm_up_runs(_plan(), 0) for chunk in run[0].chunks if chunk.sampling}
+    samplings = {
+        chunk.sampling.temperature > 0
+        for run in warm_up_runs(_plan(), 0)
+        for chunk in run[0].chunks
+        if chunk.sampling
+    }
     assert samplings == {True, False}
-    assert all(chunk.needs_sample for run in warm_up_runs(_plan(), 0) for batch in run for chunk in batch.chunks)
+    assert all(
+        chunk.needs_sample
+        for run in warm_up_runs(_plan(), 0)
+        for batch in run
+        for chunk in batch.chunks
+    )
 
 
-@pytest.mark.parametrize(("max_len", "longest"), [(10**6, 4096), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
+@pytest.mark.parametrize(
+    ("max_len", "longest"), [(10**6, 4096), (4096, 4096), (4000, 4000), (15, 16), (1, 16)]
+)
 def test_no_prompt_is_longer_than_a_sequence_may_be(max_len: int, longest: int) -> None:
-    cache = replace(_plan().cache, classes=(replace(_plan().cache.classes[0], ring_pages=-(-max_len // 16)),))
-    assert max(_lengths(replace(_plan(replace(FULL, max_seq_len=10**6), max_num_batched_tokens=4096), cache=cache)))[0] == longest
+    cache = replace(
+        _plan().cache, classes=(replace(_plan().cache.classes[0], ring_pages=-(-max_len // 16)),)
+    )
+    assert (
+        max(
+            _lengths(
+                replace(
+                    _plan(replace(FULL, max_seq_len=10**6), max_num_batched_tokens=4096),
+                    cache=cache,
+                )
+            )
+        )[0]
+        == longest
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 20, 99])
@@ -53,16 +81,25 @@ def test_no_step_is_larger_than_a_micro_batch_may_be(max_tokens: int) -> None:
 
 
 def test_a_cache_with_few_pages_has_all_that_are_written() -> None:
-    """Fewer than a sequence of the greatest length has, as sequences share them: some are written twice."""
+    """Fewer than a sequence of the greatest length has, as sequences share them: some are written
+    twice.
+    """
     plan = _plan()
-    few = replace(plan, cache=replace(plan.cache, classes=tuple(replace(each, num_pages=3) for each in plan.cache.classes)))
+    few = replace(
+        plan,
+        cache=replace(
+            plan.cache, classes=tuple(replace(each, num_pages=3) for each in plan.cache.classes)
+        ),
+    )
     for number in range(len(few.cache.classes)):
         chunks = [chunk for run in warm_up_runs(few, 0) for batch in run for chunk in batch.chunks]
         assert {page for chunk in chunks for page in chunk.new_pages[number]} == {0, 1, 2}
 
 
 def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
-    assert not any(batch.decodes.seq_ids for run in warm_up_runs(_plan(max_num_seqs=1), 0) for batch in run)
+    assert not any(
+        batch.decodes.seq_ids for run in warm_up_runs(_plan(max_num_seqs=1), 0) for batch in run
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -81,7 +118,14 @@ def test_nothing_remains_of_it(num_stages: int) -> None:
         for worker in workers:
             worker.fence(0)
             pages = tuple((0, 1) for _ in worker.plan.cache.classes)
-            chunk = Chunk(0, 0, tuple(range(20)), pages, SamplingParams(temperature=0.8, logprobs=5), needs_sample=True)
+            chunk = Chunk(
+                0,
+                0,
+                tuple(range(20)),
+                pages,
+                SamplingParams(temperature=0.8, logprobs=5),
+                needs_sample=True,
+            )
             incoming = worker.step(MicroBatch(0, 0, (chunk,)), incoming)  # type: ignore[arg-type]
         assert isinstance(incoming, StepResult)
         results.append((incoming.token_ids, incoming.logprobs))
@@ -95,7 +139,9 @@ def test_prompts_for_which_there_is_no_memory_are_left_out(
     (worker,) = split_model(random_model(FULL), plan)
     computed, step = list[int](), StageWorker.step
 
-    def with_little_memory(self: StageWorker, batch: MicroBatch, incoming: Activation | None) -> Outcome:
+    def with_little_memory(
+        self: StageWorker, batch: MicroBatch, incoming: Activation | None
+    ) -> Outcome:
         if batch.num_tokens > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
         computed.append(batch.num_tokens)
@@ -104,12 +150,17 @@ def test_prompts_for_which_there_is_no_memory_are_left_out(
     monkeypatch.setattr(StageWorker, "step", with_little_memory)
     worker.warm_up()
     assert computed == [16, 16, 32, 32, 50, 50, 2, 52]
-    assert [record.args for record in caplog.records] == [(plan.stages[0].label, n) for n in (64, 64, 100, 100)]
+    assert [record.args for record in caplog.records] == [
+        (plan.stages[0].label, n) for n in (64, 64, 100, 100)
+    ]
     worker.fence(0)
     assert worker.table.slots == {}
 
 
-@pytest.mark.parametrize(("device", "experts_inside", "warms_up"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
+@pytest.mark.parametrize(
+    ("device", "experts_inside", "warms_up"),
+    [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)],
+)
 def test_a_stage_on_a_gpu_warms_up_when_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, device: str, experts_inside: bool, warms_up: int
 ) -> None:

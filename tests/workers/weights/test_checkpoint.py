@@ -1,4 +1,6 @@
-"""What is wrong with a model folder is said in one line that names it; what is right is read once, by its owner alone."""
+"""What is wrong with a model folder is said in one line that names it; what is right is read once,
+by its owner alone.
+"""
 
 import json
 import weakref
@@ -15,13 +17,27 @@ from harness import random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stage_driver import teacher_forced
-from tiny_models import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    loaded_state,
+    random_model,
+    tiny_args,
+    tiny_plan,
+    write_checkpoint,
+)
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, WeightFormat
-from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, detect_layout, read_model_args
+from tramontane.proto.model_folder import (
+    Layout,
+    RandomWeights,
+    WeightSource,
+    detect_layout,
+    read_model_args,
+)
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, packed_matmul
@@ -84,7 +100,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
         _shard(folder)
     for use in (
         lambda: Checkpoint(folder).check(ARGS),
-        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), WeightFormat("float32", stored="float32"), "cpu"),
+        lambda: Checkpoint(folder).load(
+            partial(stage_tensors, ARGS, range(3)), WeightFormat("float32", stored="float32"), "cpu"
+        ),
     ):
         message = _refused(use)
         assert f"lacks the tensor {K_PROJ}" in message
@@ -97,7 +115,8 @@ def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
     tensors = load_file(shard)
     del tensors[K_PROJ]
     save_file(tensors, shard)
-    assert f"lacks the tensor {K_PROJ}" in _refused(lambda: Checkpoint(folder).check(ARGS))  # the shard is not damaged
+    # the shard is not damaged
+    assert f"lacks the tensor {K_PROJ}" in _refused(lambda: Checkpoint(folder).check(ARGS))
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
@@ -156,7 +175,9 @@ def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
 # Weights: what is read
 
 
-@pytest.mark.parametrize("args", [ARGS, DENSE, tiny_args(n_layers=3, tied=True)], ids=["mixtral", "mistral", "tied"])
+@pytest.mark.parametrize(
+    "args", [ARGS, DENSE, tiny_args(n_layers=3, tied=True)], ids=["mixtral", "mistral", "tied"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: bool) -> None:
     model = random_model(args)
@@ -178,16 +199,22 @@ def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: 
 def test_matrices_are_packed_while_they_are_read(
     tmp_path: Path, args: ModelArgs, made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece at a time: as long as one is packed no other is in memory, and no matrix as a whole."""
+    """A piece at a time: as long as one is packed no other is in memory, and no matrix as a
+    whole.
+    """
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", args)
     plan = tiny_plan(args, dtype="bfloat16").stages[0]
     monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 500)
     load = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
-    expected = load(partial(stage_tensors, args, range(3)), weights=WeightFormat("bfloat16", stored="float32"), device="cpu")
+    expected = load(
+        partial(stage_tensors, args, range(3)),
+        weights=WeightFormat("bfloat16", stored="float32"),
+        device="cpu",
+    )
     pieces: list[weakref.ref[torch.Tensor]] = []
     pack_rows = PackedMatmul.pack_rows
 
-    def watched(matmul: PackedMatmul, rows_BK: torch.Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def watched(matmul: PackedMatmul, rows_BK: torch.Tensor, *rest: Any) -> None:
         assert not any(earlier() is not None for earlier in pieces)
         assert rows_BK.numel() <= 500
         pieces.append(weakref.ref(rows_BK))
@@ -196,19 +223,34 @@ def test_matrices_are_packed_while_they_are_read(
     packed_matmul(torch.bfloat16, torch.bfloat16)  # its self test packs too
     monkeypatch.setattr(PackedMatmul, "pack_rows", watched)
     worker = StageWorker.load(plan, weights)
-    assert len(pieces) > 2 * sum(isinstance(module, PackedLinear) for module in worker.model.modules())
+    assert len(pieces) > 2 * sum(
+        isinstance(module, PackedLinear) for module in worker.model.modules()
+    )
     state = loaded_state(worker)
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")],
+)
 def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: str) -> None:
     folder = write_checkpoint(tmp_path / "model", DENSE)
     dtype = getattr(torch, stored)
-    _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
+    _rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        ),
+    )
     assert Checkpoint(folder).check(DENSE) == stored
-    state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted, stored=wanted), "cpu")
-    expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
+    state = Checkpoint(folder).load(
+        partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted, stored=wanted), "cpu"
+    )
+    expected = {
+        name: tensor.to(dtype).to(getattr(torch, wanted))
+        for name, tensor in random_model(DENSE).state_dict().items()
+    }
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
@@ -223,17 +265,33 @@ def test_in_float32_matrices_in_bfloat16_stay_as_they_are(
     if not with_compiler:
         monkeypatch.setattr(packed_linear, "packed_matmul", lambda *_: None)
     folder = write_checkpoint(tmp_path / "model", ARGS)
-    _rewrite(folder, lambda tensors: tensors.update({name: tensor.bfloat16().float() for name, tensor in tensors.items()}))
+    _rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+        ),
+    )
     ids = random_ids(40, 1, ARGS.vocab_size)
     expected_TV = teacher_forced(folder, ids, "float32")
-    _rewrite(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
+    _rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        ),
+    )
     args = replace(ARGS, dtype=Checkpoint(folder).check(ARGS))
     (folder / "config.json").write_text(json.dumps(to_hf_config(args)))
     as_stored_TV = teacher_forced(folder, ids, "float32")
-    assert torch.equal(as_stored_TV, expected_TV) if with_compiler else torch.allclose(as_stored_TV, expected_TV, atol=1e-5)
+    assert (
+        torch.equal(as_stored_TV, expected_TV)
+        if with_compiler
+        else torch.allclose(as_stored_TV, expected_TV, atol=1e-5)
+    )
     worker = StageWorker.load(tiny_plan(args).stages[0], folder)
     sizes = {name: tensor.itemsize for name, tensor in loaded_state(worker).items()}
-    assert {name for name, size in sizes.items() if size == 4} == {name for name in sizes if "norm" in name}
+    assert {name for name, size in sizes.items() if size == 4} == {
+        name for name in sizes if "norm" in name
+    }
 
 
 def test_several_dtypes_of_matrices_are_held_in_float32(tmp_path: Path) -> None:
@@ -241,30 +299,45 @@ def test_several_dtypes_of_matrices_are_held_in_float32(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", DENSE)
     says_bfloat16 = replace(DENSE, dtype="bfloat16")
     norms = {spec.name for spec in _specs(DENSE) if len(spec.shape) == 1}
-    _rewrite(folder, lambda tensors: tensors.update({n: t if n in norms else t.half() for n, t in tensors.items()}))
+    _rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {n: t if n in norms else t.half() for n, t in tensors.items()}
+        ),
+    )
     assert Checkpoint(folder).check(says_bfloat16) == "float16"
     _rewrite(folder, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].bfloat16()}))
     assert Checkpoint(folder).check(says_bfloat16) == "float32"
-    state = loaded_state(StageWorker.load(tiny_plan(replace(DENSE, dtype="float32")).stages[0], folder))
+    state = loaded_state(
+        StageWorker.load(tiny_plan(replace(DENSE, dtype="float32")).stages[0], folder)
+    )
     stored = load_file(folder / SINGLE_NAME)
-    assert all(torch.equal(state[s.parameter][s.rows], stored[s.name].float()) for s in _specs(DENSE))
+    assert all(
+        torch.equal(state[s.parameter][s.rows], stored[s.name].float()) for s in _specs(DENSE)
+    )
 
 
 def test_matrices_are_not_rounded_to_what_the_plan_expects(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", DENSE)
     plan = tiny_plan(replace(DENSE, dtype="bfloat16")).stages[0]
     message = _refused(lambda: StageWorker.load(plan, folder))
-    assert "is torch.float32, and the plan is for torch.bfloat16, as of another checkpoint" in message
+    assert (
+        "is torch.float32, and the plan is for torch.bfloat16, as of another checkpoint" in message
+    )
 
 
 @pytest.mark.parametrize("args", [ARGS, DENSE], ids=["mixtral", "mistral"])
 @pytest.mark.parametrize("quantize", [None, *Quantization])
-def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: ModelArgs, quantize: Quantization | None) -> None:
+def test_matrices_of_one_product_lie_one_after_the_other(
+    tmp_path: Path, args: ModelArgs, quantize: Quantization | None
+) -> None:
     """Every tensor in its rows, every row of every parameter one tensor's."""
     folder = write_checkpoint(tmp_path / "model", args)
     stored = load_file(folder / SINGLE_NAME)
     state = Checkpoint(folder).load(
-        partial(stage_tensors, args, range(3)), WeightFormat("float32", stored="float32", quantize=quantize), "cpu"
+        partial(stage_tensors, args, range(3)),
+        WeightFormat("float32", stored="float32", quantize=quantize),
+        "cpu",
     )
     owned = {name: torch.zeros(len(tensor)) for name, tensor in state.items()}
     for spec in _specs(args):
@@ -272,8 +345,11 @@ def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: M
         if quantize and spec.quantizable:
             scale_N = state[spec.scale_parameter][spec.rows]
             owned[spec.scale_parameter][spec.rows] += 1
-            step = 0.51 if quantize is Quantization.INT8 else 16.1  # half of what lies between two numbers at most
-            assert ((held * scale_N[:, None] - stored[spec.name]).abs() <= scale_N[:, None] * step).all()
+            # half of what lies between two numbers at most
+            step = 0.51 if quantize is Quantization.INT8 else 16.1
+            assert (
+                (held * scale_N[:, None] - stored[spec.name]).abs() <= scale_N[:, None] * step
+            ).all()
         else:
             assert torch.equal(held, stored[spec.name])
         owner[spec.rows] += 1
@@ -297,20 +373,22 @@ class Requested:
                 self.file.__enter__()
                 return self
 
-            def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+            def __exit__(self, *error: Any) -> None:
                 self.file.__exit__(*error)
 
             def keys(self) -> list[str]:
                 return list(self.file.keys())
 
-            def get_slice(self, name: str) -> Any:  # noqa: ANN401 - safetensors' slice has no type
+            def get_slice(self, name: str) -> Any:  # safetensors' slice has no type
                 names.append(name)
                 return self.file.get_slice(name)
 
         return Recording()
 
 
-@pytest.mark.parametrize("args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"])
+@pytest.mark.parametrize(
+    "args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_stage_reads_only_its_own_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: ModelArgs, sharded: bool
@@ -329,15 +407,24 @@ def test_a_stage_reads_only_its_own_tensors(
     for layer, names in enumerate(requested):
         ends = ["model.embed_tokens.weight"] if layer == 0 else []
         if layer == 2:
-            ends = ["model.norm.weight", "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"]
+            ends = [
+                "model.norm.weight",
+                "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight",
+            ]
         own = [name for name in all_names if name.startswith(f"model.layers.{layer}.")]
         assert sorted(names) == sorted([*own, *ends])  # each of them once
 
 
-@pytest.mark.parametrize("args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"])
+@pytest.mark.parametrize(
+    "args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"]
+)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_a_stage_reads_no_more_bytes_than_its_weights_have(tmp_path: Path, args: ModelArgs, stored: str) -> None:
-    """As they are stored; and in the order that needs the least memory for what a tensor is copied from."""
+def test_a_stage_reads_no_more_bytes_than_its_weights_have(
+    tmp_path: Path, args: ModelArgs, stored: str
+) -> None:
+    """As they are stored; and in the order that needs the least memory for what a tensor is copied
+    from.
+    """
     write_random_checkpoint(tmp_path / "model", replace(args, dtype=stored), Layout.HUGGING_FACE)
     for stage in tiny_plan(args, 3).stages:
         received = _received(stage, tmp_path / "model")
@@ -381,19 +468,28 @@ def test_a_config_that_is_no_json_object(tmp_path: Path, data: bytes) -> None:
     assert "JSON" in message
 
 
-def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
+def _changed(**changes: Any) -> dict[str, Any]:  # JSON values
     return {**to_hf_config(ARGS), **changes}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"]),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"],
+        ),
         ({"architectures": None}, ["MistralForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["original_max_position_embeddings"]),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "yarn"]),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+            ["original_max_position_embeddings"],
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["linear", "yarn"],
+        ),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"num_key_value_heads": 3}, ["4", "3", "heads"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
@@ -409,14 +505,23 @@ def test_an_unsupported_config_says_why(changes: dict[str, Any], words: list[str
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("changes", [{"rms_norm_eps": "x"}, {"rope_parameters": "x"}, {"architectures": 5}])
+@pytest.mark.parametrize(
+    "changes", [{"rms_norm_eps": "x"}, {"rope_parameters": "x"}, {"architectures": 5}]
+)
 def test_a_value_of_the_wrong_type_is_refused(changes: dict[str, Any]) -> None:
     assert "config.json" in _refused(lambda: from_hf_config(_changed(**changes)))
 
 
 @pytest.mark.parametrize(
     "key",
-    ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size", "num_local_experts"],
+    [
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+        "num_local_experts",
+    ],
 )
 def test_a_missing_key_is_named(key: str) -> None:
     config = _changed()
@@ -467,7 +572,11 @@ MIXTRAL = ModelArgs(
         {"rope_theta": 1e6, "torch_dtype": "float16"},
         {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "float16"},
         {"rope_theta": 1000000, "torch_dtype": "torch.float16", "head_dim": None},
-        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "float16", "head_dim": 128},
+        {
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            "dtype": "float16",
+            "head_dim": 128,
+        },
     ],
     ids=["transformers 4", "4 with null scaling", "4 with null head_dim", "transformers 5"],
 )
@@ -476,9 +585,16 @@ def test_both_spellings_mean_the_same(spelling: dict[str, Any]) -> None:
 
 
 def test_spellings_that_are_not_the_default() -> None:
-    config = {**COMMON, "architectures": ["MistralForCausalLM"], "dtype": "bfloat16", "eos_token_id": [2, 5]}
+    config = {
+        **COMMON,
+        "architectures": ["MistralForCausalLM"],
+        "dtype": "bfloat16",
+        "eos_token_id": [2, 5],
+    }
     config |= {"rope_theta": 10_000.0}
-    args = from_hf_config({**config, "sliding_window": 4096, "head_dim": 160, "tie_word_embeddings": True})
+    args = from_hf_config(
+        {**config, "sliding_window": 4096, "head_dim": 160, "tie_word_embeddings": True}
+    )
     assert args.windows == (4096,) * 32
     assert (args.head_dim, args.moe) == (160, None)
     assert args.tied_embeddings
@@ -488,9 +604,16 @@ def test_spellings_that_are_not_the_default() -> None:
     assert args.windows == (None, 1024) * 16
 
 
-@pytest.mark.parametrize("key", ["rms_norm_eps", "num_key_value_heads", "sliding_window", "rope_theta", "hidden_size"])
+@pytest.mark.parametrize(
+    "key", ["rms_norm_eps", "num_key_value_heads", "sliding_window", "rope_theta", "hidden_size"]
+)
 def test_a_key_that_would_have_to_be_guessed_is_named(key: str) -> None:
-    config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
+    config = {
+        **COMMON,
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": None,
+        "rope_theta": 10_000.0,
+    }
     from_hf_config(config)
     with pytest.raises(CheckpointError, match=f"lacks the key '{key}'"):
         from_hf_config({k: v for k, v in config.items() if k != key})
@@ -498,10 +621,20 @@ def test_a_key_that_would_have_to_be_guessed_is_named(key: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layer_types": ["odd_attention"] * 32}, {"sliding_window": 16.0}, {"sliding_window": True}, {"eos_token_id": [None]}],
+    [
+        {"layer_types": ["odd_attention"] * 32},
+        {"sliding_window": 16.0},
+        {"sliding_window": True},
+        {"eos_token_id": [None]},
+    ],
 )
 def test_values_that_look_almost_right_are_refused(changes: dict[str, object]) -> None:
-    config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
+    config = {
+        **COMMON,
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": None,
+        "rope_theta": 10_000.0,
+    }
     with pytest.raises(CheckpointError):
         from_hf_config(config | changes)
 
@@ -518,7 +651,12 @@ def test_values_that_look_almost_right_are_refused(changes: dict[str, object]) -
     ],
 )
 def test_a_model_that_would_be_another_one_is_refused(changes: dict[str, object]) -> None:
-    config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
+    config = {
+        **COMMON,
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": None,
+        "rope_theta": 10_000.0,
+    }
     with pytest.raises(CheckpointError):
         from_hf_config(config | changes)
 
@@ -527,7 +665,9 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     args = tiny_args(n_layers=1)
     folder = write_checkpoint(tmp_path, args)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].to(torch.int8)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors[
+        "model.layers.0.self_attn.q_proj.weight"
+    ].to(torch.int8)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"q_proj\.weight .* is of type I8"):
         Checkpoint(folder).check(args)
@@ -538,7 +678,10 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
-    _rewrite(folder, lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}))
+    _rewrite(
+        folder,
+        lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}),
+    )
     message = _refused(lambda: Checkpoint(folder).check(ARGS))
     assert str(folder / SINGLE_NAME) in message
     assert "model.layers.3.input_layernorm.weight" in message
@@ -547,7 +690,10 @@ def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
 def test_what_old_writers_stored_next_to_the_weights_does_not_matter(tmp_path: Path) -> None:
     args = tiny_args(n_layers=3, tied=True)
     folder = write_checkpoint(tmp_path / "model", args)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.ones(96, 32),
+    }
     _rewrite(folder, lambda tensors: tensors.update(extra))
     Checkpoint(folder).check(args)
 
@@ -561,10 +707,15 @@ def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> 
     (folder / "params.json").write_text('{"_sliding_window": [null, 8]}')
     assert detect_layout(folder) is Layout.HUGGING_FACE, "with the windows of params.json"
     (folder / SINGLE_NAME).unlink()
-    assert detect_layout(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
+    assert detect_layout(folder) is Layout.MISTRAL, (
+        "config.json came with it, the weights of its layout did not"
+    )
 
 
-@pytest.mark.parametrize("name", ["params.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["params.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"],
+)
 def test_nodes_compare_every_file_from_which_the_model_follows(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
     found = [fingerprint_without_weights(folder)]
@@ -579,7 +730,9 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path / "model", ARGS, Layout.MISTRAL)
     one = tmp_path / "model" / "consolidated.safetensors"
     one.rename(one.with_name("consolidated-00001-of-00002.safetensors"))
-    save_file({"norm.weight": torch.ones(32)}, one.with_name("consolidated-00002-of-00002.safetensors"))
+    save_file(
+        {"norm.weight": torch.ones(32)}, one.with_name("consolidated-00002-of-00002.safetensors")
+    )
     message = _refused(lambda: Checkpoint(tmp_path / "model"))
     assert "norm.weight" in message
     assert "consolidated-00002-of-00002.safetensors" in message
@@ -588,7 +741,9 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {K_PROJ: "../secret.safetensors"}}))
-    assert "'../secret.safetensors', which is not in its folder" in _refused(lambda: Checkpoint(folder))
+    assert "'../secret.safetensors', which is not in its folder" in _refused(
+        lambda: Checkpoint(folder)
+    )
 
 
 PARAMS = to_mistral_params(ARGS)
@@ -602,11 +757,17 @@ PARAMS = to_mistral_params(ARGS)
         ({"model_type": "mamba"}, ["mamba", "transformer"]),
         ({"quantization": {"qformat_weight": "int4"}}, ["qformat_weight int4"]),
         ({"lora": {"rank": 8}}, ["lora"]),
-        ({"moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}}, ["moe.num_shared_experts"]),
+        (
+            {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}},
+            ["moe.num_shared_experts"],
+        ),
         ({"moe": {"num_experts": 4}}, ["num_experts_per_tok"]),
         ({"sliding_window": [None, 24]}, ["sliding_window", "2", "3"]),
         ({"activation": "gelu"}, ["gelu", "silu"]),
-        ({"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}}, ["llama_4_scaling"]),
+        (
+            {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}},
+            ["llama_4_scaling"],
+        ),
         ({"dtype": "float8"}, ["float8", "bfloat16"]),
     ],
 )
@@ -615,6 +776,20 @@ def test_unsupported_params_say_why(changes: dict[str, Any], words: list[str]) -
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("key", ["dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "dim",
+        "n_layers",
+        "head_dim",
+        "hidden_dim",
+        "n_heads",
+        "n_kv_heads",
+        "norm_eps",
+        "vocab_size",
+    ],
+)
 def test_missing_params_are_named(key: str) -> None:
-    assert f"lacks the key '{key}'" in _refused(lambda: from_mistral_params({k: v for k, v in PARAMS.items() if k != key}))
+    assert f"lacks the key '{key}'" in _refused(
+        lambda: from_mistral_params({k: v for k, v in PARAMS.items() if k != key})
+    )

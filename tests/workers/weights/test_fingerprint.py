@@ -11,7 +11,12 @@ from tiny_models import INDEX_NAME, SINGLE_NAME, tiny_args, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.workers.weights import checkpoint
-from tramontane.workers.weights.checkpoint import NUM_SAMPLES, SAMPLE_BYTES, Checkpoint, check_fingerprint
+from tramontane.workers.weights.checkpoint import (
+    NUM_SAMPLES,
+    SAMPLE_BYTES,
+    Checkpoint,
+    check_fingerprint,
+)
 
 BIG = 1_000_000
 DISTANCE, LAST_SAMPLE = 15_808, 995_904  # for BIG bytes: (1,000,000 - 4096) / 63, and 63 times that
@@ -78,7 +83,9 @@ def test_every_shard_is_in_it(copy: Path) -> None:
     for name, file in shards.items():
         save_file({name: torch.ones(3)}, copy / file)
     (copy / SINGLE_NAME).unlink()
-    (copy / INDEX_NAME).write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    (copy / INDEX_NAME).write_text(
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    )
     assert set(dict(Checkpoint(copy).fingerprint())) == {"config.json", *shards.values()}
     message = _differs_after(copy, "model-2.safetensors", lambda path: _flip(path, -1))
     assert message.startswith(f"{copy / 'model-2.safetensors'} differs")
@@ -96,13 +103,17 @@ def test_one_byte_of_a_small_file_is_noticed(copy: Path, name: str, part: float)
 def test_a_byte_more_or_less_is_noticed(copy: Path, name: str) -> None:
     data = (copy / name).read_bytes()
     for changed in (data + b" ", data[:-1], b""):
-        assert str(copy / name) in _differs_after(copy, name, lambda path, changed=changed: path.write_bytes(changed))
+        assert str(copy / name) in _differs_after(
+            copy, name, lambda path, changed=changed: path.write_bytes(changed)
+        )
         (copy / name).write_bytes(data)
 
 
 @pytest.mark.parametrize("position", [0, 1, WHOLE // 2, WHOLE - SAMPLE_BYTES, WHOLE - 1])
 def test_a_file_of_as_many_bytes_as_are_sampled_is_read_whole(copy: Path, position: int) -> None:
-    message = _differs_after(_with_file_of(copy, WHOLE), SINGLE_NAME, lambda path: _flip(path, position))
+    message = _differs_after(
+        _with_file_of(copy, WHOLE), SINGLE_NAME, lambda path: _flip(path, position)
+    )
     assert message.startswith(f"{copy / SINGLE_NAME} differs")
 
 
@@ -118,12 +129,18 @@ def test_a_file_of_as_many_bytes_as_are_sampled_is_read_whole(copy: Path, positi
         LAST_SAMPLE + SAMPLE_BYTES - 1,
     ],
 )
-def test_the_first_and_last_bytes_of_a_big_files_samples_are_noticed(copy: Path, position: int) -> None:
-    message = _differs_after(_with_file_of(copy, BIG), SINGLE_NAME, lambda path: _flip(path, position))
+def test_the_first_and_last_bytes_of_a_big_files_samples_are_noticed(
+    copy: Path, position: int
+) -> None:
+    message = _differs_after(
+        _with_file_of(copy, BIG), SINGLE_NAME, lambda path: _flip(path, position)
+    )
     assert message.startswith(f"{copy / SINGLE_NAME} differs")
 
 
-@pytest.mark.parametrize("position", [SAMPLE_BYTES, DISTANCE - 1, DISTANCE + SAMPLE_BYTES, LAST_SAMPLE - 1])
+@pytest.mark.parametrize(
+    "position", [SAMPLE_BYTES, DISTANCE - 1, DISTANCE + SAMPLE_BYTES, LAST_SAMPLE - 1]
+)
 def test_between_the_samples_a_big_file_is_not_read(copy: Path, position: int) -> None:
     folder = _with_file_of(copy, BIG)
     expected = Checkpoint(folder).fingerprint()
@@ -142,13 +159,17 @@ def test_the_worked_example_of_the_sampling_holds() -> None:
 
 @pytest.mark.parametrize("size", [WHOLE + 1, WHOLE + NUM_SAMPLES, BIG, BIG + NUM_SAMPLES - 2])
 def test_the_last_byte_of_a_big_file_is_noticed(copy: Path, size: int) -> None:
-    message = _differs_after(_with_file_of(copy, size), SINGLE_NAME, lambda path: _flip(path, size - 1))
+    message = _differs_after(
+        _with_file_of(copy, size), SINGLE_NAME, lambda path: _flip(path, size - 1)
+    )
     assert message.startswith(f"{copy / SINGLE_NAME} differs")
 
 
 def test_a_big_file_that_only_grew_is_noticed(copy: Path) -> None:
     folder = _with_file_of(copy, BIG)
-    message = _differs_after(folder, SINGLE_NAME, lambda path: path.write_bytes(path.read_bytes() + b"\0"))
+    message = _differs_after(
+        folder, SINGLE_NAME, lambda path: path.write_bytes(path.read_bytes() + b"\0")
+    )
     assert message.startswith(f"{folder / SINGLE_NAME} differs")
 
 

@@ -1,4 +1,6 @@
-"""Memory while a published model is loaded, at its peak and afterwards, against the planned bytes; in a process of its own."""
+"""Memory while a published model is loaded, at its peak and afterwards, against the planned bytes;
+in a process of its own.
+"""
 
 import json
 import subprocess
@@ -63,21 +65,38 @@ print(json.dumps({"planned": plan.weight_bytes + plan.padding_bytes, "held": hel
 
 @pytest.mark.parametrize(
     ("layout", "quantization"),
-    [(Layout.HUGGING_FACE, Quantization.FP8), (Layout.MISTRAL, Quantization.FP8), (Layout.MISTRAL, None)],
+    [
+        (Layout.HUGGING_FACE, Quantization.FP8),
+        (Layout.MISTRAL, Quantization.FP8),
+        (Layout.MISTRAL, None),
+    ],
     ids=str,
 )
 def test_the_peak_of_loading_is_little_above_what_is_held(
     tmp_path: Path, layout: Layout, quantization: Quantization | None
 ) -> None:
     """With an encoder of images in the same file."""
-    write_random_checkpoint(tmp_path / "model", replace(ARGS, quantization=quantization), layout, part_bytes=2**30)
+    write_random_checkpoint(
+        tmp_path / "model", replace(ARGS, quantization=quantization), layout, part_bytes=2**30
+    )
     [path] = (tmp_path / "model").glob("*.safetensors")
     needed, other = load_file(path), path.with_suffix(".new")
-    save_file(needed | {"vision_tower.weight": torch.ones(VISION_BYTES, dtype=torch.uint8)}, other, metadata={"format": "pt"})
+    save_file(
+        needed | {"vision_tower.weight": torch.ones(VISION_BYTES, dtype=torch.uint8)},
+        other,
+        metadata={"format": "pt"},
+    )
     other.replace(path)
-    run = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "model")], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["held"] == pytest.approx(found["planned"], rel=0.02)
     assert 0.9 * found["held"] < found["peak"] <= MAX_PEAK * found["held"]
-    assert found["read"] == sum(tensor.nbytes for tensor in needed.values() if tensor.dim()), "but for the scales"
+    assert found["read"] == sum(tensor.nbytes for tensor in needed.values() if tensor.dim()), (
+        "but for the scales"
+    )

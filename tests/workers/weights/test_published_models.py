@@ -1,7 +1,8 @@
-"""Every published model, scaled down with its shape ratios, in both layouts: transformers' logits, and the paper's.
+"""Every published model, scaled down with its shape ratios, in both layouts: transformers' logits,
+and the paper's.
 
-The weights are written by us in both layouts and read by transformers from the Hugging Face one; the plain reference
-reads Mistral's own layout, tensor by tensor, and knows nothing of ours.
+The weights are written by us in both layouts and read by transformers from the Hugging Face one;
+the plain reference reads Mistral's own layout, tensor by tensor, and knows nothing of ours.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,9 @@ MODELS = {  # sparse attention: test_sparse_models.py
 }
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
-MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, attention_factor=1.2772588722239782))
+MODELS["yarn, louder"] = replace(
+    MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, attention_factor=1.2772588722239782)
+)
 LENGTHS = (100, 37, 3)
 
 
@@ -85,10 +88,16 @@ def test_both_layouts_are_detected_and_say_the_same(written: Written, layout: La
 
 
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize(("stages", "cut"), [(1, [100]), (2, [5, 1, 15, 16, 17, 1, 33, 12])], ids=["whole", "cut"])
-def test_logits_are_those_of_transformers(written: Written, layout: Layout, stages: int, cut: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("stages", "cut"), [(1, [100]), (2, [5, 1, 15, 16, 17, 1, 33, 12])], ids=["whole", "cut"]
+)
+def test_logits_are_those_of_transformers(
+    written: Written, layout: Layout, stages: int, cut: list[int]
+) -> None:
     plan = tiny_plan(written.args, stages)
-    driver = Driver(plan, [StageWorker.load(stage, written.folders[layout]) for stage in plan.stages])
+    driver = Driver(
+        plan, [StageWorker.load(stage, written.folders[layout]) for stage in plan.stages]
+    )
     ours = driver.run(written.prompts, [cut, [30, *[1] * 7], [3]])
     for our, their in zip(ours, written.logits, strict=True):
         assert their.std() > 0.1
@@ -113,12 +122,16 @@ def test_greedy_tokens_are_equal_at_1_2_and_4_stages(written: Written, layout: L
 
 
 def _rotate_pairs(x_THd: Tensor, args: ModelArgs) -> Tensor:
-    """RoFormer, eq. 13: elements 2i and 2i+1 are one complex number, turned by position * theta^(-2i/d)."""
+    """RoFormer, eq. 13: elements 2i and 2i+1 are one complex number, turned by position *
+    theta^(-2i/d).
+    """
     tokens, _, width = x_THd.shape
     pairs = torch.view_as_complex(x_THd.double().reshape(*x_THd.shape[:-1], -1, 2))
     frequencies = args.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(tokens, dtype=torch.float64), frequencies)
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    ).flatten(-2)
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -130,7 +143,11 @@ def _reference_logits(tensors: dict[str, Tensor], args: ModelArgs, prompt: list[
     h_TD = weights["tok_embeddings.weight"][prompt]
     position = torch.arange(len(prompt))
     for layer, window in enumerate(args.windows):
-        own = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items() if name.startswith(f"layers.{layer}.")}
+        own = {
+            name.removeprefix(f"layers.{layer}."): w
+            for name, w in weights.items()
+            if name.startswith(f"layers.{layer}.")
+        }
         x_TD = _norm(h_TD, own["attention_norm.weight"], args.norm_eps)
         q, k, v = (
             (x_TD @ own[f"attention.{w}.weight"].T).view(len(prompt), heads, args.head_dim)
@@ -147,13 +164,17 @@ def _reference_logits(tensors: dict[str, Tensor], args: ModelArgs, prompt: list[
             heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, shared])
         h_TD = h_TD + torch.cat(heads, -1) @ own["attention.wo.weight"].T
         x_TD = _norm(h_TD, own["ffn_norm.weight"], args.norm_eps)
-        h_TD = h_TD + (_mixture(own, args, x_TD) if args.moe else _swiglu(own, "feed_forward", x_TD))
+        h_TD = h_TD + (
+            _mixture(own, args, x_TD) if args.moe else _swiglu(own, "feed_forward", x_TD)
+        )
     head = weights["tok_embeddings.weight" if args.tied_embeddings else "output.weight"]
     return _norm(h_TD, weights["norm.weight"], args.norm_eps) @ head.T
 
 
 def _swiglu(own: dict[str, Tensor], name: str, x_TD: Tensor) -> Tensor:
-    return (F.silu(x_TD @ own[f"{name}.w1.weight"].T) * (x_TD @ own[f"{name}.w3.weight"].T)) @ own[f"{name}.w2.weight"].T
+    return (F.silu(x_TD @ own[f"{name}.w1.weight"].T) * (x_TD @ own[f"{name}.w3.weight"].T)) @ own[
+        f"{name}.w2.weight"
+    ].T
 
 
 def _mixture(own: dict[str, Tensor], args: ModelArgs, x_TD: Tensor) -> Tensor:
@@ -176,18 +197,24 @@ def test_mistrals_layout_gives_what_the_papers_say(written: Written) -> None:
         tensors |= load_file(path)
     plan = tiny_plan(written.args, 1)
     driver = Driver(plan, [StageWorker.load(plan.stages[0], folder)])
-    for prompt, ours in zip(written.prompts, driver.run(written.prompts, [[n] for n in LENGTHS]), strict=True):
-        torch.testing.assert_close(ours.double(), _reference_logits(tensors, written.args, prompt), rtol=0, atol=TOLERANCE)
+    for prompt, ours in zip(
+        written.prompts, driver.run(written.prompts, [[n] for n in LENGTHS]), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.double(), _reference_logits(tensors, written.args, prompt), rtol=0, atol=TOLERANCE
+        )
 
 
 # ---- the configurations as they were published
 
 
 PUBLISHED_PARAMS = {
-    "mistral-7b-v0.1": {"sliding_window": 4096, "vocab_size": 32000},  # no rope_theta: with a window it is 10,000
+    # no rope_theta: with a window it is 10,000
+    "mistral-7b-v0.1": {"sliding_window": 4096, "vocab_size": 32000},
     "mistral-7b-v0.2": {"rope_theta": 1e6, "vocab_size": 32000},
     "mistral-7b-v0.3": {"rope_theta": 1e6, "vocab_size": 32768},
-    "mixtral-8x7b": {"vocab_size": 32000, "moe": {"num_experts_per_tok": 2, "num_experts": 8}},  # 1e6 without a window
+    # 1e6 without a window
+    "mixtral-8x7b": {"vocab_size": 32000, "moe": {"num_experts_per_tok": 2, "num_experts": 8}},
     "ministral-8b": {
         "n_layers": 36,
         "hidden_dim": 12288,
@@ -200,7 +227,15 @@ PUBLISHED_PARAMS = {
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
 def test_published_params_are_the_preset(name: str) -> None:
-    common = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8, "norm_eps": 1e-5}
+    common = {
+        "dim": 4096,
+        "n_layers": 32,
+        "head_dim": 128,
+        "hidden_dim": 14336,
+        "n_heads": 32,
+        "n_kv_heads": 8,
+        "norm_eps": 1e-5,
+    }
     assert from_mistral_params(common | PUBLISHED_PARAMS[name]) == PRESETS[name]
 
 
@@ -208,7 +243,9 @@ def test_published_params_are_the_preset(name: str) -> None:
 def test_a_preset_survives_both_configurations(name: str) -> None:
     assert from_hf_config(to_hf_config(PRESETS[name])) == PRESETS[name]
     if PRESETS[name].sparse:
-        with pytest.raises(ConfigError, match="Mistral's own layout does not describe sparse attention"):
+        with pytest.raises(
+            ConfigError, match="Mistral's own layout does not describe sparse attention"
+        ):
             to_mistral_params(PRESETS[name])
     else:
         assert from_mistral_params(to_mistral_params(PRESETS[name])) == PRESETS[name]
@@ -243,7 +280,11 @@ def test_parameters_are_those_of_the_tensors(name: str) -> None:
     assert args.num_parameters == sum(spec.num_elements for spec in specs)
     if args.moe:
         of_experts = sum(spec.num_elements for spec in specs if ".experts." in spec.name)
-        unused = of_experts * (args.moe.num_experts - args.moe.num_experts_per_tok) // args.moe.num_experts
+        unused = (
+            of_experts
+            * (args.moe.num_experts - args.moe.num_experts_per_tok)
+            // args.moe.num_experts
+        )
         assert args.num_active_parameters == args.num_parameters - unused
     else:
         assert args.num_active_parameters == args.num_parameters
@@ -254,11 +295,14 @@ def test_presets_are_the_defaults_of_transformers() -> None:
     for name, config in {
         "ministral-3-8b": transformers.Ministral3Config(),
         "mistral-small-3.1-24b": transformers.Mistral3Config().text_config,
-        "mistral-7b-v0.1": transformers.MistralConfig(max_position_embeddings=32768, rms_norm_eps=1e-5, head_dim=128),
+        "mistral-7b-v0.1": transformers.MistralConfig(
+            max_position_embeddings=32768, rms_norm_eps=1e-5, head_dim=128
+        ),
     }.items():
         architecture = to_hf_config(PRESETS[name])["architectures"]
         described = config.to_dict() | {"architectures": architecture, "dtype": "bfloat16"}
-        assert from_hf_config(described) == replace(PRESETS[name], quantization=None), name  # which a file adds
+        # which a file adds
+        assert from_hf_config(described) == replace(PRESETS[name], quantization=None), name
 
 
 def test_small_4_has_the_size_of_transformers() -> None:
@@ -267,9 +311,16 @@ def test_small_4_has_the_size_of_transformers() -> None:
         model = transformers.Mistral4ForCausalLM(config)
     args = PRESETS["mistral-small-4-119b"]
     assert args.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    unused = (config.n_routed_experts - config.num_experts_per_tok) * 3 * config.hidden_size * config.moe_intermediate_size
+    unused = (
+        (config.n_routed_experts - config.num_experts_per_tok)
+        * 3
+        * config.hidden_size
+        * config.moe_intermediate_size
+    )
     assert args.num_active_parameters == args.num_parameters - config.num_hidden_layers * unused
-    assert args.num_parameters == sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
+    assert args.num_parameters == sum(
+        spec.num_elements for spec in stage_tensors(args, range(args.n_layers))
+    )
 
 
 def test_large_4_is_the_default_of_transformers() -> None:
@@ -277,10 +328,17 @@ def test_large_4_is_the_default_of_transformers() -> None:
     with torch.device("meta"):
         model = transformers.MistralLarge4ForConditionalGeneration(config)
     args = PRESETS["mistral-large-4-1t"]
-    assert from_hf_config(config.to_dict() | {"architectures": ["MistralLarge4ForConditionalGeneration"]}) == args
+    assert (
+        from_hf_config(
+            config.to_dict() | {"architectures": ["MistralLarge4ForConditionalGeneration"]}
+        )
+        == args
+    )
     text = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
     assert args.num_parameters == sum(parameter.numel() for parameter in text)
-    assert args.num_parameters == sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
+    assert args.num_parameters == sum(
+        spec.num_elements for spec in stage_tensors(args, range(args.n_layers))
+    )
     assert (round(args.num_parameters / 1e9), round(args.num_active_parameters / 1e9)) == (1050, 53)
 
 

@@ -1,4 +1,6 @@
-"""Random checkpoints: the same model in both layouts, in files of bounded size, and never over somebody's own."""
+"""Random checkpoints: the same model in both layouts, in files of bounded size, and never over
+somebody's own.
+"""
 
 import json
 import shutil
@@ -20,11 +22,17 @@ from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe=False), "tied": tiny_args(n_layers=2, tied=True)}
+MODELS = {
+    "mixtral": tiny_args(n_layers=3),
+    "mistral": tiny_args(n_layers=3, moe=False),
+    "tied": tiny_args(n_layers=2, tied=True),
+}
 
 
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
-def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
+def test_both_layouts_hold_the_model_that_is_made_without_a_disk(
+    tmp_path: Path, args: ModelArgs
+) -> None:
     layers, weights = range(args.n_layers), WeightFormat("float32", stored=args.dtype)
     made = random_state(partial(stage_tensors, args, layers), weights, "cpu")
     for layout in Layout:
@@ -46,25 +54,47 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
 ) -> None:
     args = tiny_variant(PRESETS[name])
     written: list[int] = []
-    write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL, written.append, part_bytes=2**16)
-    stored = [tensor for path in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(path).values()]
+    write_random_checkpoint(
+        tmp_path / "model", args, Layout.MISTRAL, written.append, part_bytes=2**16
+    )
+    stored = [
+        tensor
+        for path in (tmp_path / "model").glob("*.safetensors")
+        for tensor in load_file(path).values()
+    ]
     assert sum(written) == sum(tensor.nbytes for tensor in stored)
     weights = WeightFormat.of(args, dtype, quantize)
-    read = Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), weights, "cpu")
+    read = Checkpoint(tmp_path / "model").load(
+        partial(stage_tensors, args, range(2)), weights, "cpu"
+    )
     received: list[tuple[int, int]] = []
-    made = random_state(partial(stage_tensors, args, range(2)), weights, "cpu", lambda *sizes: received.append(sizes))
+    made = random_state(
+        partial(stage_tensors, args, range(2)),
+        weights,
+        "cpu",
+        lambda *sizes: received.append(sizes),
+    )
     assert made.keys() == read.keys()
-    assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
+    assert all(
+        torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype
+        for name in read
+    )
     assert all(num_read == 0 for num_read, _ in received)
-    assert sum(num_made for _, num_made in received) == sum(tensor.nbytes for tensor in made.values())
+    assert sum(num_made for _, num_made in received) == sum(
+        tensor.nbytes for tensor in made.values()
+    )
 
 
 def test_the_layouts_differ_in_their_rows(tmp_path: Path) -> None:
     """Or one of them would not be in the order that its readers expect."""
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, MODELS["mistral"], layout)
-    ours = load_file(tmp_path / "HUGGING_FACE" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    mistrals = load_file(tmp_path / "MISTRAL" / "consolidated.safetensors")["layers.0.attention.wq.weight"]
+    ours = load_file(tmp_path / "HUGGING_FACE" / "model.safetensors")[
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
+    mistrals = load_file(tmp_path / "MISTRAL" / "consolidated.safetensors")[
+        "layers.0.attention.wq.weight"
+    ]
     assert torch.equal(ours[0:8], mistrals[[0, 2, 4, 6, 1, 3, 5, 7]])  # of a head of 8
     assert not torch.equal(ours, mistrals)
 
@@ -77,7 +107,11 @@ def test_no_file_is_larger_than_requested(tmp_path: Path) -> None:
     assert len(files) == len(received) > 3
     assert all(sum(t.nbytes for t in load_file(file).values()) <= limit for file in files)
     index = json.loads((folder / INDEX_NAME).read_text())
-    assert index["metadata"]["total_size"] == sum(received) == sum(t.nbytes for file in files for t in load_file(file).values())
+    assert (
+        index["metadata"]["total_size"]
+        == sum(received)
+        == sum(t.nbytes for file in files for t in load_file(file).values())
+    )
     Checkpoint(folder).check(args)
 
 
@@ -90,7 +124,9 @@ def test_the_command_writes_a_preset(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4 layers" in written
     with pytest.raises(ConfigError, match="is not empty; give a folder"):
         make_random("ministral-8b", tmp_path / "model", Scale.SMALL)
-    with pytest.raises(ConfigError, match=r"'llama' is no published geometry; there are mistral-7b-v0\.1, "):
+    with pytest.raises(
+        ConfigError, match=r"'llama' is no published geometry; there are mistral-7b-v0\.1, "
+    ):
         make_random("llama", tmp_path / "other")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
@@ -110,14 +146,18 @@ def test_a_half_written_folder_is_no_model(tmp_path: Path) -> None:
     assert not (tmp_path / "config.json").exists()
 
 
-def test_nothing_is_left_of_a_checkpoint_that_could_not_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = MODELS["mistral"]
 
     def interrupt(_written: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE, interrupt, part_bytes=1)
+        write_random_checkpoint(
+            tmp_path / "model", args, Layout.HUGGING_FACE, interrupt, part_bytes=1
+        )
     assert not (tmp_path / "model").exists()
     (tmp_path / "empty").mkdir()
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +173,9 @@ def _full_disk(*_given: object, **_named: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match=r"needs 115 KiB, and 1,000 B are free there"):

@@ -1,4 +1,6 @@
-"""Pieces of tensors on their way to a GPU: what was stored arrives, whenever copies are done. Here with the host's memory."""
+"""Pieces of tensors on their way to a GPU: what was stored arrives, whenever copies are done. Here
+with the host's memory.
+"""
 
 import os
 import random
@@ -35,7 +37,16 @@ from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 ARGS = tiny_args(n_layers=2)
-SIZES = (700, 3 * MIN_PART_BYTES, 1, 9 * MIN_PART_BYTES + 5, 40, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 1, 8)
+SIZES = (
+    700,
+    3 * MIN_PART_BYTES,
+    1,
+    9 * MIN_PART_BYTES + 5,
+    40,
+    2 * MIN_PART_BYTES,
+    2 * MIN_PART_BYTES + 1,
+    8,
+)
 
 
 class HostTransfer(PinnedTransfer):
@@ -89,7 +100,9 @@ def _pieces(transfer: HostTransfer, path: Path, sizes: Sequence[int]) -> list[by
     """Carried one after the other, and looked at when all are there."""
     staging_ = _buffers(transfer)
     with path.open("rb") as file:
-        there = [staging_.upload(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+        there = [
+            staging_.upload(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)
+        ]
     staging_.close()
     return [piece.numpy().tobytes() for piece in there]
 
@@ -114,13 +127,26 @@ def test_a_piece_is_read_while_the_one_before_is_on_its_way(stored: Path) -> Non
     """And only two buffers are there, however many pieces."""
     late = LateTransfer()
     _pieces(late, stored, [100] * 5)
-    assert late.events == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3", "wait 2", "send 4", "wait 4", "wait 3"]
+    assert late.events == [
+        "send 0",
+        "send 1",
+        "wait 0",
+        "send 2",
+        "wait 1",
+        "send 3",
+        "wait 2",
+        "send 4",
+        "wait 4",
+        "wait 3",
+    ]
     assert len(late.buffers) == 2
 
 
 def test_a_short_read_is_continued(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = os.preadv
-    monkeypatch.setattr(staging.os, "preadv", lambda file, to, start: read(file, [to[0][: 2**17 + 1]], start))
+    monkeypatch.setattr(
+        staging.os, "preadv", lambda file, to, start: read(file, [to[0][: 2**17 + 1]], start)
+    )
     assert _pieces(HostTransfer(), stored, SIZES) == _cut(stored, SIZES)
 
 
@@ -140,11 +166,18 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
     return [(found.files[spec.name], spec) for spec in specs]
 
 
-def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
+def _state(
+    found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None
+) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
         num_read = load_tensor(
-            state, spec, rows_of(path, spec), WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize), "cpu", {}
+            state,
+            spec,
+            rows_of(path, spec),
+            WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize),
+            "cpu",
+            {},
         )
         assert num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
     return state
@@ -170,11 +203,17 @@ def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
-def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quantize: Quantization | None) -> None:
+def test_a_stage_is_the_same_however_it_is_read(
+    folder: Path, dtype: str, quantize: Quantization | None
+) -> None:
     found, staging_ = Checkpoint(folder), _buffers(HostTransfer())
     staged = _state(found, PinnedReader(staging_).read_rows, dtype, quantize)
     staging_.close()
-    loaded = found.load(partial(stage_tensors, ARGS, range(2)), WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize), "cpu")
+    loaded = found.load(
+        partial(stage_tensors, ARGS, range(2)),
+        WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize),
+        "cpu",
+    )
     assert staged.keys() == loaded.keys()
     assert all(torch.equal(staged[name], loaded[name]) for name in loaded)
 
@@ -184,7 +223,9 @@ def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_fp8_numbers_are_the_same_however_they_are_read(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_numbers_are_the_same_however_they_are_read(
+    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = replace(ARGS, dtype="bfloat16", quantization=Quantization.FP8)
     write_random_checkpoint(tmp_path / "model", args, layout)
     monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 300)
@@ -225,7 +266,9 @@ def test_a_file_that_got_shorter_is_named(folder: Path) -> None:
     reader = PinnedReader(staging_)
     rows = reader.read_rows(path, spec)
     path.write_bytes(path.read_bytes()[: read_header(path)[spec.name].start + 100])
-    with pytest.raises(CheckpointError, match=f"weights file {path} is damaged or truncated: it ends too soon"):
+    with pytest.raises(
+        CheckpointError, match=f"weights file {path} is damaged or truncated: it ends too soon"
+    ):
         list(rows)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"weights file {path} cannot be read: No such file"):
@@ -245,7 +288,9 @@ def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str
     else:
         spec = TensorSpec("another", spec.parameter, spec.shape)
     staging_ = _buffers(HostTransfer())
-    with pytest.raises(CheckpointError, match=f"weights file {path} (is missing|is damaged|has no tensor)"):
+    with pytest.raises(
+        CheckpointError, match=f"weights file {path} (is missing|is damaged|has no tensor)"
+    ):
         PinnedReader(staging_).read_rows(path, spec)
     staging_.close()
 
@@ -253,7 +298,9 @@ def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
-def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Quantization | None) -> None:
+def test_a_gpu_gets_what_a_processor_gets(
+    folder: Path, dtype: str, quantize: Quantization | None
+) -> None:
     wanted = partial(stage_tensors, ARGS, range(2))
     received: dict[str, list[tuple[int, int]]] = {"cpu": [], "cuda": []}
     here, there = (
@@ -270,4 +317,10 @@ def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Qu
     for name, held in here.items():
         difference = (there[name].cpu().float() - held.float()).abs().max()
         # a scale's last bit, or a number where a quotient is rounded the other way
-        assert difference <= (0 if quantize is None else 1 if held.dtype == torch.int8 else 1e-2 * held.float().abs().max())
+        assert difference <= (
+            0
+            if quantize is None
+            else 1
+            if held.dtype == torch.int8
+            else 1e-2 * held.float().abs().max()
+        )

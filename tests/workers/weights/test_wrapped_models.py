@@ -1,6 +1,8 @@
-"""Models as Mistral has published them since March 2025: an encoder of images around the text model, and FP8 weights.
+"""Models as Mistral has published them since March 2025: an encoder of images around the text
+model, and FP8 weights.
 
-transformers writes the checkpoints and computes the logits. Of an FP8 checkpoint they are those of ``w.float() * scale``.
+transformers writes the checkpoints and computes the logits. Of an FP8 checkpoint they are those of
+``w.float() * scale``.
 """
 
 import json
@@ -15,7 +17,16 @@ import pytest
 import torch
 from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
-from published_models import SHAPES, SIZES, VISION, YARN, Published, Shape, publish, to_mistral_layout
+from published_models import (
+    SHAPES,
+    SIZES,
+    VISION,
+    YARN,
+    Published,
+    Shape,
+    publish,
+    to_mistral_layout,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stage_driver import Driver
@@ -54,7 +65,9 @@ def _checked_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[(name, fp8) for name in SHAPES for fp8 in (False, True)], ids=str)
+@pytest.fixture(
+    scope="module", params=[(name, fp8) for name in SHAPES for fp8 in (False, True)], ids=str
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     (name, fp8), folder = request.param, tmp_path_factory.mktemp("wrapped")
     scheme = "dynamic" if name == "devstral-2-123b" else "static"
@@ -78,7 +91,7 @@ def _recorded_reads() -> Iterator[list[tuple[str, int]]]:
     original = tensor_reader.open_safetensors
 
     class Slice:
-        def __init__(self, name: str, inner: Any) -> None:  # noqa: ANN401 - safetensors' slice has no type
+        def __init__(self, name: str, inner: Any) -> None:  # safetensors' slice has no type
             self.name, self.inner = name, inner
 
         def __getitem__(self, rows: slice) -> Tensor:
@@ -87,7 +100,7 @@ def _recorded_reads() -> Iterator[list[tuple[str, int]]]:
             return read
 
     class File:
-        def __init__(self, inner: Any) -> None:  # noqa: ANN401
+        def __init__(self, inner: Any) -> None:
             self.inner = inner
 
         def get_slice(self, name: str) -> Slice:
@@ -113,12 +126,18 @@ def test_both_layouts_say_the_same(case: Case, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize(("stages", "cut"), [(1, [100]), (2, [5, 1, 15, 16, 17, 1, 33, 12])], ids=["whole", "cut"])
-def test_logits_are_those_of_transformers(case: Case, layout: Layout, stages: int, cut: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("stages", "cut"), [(1, [100]), (2, [5, 1, 15, 16, 17, 1, 33, 12])], ids=["whole", "cut"]
+)
+def test_logits_are_those_of_transformers(
+    case: Case, layout: Layout, stages: int, cut: list[int]
+) -> None:
     folder = case.folders[layout]
     plan = tiny_plan(read_model_args(folder), stages)
     driver = Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
-    for ours, theirs in zip(driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True):
+    for ours, theirs in zip(
+        driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True
+    ):
         assert theirs.std() > 0.1
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
@@ -140,27 +159,41 @@ def test_the_encoder_of_images_is_not_read(case: Case, layout: Layout) -> None:
     stored = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safetensors has no iterator
-    assert any(map(is_vision, stored)) == (layout is Layout.MISTRAL or SHAPES["devstral-2-123b"].rope != _rope(folder))
+            # safetensors has no iterator
+            stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert any(map(is_vision, stored)) == (
+        layout is Layout.MISTRAL or SHAPES["devstral-2-123b"].rope != _rope(folder)
+    )
     with _recorded_reads() as reads:
         args = read_model_args(folder)
         Checkpoint(folder).check(args)
         for stage in tiny_plan(args, 2).stages:
             StageWorker.load(stage, folder)
     assert not [name for name, _ in reads if is_vision(name)]
-    needed = {name: tensor.nbytes for name, tensor in stored.items() if not is_vision(name) and tensor.dim()}
-    tied = args.tied_embeddings * next(size for name, size in needed.items() if "embed" in name)  # the last stage's, too
+    needed = {
+        name: tensor.nbytes
+        for name, tensor in stored.items()
+        if not is_vision(name) and tensor.dim()
+    }
+    # the last stage's, too
+    tied = args.tied_embeddings * next(size for name, size in needed.items() if "embed" in name)
     assert sum(size for _, size in reads) == sum(needed.values()) + tied
 
 
 def _rope(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
-    return {key: config.get("rope_parameters", {}).get(key) for key in SHAPES["devstral-2-123b"].rope}
+    return {
+        key: config.get("rope_parameters", {}).get(key) for key in SHAPES["devstral-2-123b"].rope
+    }
 
 
 def test_shards_with_nothing_but_an_encoder_of_images_need_not_be_there(tmp_path: Path) -> None:
-    folder = publish(tmp_path / "model", SHAPES["ministral-3-8b"], fp8=True, max_shard_size="10KB").folder
-    of_images = [path for path in folder.glob("*.safetensors") if all(map(is_vision, load_file(path)))]
+    folder = publish(
+        tmp_path / "model", SHAPES["ministral-3-8b"], fp8=True, max_shard_size="10KB"
+    ).folder
+    of_images = [
+        path for path in folder.glob("*.safetensors") if all(map(is_vision, load_file(path)))
+    ]
     assert of_images
     for path in of_images:
         path.unlink()
@@ -178,17 +211,27 @@ def test_planned_bytes_are_those_in_memory(case: Case, stages: int, dtype: str) 
         state = StageWorker.load(stage, folder).model.state_dict()
         held = sum(tensor.nbytes for tensor in state.values())
         assert held == pytest.approx(stage.weight_bytes + stage.padding_bytes, rel=0.02)
-        numbers = [tensor for name, tensor in state.items() if name.startswith("layers") and tensor.dim() > 1]
-        assert {tensor.dtype for tensor in numbers} == {torch.float8_e4m3fn if case.fp8 else torch.bfloat16}
+        numbers = [
+            tensor
+            for name, tensor in state.items()
+            if name.startswith("layers") and tensor.dim() > 1
+        ]
+        assert {tensor.dtype for tensor in numbers} == {
+            torch.float8_e4m3fn if case.fp8 else torch.bfloat16
+        }
 
 
 def test_other_formats_are_made_of_the_same_weights(fp8_folder: Path) -> None:
-    """``--quantize`` of an FP8 checkpoint: FP8 changes the head only, others are made of ``w.float() * scale``."""
+    """``--quantize`` of an FP8 checkpoint: FP8 changes the head only, others are made of
+    ``w.float() * scale``.
+    """
     prompt, args = random_ids(50, seed=0, vocab_size=128), read_model_args(fp8_folder)
     logits = {}
     for quantize in (None, *Quantization):
         plan = tiny_plan(args, quantize=quantize)
-        (logits[quantize],) = Driver(plan, [StageWorker.load(plan.stages[0], fp8_folder)]).run([prompt], [[50]])
+        (logits[quantize],) = Driver(plan, [StageWorker.load(plan.stages[0], fp8_folder)]).run(
+            [prompt], [[50]]
+        )
     exact = logits.pop(None)
     for quantize, found in logits.items():
         difference = (found - exact).norm() / exact.norm()
@@ -200,7 +243,9 @@ def test_other_formats_are_made_of_the_same_weights(fp8_folder: Path) -> None:
 
 def _logits(folder: Path, prompt: list[int]) -> Tensor:
     plan = tiny_plan(read_model_args(folder))
-    return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([prompt], [[len(prompt)]])[0]
+    return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([prompt], [[len(prompt)]])[
+        0
+    ]
 
 
 def _change(folder: Path, **changes: Tensor) -> None:
@@ -213,7 +258,10 @@ def test_every_scale_counts(tmp_path: Path) -> None:
     published = publish(tmp_path / "model", SHAPES["mistral-small-3.1"], fp8=True)
     folder, prompt = published.folder, random_ids(20, seed=1, vocab_size=128)
     exact, original = published.logits(prompt), load_file(folder / "model.safetensors")
-    others = [SCALE.replace("self_attn.k_proj", name) for name in ("self_attn.v_proj", "mlp.down_proj")]  # of its matrix, and not
+    # of its matrix, and not
+    others = [
+        SCALE.replace("self_attn.k_proj", name) for name in ("self_attn.v_proj", "mlp.down_proj")
+    ]
     exchanged = [{SCALE: original[other], other: original[SCALE]} for other in others]
     for changes in (*exchanged, {SCALE: 1 / original[SCALE]}):
         _change(folder, **original | changes)
@@ -234,7 +282,9 @@ def test_every_scale_counts(tmp_path: Path) -> None:
         (torch.tensor(1, dtype=torch.int32), "of type I32"),
     ],
 )
-def test_scales_that_are_no_positive_number_are_refused(fp8_folder: Path, scale: Tensor, words: str) -> None:
+def test_scales_that_are_no_positive_number_are_refused(
+    fp8_folder: Path, scale: Tensor, words: str
+) -> None:
     _change(fp8_folder, **{SCALE: scale})
     with pytest.raises(CheckpointError, match=words) as refused:
         Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
@@ -242,7 +292,9 @@ def test_scales_that_are_no_positive_number_are_refused(fp8_folder: Path, scale:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scales_may_have_any_float_type_and_one_element(fp8_folder: Path, dtype: torch.dtype) -> None:
+def test_scales_may_have_any_float_type_and_one_element(
+    fp8_folder: Path, dtype: torch.dtype
+) -> None:
     _change(fp8_folder, **{SCALE: torch.tensor([2.0**-10], dtype=dtype)})
     args = read_model_args(fp8_folder)
     Checkpoint(fp8_folder).check(args)
@@ -255,21 +307,32 @@ def test_a_scale_that_is_missing_is_named(fp8_folder: Path) -> None:
     tensors = load_file(path)
     del tensors[SCALE]
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_proj\.weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks the tensor model\.layers\.1\.self_attn\.k_proj\.weight_scale_inv",
+    ):
         Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
 
 
 def test_a_layer_that_is_not_quantized_is_refused(fp8_folder: Path) -> None:
     name = SCALE.removesuffix("_scale_inv")
     _change(fp8_folder, **{name: torch.ones(32, 64, dtype=torch.bfloat16)})
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight .* is of type BF16; config\.json says that matrices are FP8"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"k_proj\.weight .* is of type BF16; config\.json says that matrices are FP8",
+    ):
         Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
 
 
-@pytest.mark.parametrize("name", ["language_model.lm_head.weight", "language_model.model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name", ["language_model.lm_head.weight", "language_model.model.embed_tokens.weight"]
+)
 def test_a_head_in_fp8_is_refused(fp8_folder: Path, name: str) -> None:
     _change(fp8_folder, **{name: torch.ones(128, 64, dtype=torch.float8_e4m3fn)})
-    with pytest.raises(CheckpointError, match=rf"{name} .* is of type F8_E4M3, which only matrices of layers may be"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} .* is of type F8_E4M3, which only matrices of layers may be",
+    ):
         Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
 
 
@@ -288,35 +351,58 @@ def test_fp8_weights_without_a_word_in_the_configuration_are_refused(fp8_folder:
     config, args = json.loads(path.read_text()), read_model_args(fp8_folder)
     del config["quantization_config"]
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"a scale of quantized weights, and no configuration says how"):
+    with pytest.raises(
+        CheckpointError, match=r"a scale of quantized weights, and no configuration says how"
+    ):
         read_model_args(fp8_folder)
-    with pytest.raises(CheckpointError, match=r"is of type F8_E4M3, and config\.json does not say how it is quantized"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of type F8_E4M3, and config\.json does not say how it is quantized",
+    ):
         Checkpoint(fp8_folder).check(replace(args, quantization=None))
 
 
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 with a scale for each block of 128 x 128 numbers"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}}},
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "FP8 with a scale for each block of 128 x 128 numbers",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}},
+            },
             r"compressed-tensors \(nvfp4-pack-quantized\)",
         ),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            r"compressed-tensors \(pack-quantized\)",
+        ),
         ({"quant_method": "gptq", "bits": 4}, r"GPTQ \(4 bits\)"),
         ({"quant_method": "awq"}, "AWQ"),
         ({"bits": 4}, r"an unknown format \(4 bits\)"),
         ({"bits": 4, "group_size": 64}, r"MLX \(4 bits\)"),
     ],
 )
-def test_other_formats_are_refused_by_name(fp8_folder: Path, quantization: dict[str, Any], words: str) -> None:
+def test_other_formats_are_refused_by_name(
+    fp8_folder: Path, quantization: dict[str, Any], words: str
+) -> None:
     path = fp8_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match=rf"quantized as {words} are not supported: .* FP8 with one scale for each matrix"):
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=rf"quantized as {words} are not supported: .* FP8 with one scale for each matrix",
+    ):
         read_model_args(fp8_folder)
 
 
-def test_other_formats_of_mistrals_layout_are_refused_by_name(fp8_folder: Path, tmp_path: Path) -> None:
+def test_other_formats_of_mistrals_layout_are_refused_by_name(
+    fp8_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "mistral"
     to_mistral_layout(fp8_folder, folder)
     path = folder / "params.json"
@@ -334,7 +420,10 @@ def test_a_wrapper_around_another_model_is_refused(fp8_folder: Path) -> None:
     config = json.loads(path.read_text())
     config["text_config"]["model_type"] = "llama"
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"text model of type 'llama'; supported: mistral, ministral3, mistral4"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"text model of type 'llama'; supported: mistral, ministral3, mistral4",
+    ):
         read_model_args(fp8_folder)
 
 
@@ -349,8 +438,12 @@ def test_a_wrapper_around_another_model_is_refused(fp8_folder: Path) -> None:
         (None, None, False),
     ],
 )
-def test_embeddings_are_tied_if_either_says_so(fp8_folder: Path, outer: bool | None, inner: bool | None, expected: bool) -> None:
-    """transformers writes ``tie_word_embeddings`` of the wrapper, whose default is true, and of the text model."""
+def test_embeddings_are_tied_if_either_says_so(
+    fp8_folder: Path, outer: bool | None, inner: bool | None, expected: bool
+) -> None:
+    """transformers writes ``tie_word_embeddings`` of the wrapper, whose default is true, and of the
+    text model.
+    """
     path = fp8_folder / "config.json"
     config = json.loads(path.read_text())
     config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = inner, outer
@@ -359,23 +452,34 @@ def test_embeddings_are_tied_if_either_says_so(fp8_folder: Path, outer: bool | N
 
 
 def test_names_as_they_are_in_memory_are_known_too(tmp_path: Path) -> None:
-    """transformers calls the text model ``model.language_model`` in memory, and some tools write these names."""
+    """transformers calls the text model ``model.language_model`` in memory, and some tools write
+    these names.
+    """
     published = publish(tmp_path / "model", Shape(), fp8=False)
     path, prompt = published.folder / "model.safetensors", random_ids(9, seed=2, vocab_size=128)
     renamed = {
-        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): tensor
+        name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        ): tensor
         for name, tensor in load_file(path).items()
     }
     assert "model.language_model.norm.weight" in renamed
     save_file(renamed, path, metadata={"format": "pt"})
-    torch.testing.assert_close(_logits(published.folder, prompt), published.logits(prompt), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        _logits(published.folder, prompt), published.logits(prompt), rtol=0, atol=TOLERANCE
+    )
     copy = tmp_path / "copy"
     shutil.copytree(published.folder, copy)
     for name, words in (
         ("lm_head.extra", r"holds the tensor lm_head\.extra"),
-        ("language_model.model.norm.weight", "as (language_model.model|model.language_model).norm.weight, too"),
+        (
+            "language_model.model.norm.weight",
+            "as (language_model.model|model.language_model).norm.weight, too",
+        ),
     ):
-        save_file(renamed | {name: torch.ones(1)}, copy / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            renamed | {name: torch.ones(1)}, copy / "model.safetensors", metadata={"format": "pt"}
+        )
         with pytest.raises(CheckpointError, match=words):
             Checkpoint(copy).check(read_model_args(copy))
 
@@ -394,7 +498,9 @@ def _compare_with_transformers(folder: Path) -> None:
     (ours,) = Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([prompt], [[20]])
     settings = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = Mistral3ForConditionalGeneration.from_pretrained(folder, **settings).eval()
-    torch.testing.assert_close(ours, Published(folder, model).logits(prompt), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        ours, Published(folder, model).logits(prompt), rtol=0, atol=TOLERANCE
+    )
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path) -> None:
@@ -417,12 +523,18 @@ def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path) -> Non
 
 
 def test_what_transformers_writes_by_its_defaults(tmp_path: Path) -> None:
-    """``tie_word_embeddings`` is then true of the wrapper and false of the text model, and there is no head."""
+    """``tie_word_embeddings`` is then true of the wrapper and false of the text model, and there is
+    no head.
+    """
     torch.manual_seed(0)
     text = Ministral3Config(**SIZES, sliding_window=None, rope_parameters=dict(YARN))
-    model = Mistral3ForConditionalGeneration(Mistral3Config(vision_config=VISION, text_config=text.to_dict()))
+    model = Mistral3ForConditionalGeneration(
+        Mistral3Config(vision_config=VISION, text_config=text.to_dict())
+    )
     model.save_pretrained(tmp_path / "model")
-    assert not any("lm_head" in name for name in load_file(tmp_path / "model" / "model.safetensors"))
+    assert not any(
+        "lm_head" in name for name in load_file(tmp_path / "model" / "model.safetensors")
+    )
     assert _with_stored_head(tmp_path / "model").tied_embeddings
     _compare_with_transformers(tmp_path / "model")
 
@@ -431,21 +543,77 @@ def test_what_transformers_writes_by_its_defaults(tmp_path: Path) -> None:
 
 
 SMALL_3_1 = {
-    **{"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "torch_dtype": "bfloat16"},
-    **{"image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2},
-    "text_config": {
-        **{"model_type": "mistral", "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32_768, "head_dim": 128},
-        **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "vocab_size": 131_072},
-        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None},
+    **{
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "torch_dtype": "bfloat16",
     },
-    "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "head_dim": 64, "vocab_size": 32_000, "rope_theta": 1e4},
+    **{
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+    },
+    "text_config": {
+        **{
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 32_768,
+            "head_dim": 128,
+        },
+        **{
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "vocab_size": 131_072,
+        },
+        **{
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e9,
+            "sliding_window": None,
+        },
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 1024,
+        "head_dim": 64,
+        "vocab_size": 32_000,
+        "rope_theta": 1e4,
+    },
 }
 DEVSTRAL_2 = {
-    **{"dim": 12_288, "n_layers": 88, "head_dim": 128, "hidden_dim": 28_672, "n_heads": 96, "n_kv_heads": 8, "rope_theta": 1e6},
-    **{"norm_eps": 1e-5, "vocab_size": 131_072, "tied_embeddings": False, "max_position_embeddings": 262_144},
-    **{"q_lora_rank": None, "qk_rope_head_dim": None, "qk_nope_head_dim": None, "kv_lora_rank": None, "v_head_dim": None},
+    **{
+        "dim": 12_288,
+        "n_layers": 88,
+        "head_dim": 128,
+        "hidden_dim": 28_672,
+        "n_heads": 96,
+        "n_kv_heads": 8,
+        "rope_theta": 1e6,
+    },
+    **{
+        "norm_eps": 1e-5,
+        "vocab_size": 131_072,
+        "tied_embeddings": False,
+        "max_position_embeddings": 262_144,
+    },
+    **{
+        "q_lora_rank": None,
+        "qk_rope_head_dim": None,
+        "qk_nope_head_dim": None,
+        "kv_lora_rank": None,
+        "v_head_dim": None,
+    },
     "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
-    "yarn": {"original_max_position_embeddings": 4096, "factor": 64, "apply_scale": True, "beta": 4, "alpha": 1},
+    "yarn": {
+        "original_max_position_embeddings": 4096,
+        "factor": 64,
+        "apply_scale": True,
+        "beta": 4,
+        "alpha": 1,
+    },
 }
 
 
@@ -462,9 +630,15 @@ def test_published_configurations_are_the_presets() -> None:
     [
         (
             {"quantization": None, "quantization_config": NVFP4},
-            r"params\.json: weights quantized as compressed-tensors \(nvfp4-pack-quantized\) are not supported",
+            (
+                r"params\.json: weights quantized as compressed-tensors \(nvfp4-pack-quantized\)"
+                r" are not supported"
+            ),
         ),
-        ({"multimodal": {"whisper_model_args": {"encoder_args": {}}}}, r"multimodal\.whisper_model_args is set"),
+        (
+            {"multimodal": {"whisper_model_args": {"encoder_args": {}}}},
+            r"multimodal\.whisper_model_args is set",
+        ),
     ],
 )
 def test_what_else_is_published_is_refused_by_name(more: dict[str, Any], words: str) -> None:
