@@ -42,7 +42,8 @@ _INGRESS_ROUTER_TYPES = (
     Logprobs,
     ExpertChoices,
 )
-PROTOCOL_HASH = f"{zlib.crc32(repr([_OUTPUT_LAYOUT, *(str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES)]).encode()):08x}"
+_SIGNATURES = repr([_OUTPUT_LAYOUT, *(str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES)])
+PROTOCOL_HASH = f"{zlib.crc32(_SIGNATURES.encode()):08x}"
 ONE_TOKEN_FIELDS = 6  # of the short form of an output
 _new: Any = tuple.__new__
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))

@@ -16,7 +16,10 @@ import torch
 pytestmark = pytest.mark.nightly
 
 BENCH = Path(__file__).parent / "bench" / "gpu_rows.py"
-GROUPS = "logits,masks,replay,pieces,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"
+GROUPS = (
+    "logits,masks,replay,pieces,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,"
+    "invariance,invariance-cost"
+)
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:

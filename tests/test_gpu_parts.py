@@ -102,9 +102,11 @@ def test_a_copy_that_is_not_installed_has_its_packages_and_its_version(tmp_path:
 import importlib.metadata, json, sys
 from importlib.util import find_spec
 folder = str(importlib.metadata.distribution("tramontane").locate_file(""))
-names = [f"tramontane.{name}" for name in ("proto", "workers", "router", "cluster", "client", "llm")]
-inside = [next(iter(find_spec(name).submodule_search_locations)).startswith(folder) for name in names]
-print(json.dumps([importlib.metadata.version("tramontane"), folder, inside, sys.argv[1:], sys.path]))
+names = ("proto", "workers", "router", "cluster", "client", "llm")
+found = [next(iter(find_spec("tramontane." + name).submodule_search_locations)) for name in names]
+inside = [path.startswith(folder) for path in found]
+version = importlib.metadata.version("tramontane")
+print(json.dumps([version, folder, inside, sys.argv[1:], sys.path]))
 """
     (tmp_path / "asked.py").write_text(asked)
     (tmp_path / "python3").write_text(

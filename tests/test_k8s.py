@@ -98,8 +98,11 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
     (application,) = serve_config(service)["applications"]
     config = validate_config(application["args"])
     head, ingresses, *actors = groups_of(service)
-    scaling = {d["name"]: d.get("autoscaling_config") or dict.fromkeys(("min_replicas", "max_replicas"), d["num_replicas"])
-               for d in application["deployments"]}  # fmt: skip
+    scaling = {
+        deployment["name"]: deployment.get("autoscaling_config")
+        or dict.fromkeys(("min_replicas", "max_replicas"), deployment["num_replicas"])
+        for deployment in application["deployments"]
+    }
     least, most = (scaling["Router"][key] for key in ("min_replicas", "max_replicas"))
     of_a_pipeline = (config.stages or 0) + config.expert_actors
     assert sum(group["minReplicas"] for group in actors) == least * of_a_pipeline

@@ -18,7 +18,8 @@ CRASH = """
 import ctypes
 
 libc = ctypes.CDLL(None)
-libc.__cxa_atexit(libc.abort, None, None)  # as the destructor of a global object, after all that Python does
+# as the destructor of a global object, after all that Python does
+libc.__cxa_atexit(libc.abort, None, None)
 """
 LAST_WORDS = """
 import atexit

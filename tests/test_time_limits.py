@@ -35,13 +35,13 @@ ASCENDING: dict[str, list[float]] = {
         supervisor.LEASE_TTL_S,
         supervisor_client.RETRY_TIMEOUT_S,
     ],
-    "a pipeline is abandoned only after its lease, and waits longer where another router may come": [
+    "a pipeline is abandoned only after its lease, and later where another router may come": [
         supervisor.WATCH_INTERVAL_S,
         supervisor.LEASE_TTL_S,
         supervisor.ABANDONED_AFTER_S,
         supervisor.UNCLAIMED_AFTER_S,
     ],
-    "a stream of tokens is silent only after several signs of life are missing, and before a router that does not answer": [
+    "a stream of tokens is silent after several missing signs of life, and before its router is": [
         2 * token_channel.KEEPALIVE_INTERVAL_S,
         token_channel.SILENCE_TIMEOUT_S,
         remote_routers.ACCEPT_TIMEOUT_S,
@@ -71,7 +71,7 @@ ASCENDING: dict[str, list[float]] = {
         failover.MAX_ATTEMPT_S,
         retry_policy.ADMISSION_TIMEOUT_S,
     ],
-    "stages are asked for less time than their router, and that for less than the client of a command waits": [
+    "stages are asked for less time than their router, and that for less than a client waits": [
         stage_chain.HEALTH_TIMEOUT_S,
         router_queries.READY_TIMEOUT_S,
         app.HEALTH_CHECK_TIMEOUT_S,

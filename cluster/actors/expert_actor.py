@@ -143,9 +143,8 @@ def create_expert_actor(
 ) -> ActorHandle[Any]:
     """Create the named, detached expert actor in its bundle, or return the one that exists."""
     groups = {"control": 2, "moving": 1}
-    actor: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(
-        ExpertActor
-    )  # type: ignore[call-overload]
+    remote: Any = ray.remote  # its annotations know no concurrency groups
+    actor = remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)
     options = bundle_options(spec, spec.bundle_of_experts(actor_id), group) | {
         "name": spec.expert_name(actor_id)
     }

@@ -252,9 +252,8 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         **avoid_head_node(),
     }
     # The lease is renewed also while workers load, and while claims wait for the head node.
-    actor: Any = ray.remote(concurrency_groups={"lease": 2, "claim": 1, "moving": 1, "rescue": 1})(
-        Supervisor
-    )  # type: ignore[call-overload]
+    groups = {"lease": 2, "claim": 1, "moving": 1, "rescue": 1}
+    actor: Any = ray.remote(concurrency_groups=groups)(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 

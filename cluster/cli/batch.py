@@ -182,8 +182,8 @@ def results(
         option(
             "-o",
             "--output",
-            help="File. Until it is complete it is named FILE.ID.part, which a command after an interrupt continues. "
-            "-: standard output.",
+            help="File. Until it is complete it is named FILE.ID.part, which a command after an "
+            "interrupt continues. -: standard output.",
         ),
     ] = STANDARD_OUTPUT,
     url: Url = DEFAULT_URL,
@@ -279,7 +279,8 @@ def _line(job: dict[str, Any]) -> str:
     not_answered = (
         "cancelled or with an error" if status in ("cancelling", "cancelled") else "with an error"
     )
-    progress = f"{counts['total']} lines, {counts['completed']} answered, {counts['failed']} {not_answered}"
+    lines = f"{counts['total']} lines, {counts['completed']} answered"
+    progress = f"{lines}, {counts['failed']} {not_answered}"
     return f"{job['id']} {status}: {progress}{f'; {_why_failed(job)}' * (status == 'failed')}"
 
 

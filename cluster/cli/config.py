@@ -31,8 +31,9 @@ INTRODUCTION = """# Configuration
 
 <!-- Written by: tramontane config --markdown. Edit the descriptions in cluster/config/ instead. -->
 
-Every option below is a key of one validated configuration. A value comes from the command line, else from the YAML file
-of `--config FILE`, else from the default. In the file a key is written without dashes in front:
+Every option below is a key of one validated configuration. A value comes from the command line,
+else from the YAML file of `--config FILE`, else from the default. In the file a key is written
+without dashes in front:
 
 ```yaml
 model: /models/Mixtral-8x7B-v0.1
@@ -40,15 +41,15 @@ stages: 4
 max_num_seqs: 128
 ```
 
-Unknown keys are refused. `tramontane config` takes the same options, and prints the resulting configuration with the
-source of each value; its output is itself such a file. `plan` and `simulate` read only those keys of a file that are
-options of theirs. A [Ray Serve config](deploy/ray-serve.md) has the keys as `args`, except those marked "not in a Ray
-Serve config".
+Unknown keys are refused. `tramontane config` takes the same options, and prints the resulting
+configuration with the source of each value; its output is itself such a file. `plan` and `simulate`
+read only those keys of a file that are options of theirs. A [Ray Serve config](deploy/ray-serve.md)
+has the keys as `args`, except those marked "not in a Ray Serve config".
 
 A switch such as `--local` has a second form, `--no-local`, which overrides a file that turns it on.
 
-Keys without an option can only be set in a file. `tramontane COMMAND --help` lists the options of each command;
-[Command line](cli.md) describes the options that are not keys.
+Keys without an option can only be set in a file. `tramontane COMMAND --help` lists the options of
+each command; [Command line](cli.md) describes the options that are not keys.
 """
 
 

@@ -89,8 +89,8 @@ def plan(
         str | None,
         key_option(
             "gpu_memory",
-            help="Memory of each GPU: 80GiB for all, or one size per GPU: 24GiB,24GiB,80GiB. Default: of this machine's GPUs, "
-            "or its free memory.",
+            help="Memory of each GPU: 80GiB for all, or one size per GPU: 24GiB,24GiB,80GiB. "
+            "Default: of this machine's GPUs, or its free memory.",
         ),
     ] = None,
     stages: Annotated[
@@ -113,7 +113,10 @@ def plan(
     if not args.eos_token_ids:
         Console(stderr=True, highlight=False).print(f"note: {NOTHING_ENDS % model}", soft_wrap=True)
     if problem := _problem_of_weights(expand_home(model), args):
-        note = f"note: the plan is of the configuration alone; with these weights no server would start: {problem}"
+        note = (
+            "note: the plan is of the configuration alone; with these weights no server would "
+            f"start: {problem}"
+        )
         Console(stderr=True, highlight=False).print(note, soft_wrap=True, markup=False)
     settings = _settings(context)
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
@@ -216,7 +219,10 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
         each, free = (format_bytes(memories[0] * number) for number in (1, num_stages))
         source = f"one stage with this machine's {free} of free memory, as it has no GPU"
         if num_stages > 1:
-            source = f"{num_stages} stages that share this machine's {free} of free memory, {each} each, as it has no GPU"
+            source = (
+                f"{num_stages} stages that share this machine's {free} of free memory, "
+                f"{each} each, as it has no GPU"
+            )
     Console(stderr=True, highlight=False).print(
         f"note: without --gpu-memory the plan is for {source}", soft_wrap=True
     )
@@ -297,7 +303,8 @@ def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudge
     needed = None if stages is None else math.ceil(stages / per_gpu)
     if None not in (gpus, needed) and gpus != needed:
         raise ConfigError(
-            f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs {needed}; give one of both"
+            f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs "
+            f"{needed}; give one of both"
         )
     source, given = ("--stages", needed) if gpus is None else ("--gpus", gpus)
     if len(memories) == 1:
@@ -309,7 +316,8 @@ def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudge
     ):
         if number != len(memories):
             raise ConfigError(
-                f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each"
+                f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; "
+                "give as many of each"
             )
     budgets = [
         StageBudget(memory // per_gpu, speed)
@@ -324,7 +332,8 @@ def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> Expert
         return None
     if settings.expert_memory is None:
         raise ConfigError(
-            "--expert-actors needs --expert-memory, which is the memory of each of them, such as 80GiB"
+            "--expert-actors needs --expert-memory, which is the memory of each of them, "
+            "such as 80GiB"
         )
     budgets = tuple(
         map(StageBudget, for_each_expert_actor(settings.expert_memory, settings.expert_actors))
@@ -368,7 +377,10 @@ def _show(
     console.print(table)
     if lengths:
         brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
-        explained = f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a stage's weights{brackets}"
+        explained = (
+            f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a "
+            f"stage's weights{brackets}"
+        )
         console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
     if (runtime := budgets[0].runtime) is not None:
         _show_runtime(console, runtime, budgets)
@@ -475,11 +487,15 @@ def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
         else "by the measured load"
     )
     console.print(
-        f"experts: pairs of a layer and one of its experts; load: relative to the actors' mean, {kind}"
+        "experts: pairs of a layer and one of its experts; load: relative to the actors' mean, "
+        f"{kind}"
     )
     busiest = f"the busiest expert actor does {experts.busiest:.2f} times the mean"
     if experts.busiest_if_even is not None:
-        busiest += f"; distributed as if all experts were alike it would be {experts.busiest_if_even:.2f} times"
+        busiest += (
+            "; distributed as if all experts were alike it would be "
+            f"{experts.busiest_if_even:.2f} times"
+        )
     console.print(busiest, soft_wrap=True)
     console.print(_replicas_line(experts), soft_wrap=True)
 
@@ -489,4 +505,5 @@ def _replicas_line(experts: ExpertPlanReport) -> str:
     if not copies:
         return f"none of {len(experts.num_copies)} experts has replicas"
     number = str(copies[0]) if min(copies) == max(copies) else f"{min(copies)} to {max(copies)}"
-    return f"{len(copies)} of {len(experts.num_copies)} experts are on {number} actors each, the others on one"
+    of_all = f"{len(copies)} of {len(experts.num_copies)} experts"
+    return f"{of_all} are on {number} actors each, the others on one"

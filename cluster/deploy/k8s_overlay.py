@@ -227,4 +227,5 @@ _Dumper.add_representer(str, _as_block)
 
 
 def _dump(overlay: Overlay, document: Document) -> str:
-    return f"{MARK}{overlay.command}\n{yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)}"
+    text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
+    return f"{MARK}{overlay.command}\n{text}"

@@ -328,6 +328,5 @@ def _gather(refs: "Mapping[str, ray.ObjectRef[T]]") -> dict[str, T]:
 
 
 def _address(node: str) -> str:
-    return next(
-        str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node
-    )  # type: ignore[no-untyped-call]
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next(str(known["NodeManagerAddress"]) for known in nodes if known["NodeID"] == node)

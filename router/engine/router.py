@@ -2,22 +2,22 @@
 
 One step, from a waiting sequence to a token at the client:
 
- 1. router/engine/router.py               ``Router.run`` keeps the pipeline full; ``submit`` has queued the sequences.
- 2. router/scheduling/scheduler.py        ``Scheduler.schedule`` makes the next micro-batch, with steps 3 to 5.
- 3. router/scheduling/waiting_queue.py    The next sequence: by priority, then by fair queueing between API keys.
- 4. router/scheduling/running_set.py      It gets a slot and a reservation of pages; less urgent ones are preempted for it.
- 5. router/scheduling/balanced_policy.py  The budget: how many decodes and prompt tokens the
-    micro-batch may have.
- 6. router/engine/in_flight.py            The micro-batch is submitted and gets a deadline; several are in flight.
- 7. cluster/pipeline/stage_chain.py       It is encoded, and every stage gets an actor call at once.
- 8. cluster/actors/stage_actor.py         The Ray actor of a stage decodes it and hands it to its executor.
- 9. workers/stage/step_executor.py        The executor receives hidden states, runs the step, and sends its output on.
-10. workers/stage/stage_worker.py         The stage updates its page table and builds the attention metadata.
-11. workers/model/transformer.py          The stage runs its layers.
-12. workers/sampling/token_sampler.py     The last stage samples a token for each row that needs one.
-13. router/engine/active_request.py       ``Router._deliver`` has the scheduler make events of the tokens, and ``deliver``
-                                          sends them to the request's sink, where the client's
-                                          stream reads them.
+ 1. router/engine/router.py              ``Router.run`` keeps the pipeline full.
+ 2. router/scheduling/scheduler.py       ``Scheduler.schedule`` makes the next micro-batch.
+ 3. router/scheduling/waiting_queue.py   The next sequence: by priority, then fair between API keys.
+ 4. router/scheduling/running_set.py     It gets a slot and a reservation of pages, for which less
+                                         urgent ones are preempted.
+ 5. router/scheduling/balanced_policy.py How many decodes and how many prompt tokens go into it.
+ 6. router/engine/in_flight.py           The micro-batch is submitted, with a deadline.
+ 7. cluster/pipeline/stage_chain.py      It is encoded; every stage gets an actor call at once.
+ 8. cluster/actors/stage_actor.py        The Ray actor of a stage decodes it.
+ 9. workers/stage/step_executor.py       The executor receives hidden states and sends its own on.
+10. workers/stage/stage_worker.py        The stage makes its page table and the attention metadata.
+11. workers/model/transformer.py         The stage runs its layers.
+12. workers/sampling/token_sampler.py    The last stage samples a token for each row that needs one.
+13. router/engine/active_request.py      ``Router._deliver`` has the scheduler make events of the
+                                         tokens; ``deliver`` sends them to the request's sink,
+                                         where the client's stream reads them.
 """
 
 import asyncio

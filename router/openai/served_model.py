@@ -211,10 +211,10 @@ def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) ->
     """
     num_logprobs = num_tokens * (num_top + 1)
     if num_logprobs > limit:
+        streams = name == "logprobs" and limit < num_logprobs <= MAX_STREAMED_LOGPROBS
         raise ParameterError(
-            f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are"
-            f" {num_logprobs}; "
-            f"one request may ask for at most {limit}, so ask for fewer, or for fewer tokens"
-            f"{', or for a stream' if limit < num_logprobs <= MAX_STREAMED_LOGPROBS and name == 'logprobs' else ''}",
+            f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are "
+            f"{num_logprobs}; one request may ask for at most {limit}, so ask for fewer, or for "
+            f"fewer tokens{', or for a stream' if streams else ''}",
             name,
         )

@@ -66,7 +66,8 @@ def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
 def _shorten(message: str) -> str:
     r"""Return an error without the grammar around the schema, which the client did not write.
 
-    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\n   1 | start: ..." becomes "Unimplemented keys: [...]".
+    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\n   1 | start: ..." becomes
+    "Unimplemented keys: [...]".
     """
     before, _, _ = message.partition("\n   1 | ")
     _, _, reason = before.rpartition("JSON schema: ")

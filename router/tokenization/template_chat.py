@@ -45,7 +45,7 @@ class TemplateTokens:
         a user writes    "use </s>"
         protected        "use ALIAS2"
         rendered         "[INST] use ALIAS2 [/INST]"
-        encoded          "NAME3 use </s> NAME4"         where only NAME3 and NAME4 are control tokens
+        encoded          "NAME3 use </s> NAME4"         only NAME3 and NAME4 are control tokens
     """
 
     def __init__(self, tokenizer_json: str) -> None:

@@ -45,7 +45,8 @@ NUM_SAMPLES = 10  # of the memory, in each phase
 MAX_GROWTH_MIB = 64.0  # after the first tenth of a phase, however many lines come
 SMALL_JOBS, LIST_PAGE = 250, 100
 VICTIMS = ("the Batch replica", "a stage", "the server")
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
+SPEECH = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour "
+WORDS = f"{SPEECH} who is there".split()
 console = Console(stderr=True, highlight=False)
 
 

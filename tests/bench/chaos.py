@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,8 @@ async def _inject(
             if rng.random() < SHARE_AT_ONCE:
                 continue
             watched = set(load.pauses)
-            await _until(
-                lambda: _have_continued(load, watched, injected_at),
-                f"streams do not continue after {kind}",
-            )  # noqa: B023
+            continued = partial(_have_continued, load, watched, injected_at)
+            await _until(continued, f"streams do not continue after {kind}")
             now = time.monotonic()
             figures[kind].pauses += [load.pauses[client] for client in watched]
             figures[kind].detected_after += await asyncio.to_thread(

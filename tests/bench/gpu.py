@@ -69,7 +69,7 @@ PYTEST = (
 MACHINE = f"""
 nvidia-smi; lscpu | head -20; free -g | head -2; {sys.executable} --version
 {sys.executable} -m pip list 2>/dev/null | grep -iE 'torch|triton|numpy|nvidia'; git log -1 --oneline || true
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)

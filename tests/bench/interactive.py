@@ -28,7 +28,8 @@ from rich.table import Table
 from targets import Target, at_most, conclude
 
 LINES, SLOTS, MAX_TOKENS = 20_000, 16, 8
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
+SPEECH = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour "
+WORDS = f"{SPEECH} who is there".split()
 console = Console(stderr=True, highlight=False)
 
 

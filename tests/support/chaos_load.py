@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import httpx
 from close_calls import close_call
 
-WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()
+SPEECH = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour "
+WORDS = f"{SPEECH} who is there".split()
 
 
 def bodies(num_requests: int, rng: random.Random) -> list[dict[str, Any]]:

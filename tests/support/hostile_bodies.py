@@ -31,7 +31,10 @@ SCHEMA = (
     '"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":VALUE}}}'
 )
 USER = '{"messages":[{"role":"user","content":"a"}],'
-CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"123456789","type":"function","function":{"name":"f","arguments":'
+CALL = (
+    '{"messages":[{"role":"assistant","tool_calls":[{"id":"123456789","type":"function",'
+    '"function":{"name":"f","arguments":'
+)
 TOOL = '"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":VALUE}}}]}'
 MESSAGE = '{"max_tokens":1,"messages":[{"role":"user","content":"a"}],'
 TEMPLATES = {

@@ -17,16 +17,19 @@ from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-INFO = {"vision": False, "function_calling": False, "json_output": True, "structured_output": True, "family": "unknown"}
+CAN = {"vision": False, "function_calling": False, "json_output": True, "structured_output": True}
+INFO = CAN | {"family": "unknown"}
 
 async def main(url):
     client = OpenAIChatCompletionClient(
-        model="demo", base_url=url + "/v1", api_key="none", model_info=INFO, include_name_in_message=True, max_tokens=8,
-        max_retries=0,
+        model="demo", base_url=url + "/v1", api_key="none", model_info=INFO,
+        include_name_in_message=True, max_tokens=8, max_retries=0,
     )
     agents = [
         AssistantAgent("poet", model_client=client, system_message="Write."),
-        AssistantAgent("critic", model_client=client, system_message="Judge.", model_client_stream=True),
+        AssistantAgent(
+            "critic", model_client=client, system_message="Judge.", model_client_stream=True
+        ),
     ]
     team = RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(5))
     result = await team.run(task="What news from Rome?")

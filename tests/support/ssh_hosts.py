@@ -158,4 +158,5 @@ def _lend_dependencies(folder: Path) -> None:
 
 
 def _path() -> str:
-    return f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return f"{Path(sys.executable).parent}:{system}"

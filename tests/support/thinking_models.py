@@ -25,7 +25,7 @@ MESSAGES = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' 
 {{ m.reasoning_content }}
 </think>
 
-{% endif %}{{ m.content }}{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"""
+{% endif %}{{ m.content }}{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"""  # noqa: E501
 OPENED = MESSAGES + "<think>\n"
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 

@@ -47,12 +47,15 @@ LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and fini
 
 @dataclass(frozen=True, slots=True)
 class TileMask:
-    """Tiles [I, 4]: first row of q, tokens, position of the first token, ``shift``. The key of position p of tile i is in the row
-    pages[i, p // page_size % R] * page_size + p % page_size + shift. Tiles of chunks have one row of pages: 0, 1, 2, ...
+    """Tiles [I, 4]: first row of q, tokens, position of the first token, ``shift``.
 
-    A prompt's chunk from position 40 on, whose keys begin with position 30 in row 100 of all keys: shift 70, the key of
-    position 45 is in row 115. A single token: shift 0.
-    """  # noqa: D205 - the first sentence needs two lines
+    The key of position p of tile i is in the row
+    pages[i, p // page_size % R] * page_size + p % page_size + shift. Tiles of chunks have one row
+    of pages: 0, 1, 2, ...
+
+    A prompt's chunk from position 40 on, whose keys begin with position 30 in row 100 of all keys:
+    shift 70, the key of position 45 is in row 115. A single token: shift 0.
+    """
 
     window: int
     page_size: int

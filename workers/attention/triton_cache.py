@@ -172,9 +172,9 @@ def _scale(magnitude_ae, is_finite_ae):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantize_heads(
+def _quantize_heads(  # type: ignore[no-untyped-def]
     heads, g_stride, kv_heads, head_dim, g_block: tl.constexpr, e_block: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Return the quotients of a token's heads by their scales, which are to be rounded to FP8, and
     the scales.
     """

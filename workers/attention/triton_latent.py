@@ -94,9 +94,10 @@ class KeyPlaces:
     """Where the keys are that each token sees. The key of position p is in the row
     pages[p // page_size % R] * page_size + p % page_size + shift.
 
-    Single tokens have page rings [B, R] and shifts of 0. Tokens of prompts have the same pages [1, R] 0, 1, 2 and so on. A chunk
-    from position 40 on, whose keys begin with position 30 in row 100 of all keys: shift 70, the key of position 45 is in row 115.
-    """  # noqa: D205 - the first sentence needs two lines
+    Single tokens have page rings [B, R] and shifts of 0. Tokens of prompts have the same pages
+    [1, R] 0, 1, 2 and so on. A chunk from position 40 on, whose keys begin with position 30 in row
+    100 of all keys: shift 70, the key of position 45 is in row 115.
+    """
 
     window: int
     page_size: int

@@ -65,9 +65,8 @@ def _kind(layer: Matrix) -> str:
     product: ``int8 and int8``.
     """
     source = layer.matmul if isinstance(layer, PackedLinear) else layer
-    return f"{layer.weight.dtype}{' and int8' if getattr(source, 'int8_activations', False) else ''}".replace(
-        "torch.", ""
-    )
+    activations = " and int8" if getattr(source, "int8_activations", False) else ""
+    return f"{layer.weight.dtype}{activations}".removeprefix("torch.")
 
 
 def _name_product(layer: Matrix, dtype: torch.dtype) -> str:

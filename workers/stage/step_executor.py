@@ -28,11 +28,13 @@ def discard_output(_hidden_TD: Tensor | None) -> None:
 class StepExecutor(Protocol):
     """What drives a ``StageWorker``. The stage's device and experts decide which executor is used.
 
-    | executor             | used when                      | steps in progress                                            |
-    |----------------------|--------------------------------|--------------------------------------------------------------|
-    | `SerialExecutor`     | CPU, experts inside the stage  | one, on the caller's thread                                  |
-    | `OverlappedExecutor` | GPU, experts inside the stage  | the GPU computes one while the host prepares the next        |
-    | `PingPongExecutor`   | experts on actors, CPU or GPU  | several: one computes while the others wait for their experts |
+    | executor             | used when                      | steps in progress                   |
+    |----------------------|--------------------------------|-------------------------------------|
+    | `SerialExecutor`     | CPU, experts inside the stage  | one, on the caller's thread         |
+    | `OverlappedExecutor` | GPU, experts inside the stage  | two: the GPU computes one while the |
+    |                      |                                | host prepares the next              |
+    | `PingPongExecutor`   | experts on actors, CPU or GPU  | several: one computes while the     |
+    |                      |                                | others wait for their experts       |
     """
 
     def step(

@@ -42,10 +42,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
             raise worker.answer
         return worker.answer
 
-    wait: Callable[..., Any] = lambda workers, **_: (
-        [w for w in workers if w.answer is not None],
-        [],
-    )  # noqa: E731
+    def wait(workers: list[_Worker], **_: Any) -> tuple[list[_Worker], list[_Worker]]:
+        return [w for w in workers if w.answer is not None], []
+
     monkeypatch.setattr(hang_detector, "ray", SimpleNamespace(wait=wait, get=get))
     monkeypatch.setattr(hang_detector, "kill_worker_process", end)
     return ended

@@ -66,7 +66,10 @@ class User:
     async def code_of(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:  # a message
         """The status of a raw call, and its details; responses are read and dropped."""
         described = SERVICE.methods_by_name[method]
-        kind = f"{'stream' if described.client_streaming else 'unary'}_{'stream' if described.server_streaming else 'unary'}"
+        kind = "_".join(
+            "stream" if streams else "unary"
+            for streams in (described.client_streaming, described.server_streaming)
+        )
         call: Any = getattr(self.channel, kind)(f"/{SERVICE.full_name}/{method}")
         metadata = () if self.key is None else (("authorization", f"Bearer {self.key}"),)
         call = call(message.SerializeToString(), metadata=metadata, timeout=60)

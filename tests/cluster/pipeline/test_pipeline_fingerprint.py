@@ -174,9 +174,7 @@ def _load(num_stages: int, page_size: int = 16, **changes: Any) -> str:  # of th
 
 
 @needs_compiler
-def test_of_real_stages_it_depends_neither_on_their_number_nor_on_threads_pages_or_expert_actors() -> (
-    None
-):
+def test_of_real_stages_it_depends_on_no_number_of_stages_threads_pages_or_expert_actors() -> None:
     expected, threads = _load(1), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)

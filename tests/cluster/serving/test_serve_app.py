@@ -103,9 +103,8 @@ SETTINGS: dict[str, Any] = {
     "slow_reader_timeout": 3.0,
 }
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
-WORDS = tuple(
-    "ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split()
-)  # noqa: SIM905
+_TEXT = "ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O"
+WORDS = tuple(_TEXT.split())
 
 
 @pytest.fixture(scope="module", autouse=True)

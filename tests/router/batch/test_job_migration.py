@@ -29,9 +29,10 @@ FILES = [
 UPLOAD = "file-ab9d9bada66648f089a3d089f4ac1704"
 
 OLD_STATEMENTS = (
-    """INSERT INTO tramontane_jobs (job_id, queue, state, endpoint, keeps_order, metadata, num_lines, num_done, num_failed,
-        num_bad, num_told, epoch, created_at, touched_at)
-        SELECT 'batch_old', queue, 'queued', endpoint, keeps_order, metadata, 1, 0, 0, 0, 0, 0, 1000.0, 1000.0
+    """INSERT INTO tramontane_jobs (job_id, queue, state, endpoint, keeps_order, metadata,
+        num_lines, num_done, num_failed, num_bad, num_told, epoch, created_at, touched_at)
+        SELECT 'batch_old', queue, 'queued', endpoint, keeps_order, metadata,
+        1, 0, 0, 0, 0, 0, 1000.0, 1000.0
         FROM tramontane_jobs WHERE number = 1""",
     """INSERT INTO tramontane_lines (job, place, line, custom_id, text, state, told)
         SELECT number, 0, 1, 'a', '{"custom_id": "a", "body": {"prompt": 1}}', 0, 0

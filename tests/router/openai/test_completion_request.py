@@ -468,8 +468,10 @@ def test_a_field_of_other_servers_is_refused_by_name(
 
 def test_fields_without_effect_are_accepted() -> None:
     request = _parsed(
-        user="a", metadata={"b": {"c": 1}}, store=False, service_tier="flex", prompt_cache_key="d", safety_identifier="e",
-        skip_special_tokens=True, spaces_between_special_tokens=False, suffix="", guided_decoding_backend="xgrammar",
+        user="a", metadata={"b": {"c": 1}}, store=False, service_tier="flex",
+        prompt_cache_key="d", safety_identifier="e",
+        skip_special_tokens=True, spaces_between_special_tokens=False, suffix="",
+        guided_decoding_backend="xgrammar",
     )  # fmt: skip
     assert request.suffix is None
     assert (

@@ -329,9 +329,7 @@ def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(
     assert router.num_requests == 3
 
 
-def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_large_does_not_make_it_full() -> (
-    None
-):
+def test_without_owners_the_queue_is_for_all_and_a_refused_request_does_not_make_it_full() -> None:
     router = _router(8)
     spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     router.submit([spec] * 8, lambda _: None)  # one begins

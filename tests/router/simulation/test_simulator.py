@@ -114,7 +114,7 @@ def test_arrivals_have_the_rate_that_was_requested_also_in_bursts() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_at_saturation_eight_stages_are_idle_for_less_than_five_percent_and_less_than_under_other_policies(
+def test_at_saturation_eight_stages_are_idle_for_less_than_five_percent_and_than_under_others(
     noise: float,
 ) -> None:
     ours = _saturated(BalancedPolicy(8, 1024), 1024, 8, noise)

@@ -327,7 +327,7 @@ def test_a_tokenizer_json_may_lack_what_others_have(tmp_path: Path, change: dict
 
 def test_transformers_words_in_templates_are_known(tmp_path: Path) -> None:
     template = """{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}
-{%- else %}{{ m['content'] | tojson(ensure_ascii=False) }}{% endif %}{% endfor %}{% if tools is not none %}TOOLS{% endif %}"""
+{%- else %}{{ m['content'] | tojson(ensure_ascii=False) }}{% endif %}{% endfor %}{% if tools is not none %}TOOLS{% endif %}"""  # noqa: E501
     folder = _of_fine_tune(tmp_path, template)
     tokenizer = require_tokenizer(folder, 10**6)
     assert (
@@ -424,7 +424,7 @@ BY_TOOLS = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}
 {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }} {{ m.content }}[/TOOL_RESULTS]
 {%- elif m.tool_calls %}[TOOL_CALLS]
 {%- for c in m.tool_calls %}{{ c.function.name }} {{ c.id }} {{ c.function.arguments.city }}{% endfor %}{{ eos_token }}
-{%- endif %}{% endfor %}"""
+{%- endif %}{% endfor %}"""  # noqa: E501
 
 
 def _reference_with_tools(path: Path) -> list[int]:

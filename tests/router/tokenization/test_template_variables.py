@@ -18,7 +18,7 @@ from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 from tramontane.router.tokenization.template_variables import TemplateVariables
 
 PLAIN = """{% for m in messages %}[{{ m['role'] }}{{ ' ' + m['name'] if m['name'] }}] {{ m['content'] }}</s>{% endfor %}
-{%- if add_generation_prompt %}[assistant]{{ ' thinks' if thinking }}{{ style }}{% endif %}"""
+{%- if add_generation_prompt %}[assistant]{{ ' thinks' if thinking }}{{ style }}{% endif %}"""  # noqa: E501
 LISTS = "{% for m in messages %}{{ m['content'] | length }}{% endfor %}"
 HELLO = ChatMessage("user", "Hello", name="Ada")
 

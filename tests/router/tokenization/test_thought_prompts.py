@@ -323,7 +323,7 @@ def test_a_marker_in_a_thought_stays_text_in_templates(tmp_path: Path) -> None:
 def test_a_template_may_know_thoughts_as_parts_of_the_content(tmp_path: Path) -> None:
     template = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {%- if part.type == 'thinking' %}<think>{{ part.thinking }}{% if part.closed %}</think>{% endif %}{% else %}{{ part.text }}
-{%- endif %}{% endfor %}{% endif %}{% endfor %}"""
+{%- endif %}{% endfor %}{% endif %}{% endfor %}"""  # noqa: E501
     folder = _folder(tmp_path, template)
     system = {"role": "system", "content": [_text("So: "), _thinking("hm"), _text("yes")]}
     tokenizer = require_tokenizer(folder, 10**6)

@@ -41,7 +41,9 @@ print(json.dumps(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
 """
 TORCHS = """
 import json, torch
-print(json.dumps([torch.cuda._raw_device_count_nvml(), torch.cuda._raw_device_uuid_nvml(), torch.cuda._device_count_nvml()]))
+cuda = torch.cuda
+counts = cuda._raw_device_count_nvml(), cuda._raw_device_uuid_nvml(), cuda._device_count_nvml()
+print(json.dumps(counts))
 """
 
 

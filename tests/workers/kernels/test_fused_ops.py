@@ -225,7 +225,9 @@ torch.set_num_threads(7)
 ops = NativeOps("float32").fused_ops
 run = {
     "silu": lambda rows: ops.silu_and_mul(torch.empty(rows, 2048)),
-    "norm": lambda rows: ops.fused_add_rms_norm(torch.empty(rows, 1024), torch.empty(rows, 1024), torch.empty(1024), 1e-5),
+    "norm": lambda rows: ops.fused_add_rms_norm(
+        torch.empty(rows, 1024), torch.empty(rows, 1024), torch.empty(1024), 1e-5
+    ),
 }[os.environ["OPERATION"]]
 for rows in (32, 33):
     run(rows)

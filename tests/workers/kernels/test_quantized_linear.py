@@ -248,19 +248,25 @@ from tramontane.workers.kernels import quantized_linear, triton_quant
 from tramontane.workers.weights.quantize import quantize_weight
 torch.manual_seed(0)
 for quantize in Quantization:
-    for tokens, width, rows in ((1, 64, 48), (3, 272, 16), (16, 16, 80), (17, 320, 33), (33, 80, 64), (64, 1040, 48)):
+    for tokens, width, rows in (
+        *((1, 64, 48), (3, 272, 16), (16, 16, 80)),
+        *((17, 320, 33), (33, 80, 64), (64, 1040, 48)),
+    ):
         x_TK, weight_NK = torch.randn(tokens, width).half(), torch.randn(rows, width)
         numbers_NK, scale_N = quantize_weight(weight_NK, quantize, torch.device("cpu"))
-        bits = torch.full((rows * width + 4096,), 127, dtype=torch.uint8)  # behind the matrix: fp8 that is no number
+        # behind the matrix: fp8 that is no number
+        bits = torch.full((rows * width + 4096,), 127, dtype=torch.uint8)
         numbers_NK = bits.view(numbers_NK.dtype)[: rows * width].view(rows, width).copy_(numbers_NK)
-        x_TK = torch.full((tokens * width + 4096,), torch.nan).half()[: tokens * width].view(tokens, width).copy_(x_TK)
+        behind = torch.full((tokens * width + 4096,), torch.nan).half()
+        x_TK = behind[: tokens * width].view(tokens, width).copy_(x_TK)
         exact_TN = x_TK.double() @ (numbers_NK.double() * scale_N.double()[:, None]).T
         for like_TK in (x_TK, x_TK.T.contiguous().T):
             out_TN = triton_quant.quantized_gemv(like_TK, numbers_NK, scale_N)
             assert out_TN.dtype == torch.float16
             assert (out_TN.double() - exact_TN).norm() / exact_TN.norm() < 1e-3
     empty_NK = torch.empty(48, 64).to(numbers_NK.dtype)
-    assert triton_quant.quantized_gemv(torch.empty(0, 64).half(), empty_NK, scale_N).shape == (0, 48)
+    nothing_TN = triton_quant.quantized_gemv(torch.empty(0, 64).half(), empty_NK, scale_N)
+    assert nothing_TN.shape == (0, 48)
 fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 fp8 = fp8[fp8.isfinite()]
 for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
@@ -273,7 +279,8 @@ for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
             numbers_TK, scale_T1 = triton_quant.quantize_rows_fp8(like_TK, 448)
             wanted_TK, wanted_T1 = quantized_linear.quantize_rows_fp8(like_TK)
             assert torch.equal(scale_T1, wanted_T1)
-            # the interpreter rounds otherwise than GPUs do: numbers are compared where there is nothing to round
+            # the interpreter rounds otherwise than GPUs do: numbers are compared where there is
+            # nothing to round
             assert rounds or torch.equal(numbers_TK.float(), wanted_TK.float())
 """
 
@@ -287,18 +294,22 @@ def compiled(kernel, types, sizes, aligned, capability, options):
     signature = dict(zip(kernel.arg_names, types, strict=True))
     source = ASTSource(kernel, signature, sizes, dict.fromkeys(aligned, [["tt.divisibility", 16]]))
     made = triton.compile(source, GPUTarget("cuda", capability, 32), options)
-    assert made.metadata.shared <= 99 * 1024, made.metadata.shared  # what a processor of 8.6 has for one program
+    # what a processor of 8.6 has for one program
+    assert made.metadata.shared <= 99 * 1024, made.metadata.shared
 
 for capability, numbers in ((80, "i8"), (89, "i8"), (89, "fp8e4nv"), (90, "i8"), (90, "fp8e4nv")):
     for block in triton_quant.TOKEN_BLOCKS:
         types = ("*bf16", f"*{numbers}", "*fp32", "*bf16", "i32", "i32", "i32", *("constexpr",) * 3)
         sizes = {(7,): block, (8,): triton_quant.ROWS, (9,): triton_quant.X_BLOCK // block}
         options = {"num_stages": triton_quant.STAGES}
-        compiled(triton_quant._gemv_kernel, types, sizes, [(i,) for i in (0, 1, 2, 3, 5, 6)], capability, options)
+        aligned = [(i,) for i in (0, 1, 2, 3, 5, 6)]
+        compiled(triton_quant._gemv_kernel, types, sizes, aligned, capability, options)
 for capability in (89, 90):
-    types, sizes = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr"), {(6,): triton_quant.K_BLOCK}
+    types = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr")
+    sizes = {(6,): triton_quant.K_BLOCK}
     options = {"num_warps": triton_quant.WARPS}
-    compiled(triton_quant._quantize_kernel, types, sizes, [(i,) for i in range(4)], capability, options)
+    aligned = [(i,) for i in range(4)]
+    compiled(triton_quant._quantize_kernel, types, sizes, aligned, capability, options)
 """
 
 

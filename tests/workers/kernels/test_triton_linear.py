@@ -59,12 +59,14 @@ for capability in (80, 89, 90):
             made = compiled(linear._kernel, types, sizes, pointers, capability, *tile[3:])
             limit = 113 if tile not in fixed else 227 if capability == 90 else 99
             assert made.metadata.shared <= limit * 1024, (tile, made.metadata.shared)
-            assert "cp.async.cg.shared.global" in made.asm["ptx"], "16 bytes at a time, ahead of their use"
+            # 16 bytes at a time, ahead of their use
+            assert "cp.async.cg.shared.global" in made.asm["ptx"]
             assert "st.local" not in made.asm["ptx"]
 for number in ("*i8", "*fp8e4nv"):
     for tile in (*linear.FEW_ROWS_TILES, linear.MANY_ROWS_TILE, *row_tiles.TILES[2]):
         types = (*("*bf16", number, "*fp32", "*i32", "*bf16"), *("i32",) * 3)
-        made = compiled(linear._kernel, types, (8, 8, True, *tile[:3], True), (0, 1, 2, 3, 4, 6, 7), 90, *tile[3:])
+        sizes, aligned = (8, 8, True, *tile[:3], True), (0, 1, 2, 3, 4, 6, 7)
+        made = compiled(linear._kernel, types, sizes, aligned, 90, *tile[3:])
         assert made.metadata.shared <= 227 * 1024, (tile, made.metadata.shared)
         assert "st.local" not in made.asm["ptx"]
 """

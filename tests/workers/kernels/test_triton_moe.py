@@ -33,12 +33,21 @@ for capability in (90, 100):
     for experts, k in ((8, 2), (128, 8)):
         for has_padding in (True, False):
             sizes = experts, k, has_padding, f.TOKENS, experts, k
-            compiled(f._choose_kernel, ("*bf16", "*i1", "*i64", "*bf16", "*i64", "i32"), sizes, capability)
+            types = ("*bf16", "*i1", "*i64", "*bf16", "*i64", "i32")
+            compiled(f._choose_kernel, types, sizes, capability)
         for number in ("bf16", "i8", "fp8e4nv"):
             numbers, has_scale = "*" + number, number != "bf16"
             gemvs = (
-                (f._gate_up_kernel, ("*bf16", numbers, "*fp32", "*i64", "*bf16", "i32", "i32"), (f.OUTPUTS, f.INPUTS)),
-                (f._down_kernel, ("*bf16", numbers, "*fp32", "*i64", "*bf16", "*bf16", "i32", "i32"), f.down_blocks(k)),
+                (
+                    f._gate_up_kernel,
+                    ("*bf16", numbers, "*fp32", "*i64", "*bf16", "i32", "i32"),
+                    (f.OUTPUTS, f.INPUTS),
+                ),
+                (
+                    f._down_kernel,
+                    ("*bf16", numbers, "*fp32", "*i64", "*bf16", "*bf16", "i32", "i32"),
+                    f.down_blocks(k),
+                ),
             )
             for kernel, types, blocks in gemvs:
                 ptx = compiled(kernel, types, (experts, k, has_scale, *blocks), capability)

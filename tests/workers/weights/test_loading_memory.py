@@ -49,17 +49,20 @@ def load(args, weights, reads):
     plan = make_plan(args, request).stages[0]
     specs = lambda layout: stage_tensors(args, plan.layers, layout)
     on_tensor = lambda read, _: reads.append(read)
-    return plan, load_module(lambda: StageModel(args, plan.layers), specs, plan, weights, "cpu", on_tensor)
+    make = lambda: StageModel(args, plan.layers)
+    return plan, load_module(make, specs, plan, weights, "cpu", on_tensor)
 
 folder, reads = Path(sys.argv[1]), []
 args = read_model_args(folder)
-load(replace(args, dim=64, n_layers=1, windows=(None,)), RandomWeights(), [])  # compiles kernels, imports what is imported late
+# compiles kernels, imports what is imported late
+load(replace(args, dim=64, n_layers=1, windows=(None,)), RandomWeights(), [])
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
 plan, model = load(args, folder, reads)
 peak = status("VmHWM") - before
 held = sum(tensor.nbytes for tensor in model.state_dict().values())
-print(json.dumps({"planned": plan.weight_bytes + plan.padding_bytes, "held": held, "peak": peak, "read": sum(reads)}))
+planned = plan.weight_bytes + plan.padding_bytes
+print(json.dumps({"planned": planned, "held": held, "peak": peak, "read": sum(reads)}))
 """
 
 
