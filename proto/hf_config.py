@@ -8,7 +8,6 @@ from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
 from tramontane.proto.model_args import (
-    DTYPE_BYTES,
     GateScores,
     LatentArgs,
     ModelArgs,
@@ -19,6 +18,7 @@ from tramontane.proto.model_args import (
 )
 from tramontane.proto.presets import context_len
 from tramontane.proto.quantization_config import parse_quantization
+from tramontane.proto.weight_format import DTYPE_BYTES
 
 MIXTRAL = "MixtralForCausalLM"
 # Models with latent attention, and what their gates make of logits.

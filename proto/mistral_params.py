@@ -16,7 +16,6 @@ from tramontane.proto.model_args import (
     LatentArgs,
     ModelArgs,
     MoeArgs,
-    Quantization,
     YarnScaling,
     check_num_layers,
 )
@@ -26,6 +25,7 @@ from tramontane.proto.quantization_config import (
     parse_quantization,
     unsupported_quantization,
 )
+from tramontane.proto.weight_format import Quantization
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
 # rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).

@@ -9,9 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.units import format_bytes
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
 # Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with

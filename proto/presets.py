@@ -11,11 +11,11 @@ from tramontane.proto.model_args import (
     LatentArgs,
     ModelArgs,
     MoeArgs,
-    Quantization,
     SparseArgs,
     YarnScaling,
     check_sizes,
 )
+from tramontane.proto.weight_format import Quantization
 
 _7B_V1 = ModelArgs(
     dim=4096,

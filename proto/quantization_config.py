@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.weight_format import Quantization
 
 # Files other than the configuration that say how weights are quantized, and by which program.
 QUANTIZATION_FILES = MappingProxyType(

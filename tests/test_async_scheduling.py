@@ -21,9 +21,9 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, MicroBatch, StepResult
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.activation import Activation, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor

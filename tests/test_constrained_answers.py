@@ -23,8 +23,7 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.structured.grammar import ResponseFormat, build_grammar
-from tramontane.router.structured.thought_rules import ThoughtRules
+from tramontane.router.structured.grammar import ResponseFormat, ThoughtRules, build_grammar
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser
 

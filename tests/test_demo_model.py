@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.weight_format import Quantization
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 # Sonnet 18: public domain, and not among the plays it was trained on

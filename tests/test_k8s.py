@@ -30,7 +30,7 @@ from ray.serve.schema import ServeDeploySchema
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
 from tramontane.cluster.deploy.k8s_overlay import MARK
-from tramontane.cluster.ray_internals.symbols import RAY_VERSION
+from tramontane.cluster.ray_internals.table import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
 REGISTRIES = re.compile(

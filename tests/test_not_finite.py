@@ -30,7 +30,7 @@ from request_kinds import GRAMMAR, PIECES
 from test_async_scheduling import OverlappedChain
 from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
-from tramontane.cluster.config.speculative_config import SpeculativeConfig
+from tramontane.cluster.config.engine_keys import SpeculativeConfig
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import (
@@ -42,9 +42,9 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.stage.device_backend import DeviceBackend

@@ -23,9 +23,9 @@ from tramontane.router.grpc.messages import parse_generate
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits, validate_sequence
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits, validate_sequence
 from tramontane.router.tokenization.loader import load_tokenizer
 
 Given = str | Sequence[int]

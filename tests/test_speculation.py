@@ -12,9 +12,9 @@ from request_kinds import PROMPTS, Answer, answers_of, with_scarce_pages
 from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"

@@ -7,7 +7,7 @@ import pytest
 from tramontane.cluster.actors import hang_detector, stage_control, supervisor, supervisor_client
 from tramontane.cluster.common import node_watch
 from tramontane.cluster.console import batch_client, server_client
-from tramontane.cluster.deploy import k8s_pods
+from tramontane.cluster.deploy import k8s_overlay
 from tramontane.cluster.http import failover
 from tramontane.cluster.pipeline import stage_chain
 from tramontane.cluster.serving import (
@@ -19,7 +19,7 @@ from tramontane.cluster.serving import (
     server,
     token_channel,
 )
-from tramontane.router.batch import claims, ingest, submissions
+from tramontane.router.batch import claims, submissions
 from tramontane.router.engine import in_flight
 
 RENEWAL_S = supervisor_client.RENEW_INTERVAL_S + supervisor_client.LEASE_CALL_TIMEOUT_S
@@ -101,7 +101,7 @@ ASCENDING: dict[str, list[float]] = {
         draining.BROADCAST_TIMEOUT_S,
         draining.END_TIMEOUT_S,
         server.DEFAULT_DRAIN_S + app.HAND_OVER_S + draining.END_TIMEOUT_S,
-        k8s_pods.TERMINATION_GRACE_S,
+        k8s_overlay.TERMINATION_GRACE_S,
         app.DRAIN_S,
     ],
     "a dead node is announced while requests may still be sent to it": [
@@ -110,7 +110,7 @@ ASCENDING: dict[str, list[float]] = {
         node_watch.RECENT_DEATH_S,
     ],
     "lines are added long before a submission counts as dead": [
-        2 * ingest.ADD_INTERVAL_S,
+        2 * submissions.ADD_INTERVAL_S,
         submissions.TAKEOVER_TIMEOUT_S,
     ],
     "a runner's lease is renewed while a router that has gone silent is noticed": [

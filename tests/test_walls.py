@@ -59,7 +59,6 @@ PACKAGES: dict[str, set[str]] = {
     "router.simulation": {"proto", "router.scheduling"},
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
-    "router.fim": {"proto", "router.openai", "router.structured"},
     "router.batch": {"proto", "router.openai", "router.structured"},
     "router.chat_apis": {"proto", "router.openai", "router.structured", "router.tokenization"},
     "router.grpc": {"proto", "router.openai"},
@@ -103,7 +102,6 @@ PACKAGES: dict[str, set[str]] = {
             "router.batch",
             "router.chat_apis",
             "router.engine",
-            "router.fim",
             "router.openai",
             "router.tokenization",
         ),
@@ -162,7 +160,6 @@ PACKAGES: dict[str, set[str]] = {
         *(
             "router.batch",
             "router.engine",
-            "router.fim",
             "router.grpc",
             "router.openai",
             "router.scheduling",

@@ -12,10 +12,10 @@ SUFFIXES = {".py", ".js", ".css", ".html", ".yaml", ".json", ".proto", ".j2", ".
 BETWEEN_WORDS = re.compile(r"_|(?<=[a-z0-9])(?=[A-Z])")  # of a name: num_told, VanishingDoors
 KEPT = {
     # columns of existing databases of batch jobs
-    "router/batch/tables.py": {"told"},
+    "router/batch/database.py": {"told"},
     "tests/router/batch/test_job_migration.py": {"told"},
     # words of which prompts are made
-    "cluster/bench/workload.py": {"house"},
+    "cluster/bench/results.py": {"house"},
     "tests/bench/batch.py": {"neighbour"},
     "tests/bench/interactive.py": {"neighbour"},
     "tests/cluster/serving/test_serve_app.py": {"neighbour"},

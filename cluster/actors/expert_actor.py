@@ -87,7 +87,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         """
         import torch
 
-        from tramontane.workers.device.pinned_memory import to_device, to_host
+        from tramontane.workers.device.cuda import to_device, to_host
         from tramontane.workers.experts.expert_worker import ExpertCall
 
         worker, expert_call = self._wait_until_loaded(), ExpertCall(*call)

@@ -24,7 +24,7 @@ from tramontane.proto.errors import (
     PipelineError,
     TramontaneError,
 )
-from tramontane.workers.device.pinned_memory import to_device, to_host
+from tramontane.workers.device.cuda import to_device, to_host
 from tramontane.workers.experts.expert_link import RETRY_S, DirectExpertClient, ExpertMessageLayout
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.experts.remote_experts import Connect, ExpertConnection

@@ -43,8 +43,7 @@ from tramontane.cluster.actors.stage_control import (
     recover_lease,
 )
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.deployments import DeploymentWatch
-from tramontane.cluster.common.ray_api import avoid_head_node
+from tramontane.cluster.common.ray_api import DeploymentWatch, avoid_head_node
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan

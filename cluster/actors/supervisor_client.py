@@ -14,9 +14,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.periodic import run_periodically
-from tramontane.cluster.common.ray_api import ray_error_message
-from tramontane.proto.backoff import backoff_delays
+from tramontane.cluster.common.ray_api import ray_error_message, run_periodically
+from tramontane.proto.units import backoff_delays
 
 RENEW_INTERVAL_S = 2.0
 LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does

@@ -7,13 +7,14 @@ import time
 
 from tramontane.cluster.bench.report import BenchDisplay
 from tramontane.cluster.bench.results import (
+    BenchRequest,
     BenchResult,
     PipelineUsage,
     RequestTrace,
     Round,
     RoundPlan,
+    Workload,
 )
-from tramontane.cluster.bench.workload import BenchRequest, Workload
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.engine import Engine, open_engine
@@ -21,7 +22,7 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StepResult
-from tramontane.router.engine.stage_usage import UsageMeter, hop_times
+from tramontane.router.engine.stats import UsageMeter, hop_times
 
 
 class StepRecorder:

@@ -15,13 +15,15 @@ import httpx
 from tramontane.cluster.bench.report import BenchDisplay
 from tramontane.cluster.bench.results import (
     BenchMetrics,
+    BenchRequest,
     BenchResult,
     Failure,
     RequestTrace,
     Round,
     RoundPlan,
+    Workload,
+    arrivals,
 )
-from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
 from tramontane.cluster.console.server_client import base_url, no_answer, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 

@@ -37,7 +37,7 @@ from tramontane.cluster.console.run_summary import (
     stage_table,
     stages_json,
 )
-from tramontane.router.engine.stage_usage import HopTime
+from tramontane.router.engine.stats import HopTime
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,10 +22,9 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from tramontane.cluster.console.batch_client import ENDED, BatchClient, ResumableFile, StdoutSink
-from tramontane.cluster.console.commands import PlainCommand, PlainGroup
 from tramontane.cluster.console.options import Json, flag, option
-from tramontane.cluster.console.output_files import check_replaceable
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
+from tramontane.cluster.console.terminal import PlainCommand, PlainGroup, check_replaceable
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.store import BatchError, summarize_line_errors

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
 from tramontane.cluster.bench.report import BenchDisplay, as_data, render_report, save_plot
-from tramontane.cluster.bench.results import BenchResult, RoundPlan
-from tramontane.cluster.bench.workload import Workload
+from tramontane.cluster.bench.results import BenchResult, RoundPlan, Workload
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.charts import check_plot_target

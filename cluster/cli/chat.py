@@ -19,7 +19,6 @@ import typer
 from tramontane.cluster.common.signals import Interrupts
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
-from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import (
     SAMPLING,
@@ -33,7 +32,7 @@ from tramontane.cluster.console.options import (
 )
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
 from tramontane.cluster.console.run_summary import cache_note
-from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
+from tramontane.cluster.console.terminal import TerminalInput, print_errors_at_once, without_echo
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError, did_you_mean
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest, sequence_error

@@ -21,7 +21,7 @@ from tramontane.cluster.console.options import (
     load_config,
     with_options,
 )
-from tramontane.proto.byte_size import format_bytes_flag
+from tramontane.proto.units import format_bytes_flag
 
 HIDDEN = "***"
 SIZES = ("SIZE", "SIZES")  # metavars of keys that are numbers of bytes

@@ -12,10 +12,9 @@ import typer
 from tramontane.cluster.config.engine_keys import BatchingKeys
 from tramontane.cluster.config.key import parse_gpu_memory
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
-from tramontane.cluster.console.output_files import check_replaceable, writing
-from tramontane.cluster.deploy.k8s_overlay import FILES, Overlay, overlay_files
+from tramontane.cluster.console.terminal import check_replaceable, writing
+from tramontane.cluster.deploy.k8s_overlay import FILES, Overlay, WorkerPodSpec, overlay_files
 from tramontane.cluster.deploy.k8s_overlay import MARK as OVERLAY_MARK
-from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
     THREADS,
     application_args,

@@ -34,12 +34,13 @@ from tramontane.cluster.console.run_summary import (
     Completion,
     ExpertIds,
     GenerateResult,
+    TokenColors,
     as_json,
     cache_note,
+    check_layer,
     render_summary,
     truncation_note,
 )
-from tramontane.cluster.console.token_colors import TokenColors, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.request import (
     ExpertChoices,

@@ -15,9 +15,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, preset, tiny_variant
+from tramontane.proto.units import format_bytes
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 

@@ -11,7 +11,7 @@ import typer
 
 from tramontane.cluster.config.ray_settings import GRAFANA, PROMETHEUS
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.output_files import check_replaceable, writing
+from tramontane.cluster.console.terminal import check_replaceable, writing
 from tramontane.cluster.deploy.monitoring_files import (
     ENVIRONMENT_FILE,
     GRAFANA_FILE,

@@ -51,13 +51,13 @@ from tramontane.cluster.planning.planner import (
     make_plan,
 )
 from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
-from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.end_tokens import NOTHING_ENDS
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from tramontane.cluster.planning.hardware import Gpu, Hardware
@@ -164,9 +164,7 @@ def plan(
 
 
 def _problem_of_weights(folder: Path, args: ModelArgs) -> str:
-    """Return what is wrong with the weights in a folder, by their headers; nothing if there are
-    none yet.
-    """
+    """Return the fault of the weights in a folder, by their headers, or nothing."""
     if not (folder.is_dir() and any(folder.glob("*.safetensors*"))):
         return ""
     from tramontane.workers.weights.checkpoint import Checkpoint  # imports NumPy
@@ -185,9 +183,7 @@ def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:
 
 
 def _settings(context: typer.Context) -> EngineConfig:
-    """Return the validated options. Raises ConfigError for those that need expert actors where
-    there are none.
-    """
+    """Return the validated options. Raises ConfigError for expert actors where there are none."""
     keys: dict[str, Any] = given_keys(context)
     if not keys["expert_actors"] and (
         wrong := [name for name in ONLY_FOR_EXPERT_ACTORS if keys[name] is not None]
@@ -296,9 +292,7 @@ def _plan_stages(
 
 
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
-    """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB. Of 5 stages
-    the third GPU has one.
-    """
+    """Return each stage's memory: half of a GPU with 2. Of 5 stages the third GPU has one."""
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     needed = None if stages is None else math.ceil(stages / per_gpu)
     if None not in (gpus, needed) and gpus != needed:
@@ -431,9 +425,7 @@ def _parameters(args: ModelArgs) -> str:
 
 
 def _pages(plan: PipelinePlan) -> str:
-    """Describe the pages: ``a cache of 16448 pages of 16 tokens in layers with a sliding window of
-    4096``.
-    """
+    """Describe the cache: ``16448 pages of 16 tokens in layers with a sliding window of 4096``."""
     if len(plan.cache.classes) == 1 and plan.cache.classes[0].window is None:
         return (
             f"a cache of {plan.cache.classes[0].num_pages} pages of {plan.cache.page_size} tokens"
@@ -447,9 +439,7 @@ def _pages(plan: PipelinePlan) -> str:
 
 
 def _at_once(plan: PipelinePlan) -> str:
-    """Describe how many sequences fit at once: as many as there are slots, or, if they are long, as
-    the pages hold.
-    """
+    """Describe how many sequences fit at once: one per slot, or as many long ones as pages hold."""
     num_slots, length = plan.max_num_seqs, max_length_in_slots(plan)
     sequences = "1 sequence" if num_slots == 1 else f"{num_slots} sequences"
     in_slots = f"at once: {sequences} of up to {length} tokens, one per slot (--max-num-seqs)"

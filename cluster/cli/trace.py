@@ -19,7 +19,6 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.output_files import check_replaceable, writing
 from tramontane.cluster.console.server_client import (
     DEFAULT_URL,
     Key,
@@ -30,6 +29,7 @@ from tramontane.cluster.console.server_client import (
     last_seen,
     make_client,
 )
+from tramontane.cluster.console.terminal import check_replaceable, writing
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, PipelineActivity
 

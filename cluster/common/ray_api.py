@@ -2,10 +2,18 @@
 cluster's nodes.
 """
 
+import logging
 import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import ray
+
+from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 
 # Ray's label of nodes and its value for the head in clusters of KubeRay. Elsewhere ``ray start
 # --head`` takes it from RAY_NODE_TYPE_NAME.
@@ -44,3 +52,142 @@ def list_used_nodes(group: str) -> set[str]:
 def list_dead_nodes() -> set[str]:
     """Return Ray's ids of the nodes that it has declared dead."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}  # type: ignore[no-untyped-call]
+
+
+# Threads that repeat a function.
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def run_periodically(interval_s: float, work: Callable[[], None]) -> Iterator[None]:
+    """Call ``work`` in a thread while the block runs, first after ``interval_s``; an exception ends
+    the thread.
+    """
+    stopped = threading.Event()
+    thread = _start_thread(interval_s, work, stopped)
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def start_periodic_thread(interval_s: float, work: Callable[[], None]) -> None:
+    """Call ``work`` in a thread until the process ends; an exception is logged, and the next call
+    follows.
+    """
+
+    @wraps(work)
+    def guarded() -> None:
+        try:
+            work()
+        except Exception:
+            logger.warning(
+                "%s failed; the next attempt is in %g s",
+                work.__qualname__,
+                interval_s,
+                exc_info=True,
+            )
+
+    _start_thread(interval_s, guarded, threading.Event())
+
+
+def _start_thread(
+    interval_s: float, work: Callable[[], None], stopped: threading.Event
+) -> threading.Thread:
+    def repeat() -> None:
+        while not stopped.wait(interval_s):
+            work()
+
+    thread = threading.Thread(target=repeat, name=work.__qualname__, daemon=True)
+    thread.start()
+    return thread
+
+
+# Deployments of a Ray Serve application, recorded in the cluster's key-value store.
+#
+# The store gives every build of an application a number, higher than those before it. It also
+# keeps
+# the newest deployment, to which routers of older ones yield, and the deployment that was
+# drained, so
+# that an ingress replica of it which restarts is drained as well.
+
+TTL_NS = 900 * 10**9
+
+
+def number_deployment(application: str, build_id: str) -> int:
+    """Return the number of a build, ``deployed_at``: the time in ns at which the first of its
+    replicas asked, or a later one.
+
+    It is higher than all numbers before, whatever the clocks of the nodes and of the deploying
+    machine say: a build that starts at 5 after another one got 9 gets 10. All replicas of a build
+    get the same number.
+    """
+    newest = newest_deployment(application)
+    kv_put(
+        _build_key(application, build_id),
+        str(max(time.time_ns(), newest + 1)).encode(),
+        overwrite=False,
+    )
+    deployed_at = int(kv_get(_build_key(application, build_id)) or 0)
+    if deployed_at > newest:
+        kv_put(_key(application), str(deployed_at).encode())
+    return deployed_at
+
+
+class DeploymentWatch:
+    """Notices newer deployments of an application.
+
+    A deployment counts for TTL_NS, as routers of one that failed to load never come. How old it is
+    already is read from the wall clock once, when this process sees it first; from then on the
+    monotonic clock counts. A deployment of a machine whose clock is ahead is as if it were new.
+    """
+
+    def __init__(self, application: str) -> None:
+        self.application = application
+        self._newest = self._counts_until_ns = 0
+
+    def is_superseded(self, deployed_at: int) -> bool:
+        """Return True if a newer deployment is recorded, and counts."""
+        newest = newest_deployment(self.application)
+        if newest != self._newest:
+            age_ns = max(time.time_ns() - newest, 0)
+            self._newest, self._counts_until_ns = newest, time.monotonic_ns() + TTL_NS - age_ns
+        return newest > deployed_at and time.monotonic_ns() < self._counts_until_ns
+
+
+def mark_drained(application: str) -> None:
+    """Record that the newest deployment accepts no new requests; a later deployment will accept
+    them.
+    """
+    kv_put(_drained_key(application), str(newest_deployment(application)).encode())
+
+
+def clear_drained(application: str) -> None:
+    """Record that the application accepts new requests again."""
+    kv_delete(_drained_key(application))
+
+
+def is_drained(application: str, deployed_at: int) -> bool:
+    """Return True if this deployment, or a later one, was marked as drained."""
+    return deployed_at <= int(kv_get(_drained_key(application)) or 0)
+
+
+def newest_deployment(application: str) -> int:
+    """Return the number of the newest deployment, see ``number_deployment``; 0 if none is
+    recorded.
+    """
+    return int(kv_get(_key(application)) or 0)
+
+
+def _key(application: str) -> str:
+    return f"tramontane-deployment-{application}"
+
+
+def _build_key(application: str, build_id: str) -> str:
+    return f"tramontane-build-{application}-{build_id}"
+
+
+def _drained_key(application: str) -> str:
+    return f"tramontane-drained-{application}"

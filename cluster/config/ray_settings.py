@@ -37,7 +37,7 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
     }
 )
 
-# Of Ray's Core dashboard for Grafana with our row, see ``deploy/ray_core_dashboard.py``.
+# Of Ray's Core dashboard for Grafana with our row, see ``deploy/monitoring_files.py``.
 CORE_DASHBOARD_UID, CORE_DASHBOARD_TITLE = "tramontane-ray-core", "Ray Core with Tramontane"
 PROMETHEUS, GRAFANA = "http://localhost:9090", "http://localhost:3000"  # Ray's own defaults
 

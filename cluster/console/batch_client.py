@@ -18,8 +18,8 @@ from tramontane.cluster.console.server_client import (
     no_answer,
     raise_if_unauthorized,
 )
-from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineError
+from tramontane.proto.units import backoff_delays
 
 # the server stores a job of a million lines before it answers
 TIMEOUT = httpx.Timeout(30.0, read=600.0)

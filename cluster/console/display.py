@@ -14,10 +14,10 @@ from rich.segment import Segments
 from rich.status import Status
 from rich.text import Text
 
-from tramontane.proto.byte_size import format_bytes
+from tramontane.proto.units import format_bytes
 
 if TYPE_CHECKING:
-    from tramontane.cluster.console.token_colors import TokenColors
+    from tramontane.cluster.console.run_summary import TokenColors
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {

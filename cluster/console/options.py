@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 
 from tramontane.cluster.config.engine_config import GROUPS, ConfigFile, EngineConfig
 from tramontane.cluster.config.key import extra
-from tramontane.proto.byte_size import format_bytes_flag
 from tramontane.proto.errors import UserError
+from tramontane.proto.units import format_bytes_flag
 
 # what else a key may be, its flag takes as text, which EngineConfig parses
 FLAG_TYPES = (bool, int, float, Path)

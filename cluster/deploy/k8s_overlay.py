@@ -2,18 +2,211 @@
 pipeline. Pure.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.deploy import k8s_pods as pods
-from tramontane.cluster.deploy.k8s_pods import Document, WorkerPodSpec
-from tramontane.cluster.ray_internals.symbols import RAY_VERSION
+from tramontane.cluster.ray_internals.table import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.units import GIB
+
+# The pods of a RayService: the head, the ingresses, and one pod for each stage and expert
+# actor.
+
+Document = dict[str, Any]
+
+IMAGE = "tramontane"  # replaced by the image in kustomization.yaml
+APP_LABEL, ROLE_LABEL = "app", "tramontane-role"
+HEAD, INGRESS, STAGE, EXPERT = "head", "ingress", "stage", "expert"
+NUM_INGRESSES = 2  # one may fail
+HTTP_PORT, GRPC_PORT = 8000, 9000
+AGENT_PORT = 52365  # of Ray's agent in every pod, which reports the health of the pod's raylet
+USER = 1000  # of the image
+# Ray resources that only an ingress pod offers: for one ingress replica, and any number of routers.
+# Neither is placed on the head, whose death would then end their requests, nor on a pod with a GPU.
+INGRESS_RESOURCE, ROUTER_RESOURCE = "tramontane_ingress", "tramontane_router"
+ROUTERS_PER_INGRESS = 100
+SETTINGS = "tramontane-settings"  # the ConfigMap with SERVE_SETTINGS and RAY_SETTINGS
+KEYS_SECRET, KEYS_FOLDER, KEYS_FILE = "tramontane-api-keys", "/etc/tramontane", "keys"
+MODELS_CLAIM, MODELS_FOLDER = "tramontane-models", "/models"
+STORE_BYTES = GIB  # Ray's object store in each pod: some micro-batches of hidden states
+# of a GPU's pod: Ray, CUDA's host memory, and parts of the checkpoint while it is loaded
+HOST_BYTES = 12 * GIB
+OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, in addition to what its stage may use
+HEAD_BYTES, INGRESS_BYTES = 8 * GIB, 6 * GIB
+# for which a terminating ingress finishes streams; the Service sends it no new requests
+TERMINATION_GRACE_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPodSpec:
+    """The pod of a stage or an expert actor; ``memory`` is that of its GPU, or without one what it
+    may use.
+    """
+
+    threads: int
+    memory: int
+    has_gpu: bool
+
+
+def head_group(model: str | None) -> Document:
+    """Return the head, which offers no CPU: no actor of a pipeline is placed on it, and plans do
+    not count it.
+    """
+    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": HTTP_PORT}
+    container = _container("ray-head", 2, HEAD_BYTES, ports, model)
+    spec = _pod_spec(container, model)
+    if model is not None:  # so that nothing is deployed before the model is there
+        spec["initContainers"] = [_wait_for_model(model)]
+    return {
+        "rayStartParams": _ray_start_params(0) | {"dashboard-host": "0.0.0.0"},
+        "template": _template(HEAD, spec),
+    }
+
+
+def ingress_group(model: str | None) -> Document:
+    """Return the pods of HTTP and gRPC, with the ingress replicas and the routers."""
+    container = _container(
+        "ray-worker", 2, INGRESS_BYTES, {"serve": HTTP_PORT, "serve-grpc": GRPC_PORT}, model
+    )
+    container["volumeMounts"].append(
+        {"name": "api-keys", "mountPath": KEYS_FOLDER, "readOnly": True}
+    )
+    container["lifecycle"] = {
+        "preStop": {
+            "exec": {"command": ["/bin/sh", "-c", f"sleep {TERMINATION_GRACE_S}; ray stop"]}
+        }
+    }
+    spec = _pod_spec(container, model)
+    spec["volumes"].append({"name": "api-keys", "secret": {"secretName": KEYS_SECRET}})
+    spec["terminationGracePeriodSeconds"] = TERMINATION_GRACE_S + 30
+    elsewhere = {
+        "labelSelector": {"matchLabels": _labels(INGRESS)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    preferred = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 100, "podAffinityTerm": elsewhere}
+        ]
+    }
+    spec["affinity"] = {"podAntiAffinity": preferred}
+    offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
+    # quoted twice: the operator puts it into a shell command
+    start = _ray_start_params(0) | {"resources": json.dumps(offered)}
+    return _group("ingress", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))
+
+
+def worker_group(
+    role: str, name: str, min_pods: int, max_pods: int, pod: WorkerPodSpec, model: str | None
+) -> Document:
+    """Return pods with one actor each, so that Kubernetes replaces exactly the lost ones.
+
+    The pods have their own readiness probe: the operator's checks Ray Serve's proxy, which only
+    ingress pods have, and a PodDisruptionBudget counts only ready pods.
+    """
+    num_bytes = HOST_BYTES if pod.has_gpu else pod.memory + OVERHEAD_BYTES
+    container = _container("ray-worker", pod.threads + 1, num_bytes, {}, model)
+    container["readinessProbe"] = {
+        "httpGet": {"path": "/api/healthz", "port": AGENT_PORT},
+        "periodSeconds": 5,
+    }
+    spec = _pod_spec(container, model)
+    start = _ray_start_params(pod.threads)
+    if pod.has_gpu:
+        for kind in ("requests", "limits"):
+            container["resources"][kind]["nvidia.com/gpu"] = "1"
+        start |= {"num-gpus": "1"}
+        spec["tolerations"] = [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ]
+    else:
+        # what the stage is planned with; Ray would count all memory of the pod
+        start |= {"memory": str(pod.memory)}
+    return _group(name, min_pods, max_pods, start, _template(role, spec))
+
+
+def _group(
+    name: str, min_pods: int, max_pods: int, start: dict[str, str], template: Document
+) -> Document:
+    counts = {"replicas": min_pods, "minReplicas": min_pods, "maxReplicas": max_pods}
+    return {"groupName": name, **counts, "rayStartParams": start, "template": template}
+
+
+def _ray_start_params(num_cpus: int) -> dict[str, str]:
+    """Return the parameters of ``ray start``. OMP_NUM_THREADS is not set, so Ray derives the
+    actors' threads from num-cpus.
+    """
+    return {"num-cpus": str(num_cpus), "object-store-memory": str(STORE_BYTES)}
+
+
+def _labels(role: str) -> dict[str, str]:
+    return {APP_LABEL: "tramontane", ROLE_LABEL: role}
+
+
+def _template(role: str, spec: Document) -> Document:
+    return {"metadata": {"labels": _labels(role)}, "spec": spec}
+
+
+def _container(
+    name: str, cpus: int, memory: int, ports: dict[str, int], model: str | None
+) -> Document:
+    amount = {"cpu": str(cpus), "memory": f"{-(-memory // GIB)}Gi"}
+    mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if model is not None:
+        mounts.append({"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True})
+    return {
+        "name": name,
+        "image": IMAGE,
+        "envFrom": [{"configMapRef": {"name": SETTINGS}}],
+        "resources": {"requests": dict(amount), "limits": dict(amount)},
+        **(
+            {"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]}
+            if ports
+            else {}
+        ),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+    }
+
+
+def _pod_spec(container: Document, model: str | None) -> Document:
+    claim = {"claimName": MODELS_CLAIM, "readOnly": True}
+    return {
+        "securityContext": {
+            **{"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            {
+                "name": "shm",
+                "emptyDir": {"medium": "Memory", "sizeLimit": f"{2 * STORE_BYTES // GIB}Gi"},
+            },
+            *([{"name": "models", "persistentVolumeClaim": claim}] if model is not None else []),
+        ],
+    }
+
+
+def _wait_for_model(model: str) -> Document:
+    until = (
+        f"until [ -d {MODELS_FOLDER}/{model} ]; do echo waiting for {MODELS_FOLDER}/{model}; sleep"
+        " 10; done"
+    )
+    amount = {"cpu": "100m", "memory": "64Mi"}
+    return {
+        "name": "wait-for-model",
+        "image": IMAGE,
+        "command": ["/bin/sh", "-c", until],
+        "resources": {"requests": amount, "limits": dict(amount)},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True}],
+    }
+
 
 MARK = "# Written by: "
 NAME = "tramontane"  # of the RayService
@@ -65,13 +258,11 @@ def serve_config(overlay: Overlay) -> Document:
     """Return the Ray Serve config. The number of pipelines is not in ``args``: a change there would
     replace all of them.
     """
-    args: Document = (
-        {} if overlay.model is None else {"model": f"{pods.MODELS_FOLDER}/{overlay.model}"}
-    )
+    args: Document = {} if overlay.model is None else {"model": f"{MODELS_FOLDER}/{overlay.model}"}
     args |= {
-        "api_key_file": f"{pods.KEYS_FOLDER}/{pods.KEYS_FILE}",
+        "api_key_file": f"{KEYS_FOLDER}/{KEYS_FILE}",
         "placement_timeout": NODES_TIMEOUT_S,
-        "ingress_replicas": pods.NUM_INGRESSES,
+        "ingress_replicas": NUM_INGRESSES,
     }
     application = {
         "name": APPLICATION,
@@ -82,21 +273,21 @@ def serve_config(overlay: Overlay) -> Document:
             {
                 "name": "Router",
                 **_pipelines(overlay),
-                "ray_actor_options": _needs(pods.ROUTER_RESOURCE),
+                "ray_actor_options": _needs(ROUTER_RESOURCE),
             },
-            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _needs(pods.ROUTER_RESOURCE)},
+            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _needs(ROUTER_RESOURCE)},
             {
                 "name": "Ingress",
-                "num_replicas": pods.NUM_INGRESSES,
-                "ray_actor_options": _needs(pods.INGRESS_RESOURCE),
+                "num_replicas": NUM_INGRESSES,
+                "ray_actor_options": _needs(INGRESS_RESOURCE),
             },
         ],
     }
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": pods.HTTP_PORT},
+        "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
         "grpc_options": {
-            "port": pods.GRPC_PORT,
+            "port": GRPC_PORT,
             "enable_reflection": False,
             "grpc_servicer_functions": list(GRPC_FUNCTIONS),
         },
@@ -129,8 +320,8 @@ def _ray_service(overlay: Overlay) -> Document:
             "upscalingMode": "Default",
             "idleTimeoutSeconds": IDLE_TIMEOUT_S,
         }
-    cluster["headGroupSpec"] = pods.head_group(overlay.model)
-    cluster["workerGroupSpecs"] = [pods.ingress_group(overlay.model), *_actors(overlay)]
+    cluster["headGroupSpec"] = head_group(overlay.model)
+    cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
     spec = {
         # a second cluster next to this one would need as many GPUs again
         "upgradeStrategy": {"type": "None"},
@@ -149,11 +340,11 @@ def _ray_service(overlay: Overlay) -> Document:
 def _actors(overlay: Overlay) -> list[Document]:
     config = overlay.config
     groups = [
-        (pods.STAGE, "stages", len(overlay.plan.stages)),
-        (pods.EXPERT, "experts", config.expert_actors),
+        (STAGE, "stages", len(overlay.plan.stages)),
+        (EXPERT, "experts", config.expert_actors),
     ]
     return [
-        pods.worker_group(
+        worker_group(
             role,
             name,
             count * config.replicas,
@@ -182,14 +373,14 @@ def _kustomization(overlay: Overlay) -> Document:
     }
     if overlay.model is not None:
         document["patchesStrategicMerge"] = [MODEL_FILE]
-    return document | {"images": [{"name": pods.IMAGE, "newName": name, "newTag": tag}]}
+    return document | {"images": [{"name": IMAGE, "newName": name, "newTag": tag}]}
 
 
 def _disruption_budget(overlay: Overlay) -> Document:
     """Let nodes be drained one at a time, so that a pipeline waits for one stage only."""
     num_pods = (len(overlay.plan.stages) + overlay.config.expert_actors) * overlay.config.replicas
-    roles = [{"key": pods.ROLE_LABEL, "operator": "In", "values": [pods.STAGE, pods.EXPERT]}]
-    selector = {"matchLabels": {pods.APP_LABEL: NAME}, "matchExpressions": roles}
+    roles = [{"key": ROLE_LABEL, "operator": "In", "values": [STAGE, EXPERT]}]
+    selector = {"matchLabels": {APP_LABEL: NAME}, "matchExpressions": roles}
     spec = {"minAvailable": num_pods - 1, "selector": selector}
     return {
         "apiVersion": "policy/v1",

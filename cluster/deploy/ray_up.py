@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
-from tramontane.proto.byte_size import GIB
+from tramontane.proto.units import GIB
 
 MARK = "# Written by: "
 # in the home folder of every node, and of the head

@@ -35,7 +35,7 @@ from tramontane.cluster.http.errors import (
     json_error,
     not_found_handler,
 )
-from tramontane.cluster.http.failover_response import NodeAnnouncer
+from tramontane.cluster.http.failover import NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware

@@ -21,9 +21,8 @@ from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
-from tramontane.router.batch.files import FileRecord
+from tramontane.router.batch.files import PIECE, FileRecord
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.storage import PIECE
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.responses import Answer
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import OverloadedError, RequestError
+from tramontane.proto.units import format_bytes
 from tramontane.router.openai.body_bounds import run_off_loop
 
 T = TypeVar("T")

@@ -10,16 +10,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.common.load_meter import FULL_LOAD, Load
-from tramontane.cluster.http.error_shapes import error_shape, format_event
-from tramontane.cluster.http.errors import log_and_respond
-from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME
+from tramontane.cluster.http.errors import error_shape, format_event, log_and_respond
+from tramontane.cluster.http.failover import MESSAGE_UPDATES, SCOPE_RESUME
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.body_bounds import SMALL_BODY, run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion
-from tramontane.router.openai.chunks import Event
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.responses import encode_and_free, to_json
+from tramontane.router.openai.responses import Event, encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 FINGERPRINT_HEADER = "x-tramontane-fingerprint"

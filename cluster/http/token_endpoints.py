@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.errors import request_id, request_identity
-from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME
+from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
     ChunkStream,
     Pacer,
@@ -24,25 +24,24 @@ from tramontane.cluster.http.sse import (
 )
 from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.chat_apis.block_answer import BlockAnswer
+from tramontane.router.chat_apis.blocks import BlockAnswer
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import MessagesAnswers, count_tokens
 from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
-from tramontane.router.chat_apis.responses_events import ResponsesAnswers
+from tramontane.router.chat_apis.responses_answer import ResponsesAnswers
 from tramontane.router.chat_apis.responses_request import parse_responses
-from tramontane.router.fim.fim_completion import FimCompletion
-from tramontane.router.fim.fim_request import FimRequest, parse_fim
 from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.fim import FimCompletion, FimRequest, parse_fim
 from tramontane.router.openai.request_context import (
     TIMEOUT_HEADER,
+    RequestStats,
     RequestTokenSource,
     parse_timeout,
 )
-from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import CHOICES_DEPTH, encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name

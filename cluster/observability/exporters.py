@@ -5,9 +5,9 @@ metrics.
 from tramontane.cluster.observability import metrics as table
 from tramontane.cluster.observability.metrics import DeltaCounter, MetricFactory
 from tramontane.router.engine.health import HealthTracker
-from tramontane.router.engine.pipeline_stats import PipelineStats, SampleBuffer
 from tramontane.router.engine.router import Router
-from tramontane.router.openai.request_stats import RequestStats
+from tramontane.router.engine.stats import PipelineStats, SampleBuffer
+from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.scheduling.scheduler import Scheduler
 
 

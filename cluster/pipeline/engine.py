@@ -15,11 +15,11 @@ from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoad
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.draft_model import draft_model_spec
-from tramontane.cluster.pipeline.fingerprint import weights_name
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.pipeline.resources import check_placeable, read_resources
+from tramontane.cluster.pipeline.stage_chain import weights_name
 from tramontane.cluster.planning.gpu_placement import stage_speeds
 from tramontane.cluster.planning.hardware import (
     Hardware,
@@ -36,13 +36,12 @@ from tramontane.proto.model_folder import is_preset, resolve_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import DraftPort, StageChain
 from tramontane.proto.step import StepResult
-from tramontane.router.engine.draft_loop import run_with_drafts
-from tramontane.router.engine.router import Router
-from tramontane.router.engine.stage_usage import UsageMeter
-from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.engine.router import Router, run_with_drafts
+from tramontane.router.engine.stats import UsageMeter
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.step_profile import read_profile
 from tramontane.workers.weights.checkpoint import (
     Checkpoint,

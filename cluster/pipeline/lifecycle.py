@@ -1,18 +1,24 @@
 """Run, adopt and remove one pipeline: its supervisor, its stages and its lease."""
 
 import asyncio
+import hashlib
+import itertools
+import logging
+import random
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors.lease import driver_holder_name
+from tramontane.cluster.actors.lease import actor_holder_name, driver_holder_name
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.supervisor_client import (
@@ -21,9 +27,10 @@ from tramontane.cluster.actors.supervisor_client import (
     renew_lease,
     renew_lease_forever,
 )
-from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import list_dead_nodes, list_used_nodes, ray_error_message
+from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.resources import (
     describe_shortage,
@@ -32,7 +39,10 @@ from tramontane.cluster.pipeline.resources import (
     read_resources,
 )
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
+from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
+from tramontane.proto.units import backoff_delays
+from tramontane.workers.weights.checkpoint import Fingerprint
 
 Report = Callable[[str], None]
 EvictCallback = Callable[[], Awaitable[bool]]  # whether it has removed another pipeline
@@ -155,3 +165,212 @@ def shut_down_pipeline(name: str) -> None:
             ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
             time.sleep(0.02)
     remove_pipeline(name)
+
+
+# Adoption of an existing pipeline by a router, or creation of a new one.
+
+logger = logging.getLogger(__name__)
+
+RETRY_S, MAX_RETRY_S = 0.2, 2.0
+MAX_DOUBLINGS = 16
+NODES_POLL_S = 2.0  # while nodes may still join
+VERSION = "[0-9a-f]{8}"
+
+Driven = tuple[PipelineSpec, ObjectStoreStageChain]
+
+
+def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
+    """Return the prefix ``application-version`` of pipelines that may be adopted: of the same code,
+    model and settings.
+
+    A number follows it in their names.
+    """
+    parts = (version("tramontane"), config.model_dump(include=PIPELINE_KEYS), fingerprint)
+    return f"{application}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
+
+
+@asynccontextmanager
+async def adopt_or_create_pipeline(
+    prefix: str,
+    new_spec: Callable[[], PipelineSpec],
+    deployed_at: int = 0,
+    nodes_timeout_s: float = 0.0,
+    first_number: int = 0,
+) -> AsyncIterator[Driven]:
+    """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or
+    else a new one.
+
+    The cluster may have changed since a pipeline was created, or have no free resources to plan
+    with, so nothing is planned before it is clear that a new one is needed. If resources for it are
+    missing, pipelines that earlier deployments drive are removed. Nodes may still be joining: for
+    ``nodes_timeout_s`` a cluster that is too small for the plan is probed again. ``first_number``:
+    the number of the pipeline that is claimed first; where routers that start together have
+    different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline``
+    raise.
+    """
+    async with AsyncExitStack() as stack:
+        claims = _Claims(stack, actor_holder_name(deployed_at), first_number)
+        yield await claims.adopt_or_create(prefix, new_spec, time.monotonic() + nodes_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """Claims pipelines for the router ``holder``; the claimed one is driven until ``stack`` is
+    closed.
+    """
+
+    stack: AsyncExitStack
+    holder: str
+    first_number: int
+
+    async def adopt_or_create(
+        self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float
+    ) -> Driven:
+        delays = backoff_delays(RETRY_S, MAX_RETRY_S)
+        while True:
+            existing = await asyncio.to_thread(_pipelines, re.escape(prefix))
+            if (driven := await self._adopt(existing)) is not None:
+                return driven
+            try:
+                new = await asyncio.to_thread(new_spec)
+            except TooFewNodesError as error:
+                if (left_s := nodes_deadline - time.monotonic()) <= 0:
+                    raise
+                logger.info("waiting up to %.0f s more for nodes: %s", left_s, error)
+                await asyncio.sleep(NODES_POLL_S)
+                continue
+            if (
+                driven := await self._create(new, _new_names(prefix, existing, self.first_number))
+            ) is not None:
+                return driven
+            await asyncio.sleep(next(delays))
+
+    async def _adopt(self, names: list[str]) -> Driven | None:
+        """Drive one of these pipelines; None if all are driven, which is the normal case if another
+        one is needed.
+        """
+        for name in _rotate(names, self.first_number):
+            try:
+                return await self._claim(await _specification(name))
+            except LeaseError as error:
+                logger.log(logging.INFO if _is_driven(error) else logging.WARNING, "%s", error)
+        return None
+
+    async def _create(self, new: PipelineSpec, names: Iterator[str]) -> Driven | None:
+        """Drive a new pipeline with one of these names; None if an existing one is free now."""
+        for name in names:
+            try:
+                return await self._claim(replace(new, name=name))
+            except LeaseError as error:
+                # else another router was faster; its pipeline cannot be adopted either
+                if not _is_driven(error):
+                    break
+        return None
+
+    async def _claim(self, spec: PipelineSpec) -> Driven:
+        evict = _evict_older(spec.name, self.holder, self.first_number)
+        return spec, await self.stack.enter_async_context(
+            running_pipeline(spec, holder=self.holder, evict=evict)
+        )
+
+
+def _is_driven(error: LeaseError) -> bool:
+    """Return True if a claim was refused because another router drives the pipeline."""
+    return isinstance(error.__cause__, LeaseError)
+
+
+def _rotate(names: list[str], first_number: int) -> list[str]:
+    """Return the names from the one with this index on, then those before it: 4 of three names
+    starts with the second.
+    """
+    start = first_number % max(len(names), 1)
+    return names[start:] + names[:start]
+
+
+def _new_names(
+    prefix: str,
+    existing: Collection[str],
+    first_number: int,
+    randrange: Callable[[int], int] = random.randrange,
+) -> Iterator[str]:
+    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each
+    from a wider range.
+
+    With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was
+    yielded. So also routers with the same first number soon claim different names.
+    """
+    tried = set(existing)
+    for attempt in itertools.count():
+        number = first_number + randrange(2 ** min(attempt, MAX_DOUBLINGS))
+        while (name := f"{prefix}-{number}") in tried:
+            number += 1
+        tried.add(name)
+        yield name
+
+
+def _evict_older(own_name: str, holder: str, first_number: int) -> EvictCallback:
+    """Return a callback that removes one pipeline which an earlier deployment of the same
+    application drives.
+
+    It raises LeaseError if one of the same version has become free, as its router died: that one
+    can be adopted.
+    """
+    application = own_name.rsplit("-", 2)[0]
+
+    async def evict_one() -> bool:
+        names = await asyncio.to_thread(_pipelines, f"{re.escape(application)}-{VERSION}")
+        for name in _rotate(names, first_number):
+            if name == own_name or not await _try_claim(name, holder):
+                continue
+            if _version_of(name) == _version_of(own_name):
+                raise LeaseError(f"the pipeline {name} is free now, so {own_name} is not needed")
+            await asyncio.to_thread(shut_down_pipeline, name)
+            return True
+        return False
+
+    return evict_one
+
+
+def _version_of(name: str) -> str:
+    """Return the name without its number: ``app-0123abcd-2`` gives ``app-0123abcd``."""
+    return name.rpartition("-")[0]
+
+
+async def _try_claim(name: str, holder: str) -> bool:
+    """Claim a pipeline's lease and return True if that succeeds; its former router learns that when
+    it renews.
+    """
+    try:
+        supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
+        await call_or_restart(
+            supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder)
+        )
+    except (ValueError, RayError):
+        return False
+    return True
+
+
+def _pipelines(prefix: str) -> list[str]:
+    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular
+    expression. It blocks.
+    """
+    names = [
+        name.removesuffix(SUPERVISOR_SUFFIX)
+        for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")
+    ]
+    return sorted(names, key=lambda name: (_version_of(name), int(name.rpartition("-")[2])))
+
+
+async def _specification(name: str) -> PipelineSpec:
+    """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
+    gone.
+    """
+    try:
+        supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
+        call: Any = supervisor.specification.options(concurrency_group="lease").remote
+        spec: PipelineSpec = await call_or_restart(supervisor, call)
+    except (ValueError, RayError) as error:
+        raise LeaseError(
+            f"the pipeline {name} cannot be adopted: {ray_error_message(error)}"
+        ) from error
+    return spec

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError
 from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth, actor_names
-from tramontane.cluster.common.periodic import run_periodically
+from tramontane.cluster.common.ray_api import run_periodically
 from tramontane.proto.plan import ExpertActorPlan, PipelinePlan, StagePlan
 
 POLL_S, WATCH_POLL_S = 0.5, 1.0

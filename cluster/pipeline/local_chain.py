@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Self
 
 from tramontane.cluster.actors.worker_actor import READY
-from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
+from tramontane.cluster.pipeline.stage_chain import pipeline_fingerprint
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import PipelinePlan, StagePlan

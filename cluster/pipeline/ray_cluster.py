@@ -33,8 +33,7 @@ from tramontane.cluster.ray_internals.accessors import (
     resolve_cluster_address,
     stored_token_headers,
 )
-from tramontane.cluster.ray_internals.symbols import assert_supported
-from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS
+from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, assert_supported
 from tramontane.proto.errors import ConfigError, PipelineError
 
 CONNECT_TIMEOUT_S = 5.0

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, is_feasible
-from tramontane.proto.byte_size import GIB, format_bytes
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan, StagePlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.units import GIB, format_bytes
+from tramontane.proto.weight_format import Quantization
 
 LENGTHS = (1024, 8192, 32768)  # tokens
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tramontane.cluster.planning.planner import StageBudget
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertActorPlan, ExpertId, ExpertPlan
+from tramontane.proto.units import format_bytes
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.weights.tensor_specs import expert_tensors
 
 TOTAL_LOAD_WEIGHT = 8  # of an actor's load in all layers, relative to its load in one layer

@@ -13,8 +13,8 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.key import for_each_expert_actor
 from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError, by_node
 from tramontane.cluster.planning.planner import StageBudget
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.units import GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.ray_internals.accessors import kv_get, kv_put
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import PlanError
+from tramontane.proto.units import format_bytes
 from tramontane.workers.device.probe import (
     MAX_PANEL_ROWS,
     VisibleGpu,

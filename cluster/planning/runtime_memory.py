@@ -13,7 +13,8 @@ vocabulary.
 from dataclasses import dataclass
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 
 MIB = 2**20
 # of a process: CUDA's context, the code of kernels, and what torch keeps for itself

@@ -14,8 +14,7 @@ from tramontane.cluster.common.ray_api import avoid_head_node
 from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
 from tramontane.cluster.config.key import has_password
 from tramontane.cluster.pipeline.engine import model_fingerprint
-from tramontane.cluster.ray_internals.symbols import assert_supported
-from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
+from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS, assert_supported
 from tramontane.cluster.serving.autoscaling import router_scaling_options
 from tramontane.cluster.serving.batch_replica import BatchReplica
 from tramontane.cluster.serving.ingress import IngressReplica

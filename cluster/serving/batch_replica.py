@@ -17,12 +17,12 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
-from tramontane.cluster.common.periodic import start_periodic_thread
+from tramontane.cluster.common.ray_api import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
+from tramontane.cluster.serve_patches.proxy import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import (
@@ -36,16 +36,15 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
-from tramontane.router.batch.storage import JobStorage
-from tramontane.router.fim.fim_completion import FimCompletion
-from tramontane.router.fim.fim_request import FimRequest, parse_fim
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.fim import FimCompletion, FimRequest, parse_fim
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest

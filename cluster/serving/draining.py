@@ -10,7 +10,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from tramontane.cluster.common.deployments import clear_drained, mark_drained
+from tramontane.cluster.common.ray_api import clear_drained, mark_drained
 from tramontane.cluster.ray_internals.accessors import connect_handle
 from tramontane.cluster.serving.app import APPLICATION
 

@@ -12,24 +12,27 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
-from tramontane.cluster.common.deployments import is_drained, number_deployment
 from tramontane.cluster.common.load_meter import LoadMeter
-from tramontane.cluster.common.periodic import start_periodic_thread
+from tramontane.cluster.common.ray_api import is_drained, number_deployment, start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
-from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
+from tramontane.cluster.http.status_endpoints import (
+    ACTIVITY_OPERATIONS,
+    METRICS_OPERATIONS,
+    ActivityEndpoint,
+    MetricsEndpoint,
+)
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
-from tramontane.cluster.serve_patches.replica import (
+from tramontane.cluster.serve_patches.proxy import (
     bind_internal_port_to_node,
+    is_loopback,
     track_response_queues,
 )
 from tramontane.cluster.serving.batch_replica import batch_service
@@ -37,7 +40,7 @@ from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
-from tramontane.router.openai.request_stats import CountingTokenSource
+from tramontane.router.openai.request_context import CountingTokenSource
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 

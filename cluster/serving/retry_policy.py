@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
 from tramontane.proto import errors
-from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.request import SequenceRequest
+from tramontane.proto.units import backoff_delays
 
 # for a version that was announced, and for an old router if only that could continue a request
 NEW_VERSION_TIMEOUT_S = 120.0

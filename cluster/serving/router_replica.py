@@ -15,27 +15,29 @@ from ray import serve
 from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
-from tramontane.cluster.common.deployments import DeploymentWatch, number_deployment
 from tramontane.cluster.common.load_meter import LoadMeter
-from tramontane.cluster.common.periodic import start_periodic_thread
+from tramontane.cluster.common.ray_api import (
+    DeploymentWatch,
+    number_deployment,
+    start_periodic_thread,
+)
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import ExpertLoad, per_expert
 from tramontane.cluster.observability.exporters import PipelineMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.pipeline.adoption import Driven, adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.pipeline.engine import make_scheduler, pipeline_spec, validate_model
+from tramontane.cluster.pipeline.lifecycle import Driven, adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import probe_cluster
-from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
+from tramontane.cluster.serve_patches.proxy import bind_internal_port_to_node
 from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
-from tramontane.router.engine.draft_loop import run_with_drafts
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixDigest, make_digest
-from tramontane.router.engine.router import Router
+from tramontane.router.engine.router import Router, run_with_drafts
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
 RETRY_INTERVAL_S = 0.2

@@ -4,11 +4,14 @@ at the end.
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 from ray import serve
@@ -23,6 +26,12 @@ from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.common.signals import SignalCounter
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.ray_settings import (
+    CORE_DASHBOARD_TITLE,
+    CORE_DASHBOARD_UID,
+    GRAFANA,
+    PROMETHEUS,
+)
 from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
@@ -31,11 +40,10 @@ from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_
 from tramontane.cluster.planning.hardware import Hardware, check_ray_gpus, probe_local
 from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe_ingresses
 from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
-from tramontane.cluster.ray_internals.symbols import assert_supported
-from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS
-from tramontane.cluster.serve_patches.grpc_proxy import LOOPBACK
-from tramontane.cluster.serve_patches.replica import format_host
+from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS, assert_supported
+from tramontane.cluster.serve_patches.proxy import LOOPBACK, format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
+from tramontane.cluster.serving.batch_replica import HOME_FOLDER
 from tramontane.cluster.serving.draining import stop
 from tramontane.cluster.serving.preflight import (
     check_job_storage,
@@ -43,10 +51,105 @@ from tramontane.cluster.serving.preflight import (
     check_resources,
     check_running_serve,
 )
-from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages, token_file
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.plan import PipelinePlan
+
+# Ray's dashboard on the cluster that ``serve`` starts: its token, and whether it can show the
+# stages of the pipelines.
+
+TIMEOUT_S = 3.0
+PROMETHEUS_HOST, GRAFANA_HOST, UID = (
+    "RAY_PROMETHEUS_HOST",
+    "RAY_GRAFANA_HOST",
+    "RAY_GRAFANA_DEFAULT_DASHBOARD_UID",
+)
+
+
+def let_dashboard_show_stages() -> str:
+    """Have Ray's dashboard, which inherits this environment, embed our panels, or return why it
+    cannot.
+    """
+    prometheus, grafana = (
+        os.environ.get(PROMETHEUS_HOST, PROMETHEUS),
+        os.environ.get(GRAFANA_HOST, GRAFANA),
+    )
+    problem = _missing_panels(prometheus.rstrip("/"), grafana.rstrip("/"))
+    if not problem:
+        # an empty variable is as good as none
+        uid = os.environ[UID] = os.environ.get(UID) or CORE_DASHBOARD_UID
+        problem = (
+            "" if uid == CORE_DASHBOARD_UID else f"{UID} names another dashboard, {uid!r}; unset it"
+        )
+    return problem
+
+
+def _missing_panels(prometheus: str, grafana: str) -> str:
+    missing = []
+    if _get(f"{prometheus}/api/v1/query?query=vector(1)") is None:
+        missing.append(f"no Prometheus answers at {prometheus} ({PROMETHEUS_HOST})")
+    if _get(f"{grafana}/api/health") is None:
+        missing.append(f"no Grafana answers at {grafana} ({GRAFANA_HOST})")
+    else:
+        found = _get(f"{grafana}/api/dashboards/uid/{CORE_DASHBOARD_UID}")
+        if found is None:
+            missing.append(
+                f"Grafana at {grafana} has no dashboard with the UID {CORE_DASHBOARD_UID} for"
+                " anonymous users"
+            )
+        elif (title := _title(found)) != CORE_DASHBOARD_TITLE:
+            missing.append(
+                f"another dashboard of Grafana at {grafana} has the UID {CORE_DASHBOARD_UID}:"
+                f" {title!r}"
+            )
+    return "; ".join(missing)
+
+
+def _get(url: str) -> Any:  # JSON
+    """Return the JSON of an answer with status 200, or None."""
+    try:
+        response = httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
+        return response.json() if response.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+
+
+def _title(answer: Any) -> str:  # JSON
+    try:
+        return str(answer["dashboard"]["title"])
+    except (KeyError, TypeError):
+        return ""
+
+
+@contextmanager
+def token_file(port: int) -> Iterator[str]:
+    """Keep the token that Ray's dashboard asks for in a file of the user's while the block runs,
+    and yield where it is.
+
+    Yields nothing if the cluster asks for no token. ``port``: of HTTP, which no other server of
+    this machine has.
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if not token or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        yield ""
+        return
+    path = Path.home() / HOME_FOLDER / f"ray-token-{port}"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
+            file.write(token)
+    except OSError as error:
+        raise ConfigError(
+            f"--dashboard: the token for it cannot be written to {path}: {error.strerror}"
+        ) from error
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
 
 Report = Callable[[str], None]
 

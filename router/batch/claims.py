@@ -25,7 +25,16 @@ from sqlalchemy import (
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.change_watch import ChangeWatch
-from tramontane.router.batch.database import Database
+from tramontane.router.batch.database import (
+    DONE,
+    FAILED,
+    PENDING,
+    Database,
+    Scope,
+    files,
+    jobs,
+    lines,
+)
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import (
     OPEN_STATES,
@@ -34,7 +43,6 @@ from tramontane.router.batch.store import (
     error_text,
     read_results,
 )
-from tramontane.router.batch.tables import DONE, FAILED, PENDING, Scope, files, jobs, lines
 from tramontane.router.openai.errors import error_body
 
 LEASE_S = 15.0

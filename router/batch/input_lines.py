@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import from_json
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
+from tramontane.proto.units import format_bytes
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.errors import describe_json_error
 

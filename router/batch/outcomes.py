@@ -16,9 +16,8 @@ from typing import TypeVar
 from tramontane.proto.errors import JobStoreError
 from tramontane.router.batch.claims import Claim, JobClaimStore, Outcome
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.files import FileRecord
+from tramontane.router.batch.files import FileRecord, JobStorage, StorageFile
 from tramontane.router.batch.schema import result_line
-from tramontane.router.batch.storage import JobStorage, StorageFile
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, case, func, select
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import OverloadedError, QuotaExceededError
-from tramontane.router.batch.database import Database
+from tramontane.proto.units import format_bytes
+from tramontane.router.batch.database import Database, Scope, files, jobs
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.store import OPEN_STATES, SUBMITTING
-from tramontane.router.batch.tables import Scope, files, jobs
 
 RETRY_AFTER_S = 30  # jobs end all the time
 QUOTA_RETRY_AFTER_S = 3600  # what is stored stays until it is deleted or expires

@@ -19,16 +19,18 @@ from tramontane.proto.errors import (
     UnknownJobError,
 )
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
-from tramontane.router.batch.database import Database, JobThreadPool
-from tramontane.router.batch.files import FileRecord, FileStore, Purpose
-from tramontane.router.batch.ingest import JobIngest, digest_of_text, digest_of_url
+from tramontane.router.batch.database import KEYLESS, Database, JobThreadPool, Scope
+from tramontane.router.batch.files import FileRecord, FileStore, JobStorage, Purpose
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.quotas import RETRY_AFTER_S, TenantQuota
-from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.storage_threads import READ_TIMEOUT_S, StorageThreads
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
-from tramontane.router.batch.submissions import JobSubmissions
-from tramontane.router.batch.tables import KEYLESS, Scope
+from tramontane.router.batch.submissions import (
+    JobIngest,
+    JobSubmissions,
+    digest_of_text,
+    digest_of_url,
+)
 from tramontane.router.batch.urls import UrlReader
 
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow

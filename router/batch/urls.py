@@ -20,9 +20,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from tramontane.proto.errors import ConfigError, JobRefusedError, TramontaneError
-from tramontane.router.batch.storage import describe, open_filesystem, read_file, redact
+from tramontane.router.batch.database import KEYLESS
+from tramontane.router.batch.files import describe, open_filesystem, read_file, redact
 from tramontane.router.batch.storage_threads import Pieces, StorageThreads
-from tramontane.router.batch.tables import KEYLESS
 
 LOCAL_SCHEMES, HTTP_SCHEMES = ("file", "local"), ("http", "https")
 DEFAULT_PORTS = {"http": 80, "https": 443}

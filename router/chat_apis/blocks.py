@@ -9,14 +9,33 @@ Tokens that arrive together give the same blocks as the same tokens one by one, 
 continues an answer opens the next block where the first ingress would have.
 """
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from tramontane.proto.errors import ParameterError
+from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import TokenEvent
+from tramontane.router.chat_apis.conversation import Conversation
+from tramontane.router.openai.body_bounds import run_off_loop
+from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
-from tramontane.router.openai.resume_state import ChoiceState
+from tramontane.router.openai.responses import ChatChange, Event
+from tramontane.router.openai.resume_state import (
+    ChoiceState,
+    ChoiceUpdate,
+    ProgressCallback,
+    ResumeState,
+    no_progress,
+)
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.openai.tokenize import encode_chat
+from tramontane.router.structured.grammar import visible_tools
+from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.tool_parser import CallDelta
 
 Kind = Literal["thought", "text", "call"]
@@ -159,3 +178,174 @@ class Blocks:
         if self._is_open:
             steps.append(Step("close", self.all[-1], []))
         self._is_open = False
+
+
+# The common part of ``/v1/responses`` and ``/v1/messages``: a chat completion of one choice,
+# whose
+# answer is made of blocks.
+
+COPIES = 5  # of the text, which the last events of a stream repeat
+
+
+async def prepare_chat(
+    model: ServedModel,
+    template: ChatTemplate,
+    conversation: Conversation,
+    arrived_at: float,
+    state: ResumeState,
+) -> ChatCompletion:
+    """Return the chat completion for a request. Raises ParameterError that names the parameter of
+    the client's API.
+    """
+    try:
+        request = _request_for(template, conversation)
+        return await ChatCompletion.prepare(
+            model, template, request, arrived_at, state, PieceRecorder
+        )
+    except ParameterError as error:
+        raise _renamed(error, template, conversation) from error
+
+
+async def encode_conversation(
+    model: ServedModel, template: ChatTemplate, conversation: Conversation
+) -> tuple[int, ...]:
+    """Return the token ids of a conversation, as ``prepare_chat`` has them. Raises
+    ParameterError.
+    """
+    request = _request_for(template, conversation)
+    tools = visible_tools(request.tools, request.tool_choice)
+    try:
+        effort = request.reasoning_effort
+        return await encode_chat(
+            model, template, request.conversation(), tools, reasoning_effort=effort
+        )
+    except ParameterError as error:
+        raise _renamed(error, template, conversation) from error
+
+
+def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bool:
+    """Return whether the client wants no thoughts of a model that thinks."""
+    return conversation.refuses_thoughts and template.reasoning_format is not None
+
+
+def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequest:
+    """Return the chat as this model gets it: it is to think with the least effort if the client
+    wants no thoughts.
+    """
+    request = conversation.request
+    return (
+        request.model_copy(update={"reasoning_effort": "none"})
+        if _disables_thoughts(template, conversation)
+        else request
+    )
+
+
+def _renamed(
+    error: ParameterError, template: ChatTemplate, conversation: Conversation
+) -> ParameterError:
+    if error.parameter == "reasoning_effort" and _disables_thoughts(template, conversation):
+        return ParameterError(
+            "thinking: this model has no setting by which it would not think; leave thinking out",
+            "thinking",
+        )
+    return conversation.renamed(error)
+
+
+class BlockAnswer(ABC):
+    """An answer, whole or as a stream of events. ``echo_bytes``: of JSON of the request, which an
+    answer may repeat.
+    """
+
+    ending = b""  # of a stream
+    list_depth = 3  # of the list of parts of an item, in an answer
+
+    def __init__(self, chat: ChatCompletion, echo_bytes: int = 0) -> None:
+        [choice] = chat.choices
+        assert isinstance(choice, PieceRecorder)
+        self._chat, self._choice, self._echo_bytes = chat, choice, echo_bytes
+        self._blocks = Blocks()
+        # what the client has received; of a whole answer its proxy
+        self._blocks.push(choice.take_pieces())
+        self._has_opened = False
+
+    async def stream(self, source: TokenSource) -> AsyncGenerator[list[ChatChange], None]:
+        """Yield changes as ``Completion.stream`` does."""
+        async with aclosing(self._chat.stream(source)) as batches:
+            async for changes in batches:
+                yield changes
+
+    async def run(
+        self, source: TokenSource, report: ProgressCallback = no_progress
+    ) -> dict[str, Any]:
+        """Return the whole answer. See ``Completion.collect`` for ``report``."""
+        whole = await self._chat.run(source, report)
+        self._blocks.push(self._choice.take_pieces())
+        self._blocks.finish()
+        return await run_off_loop(
+            self.answer_bytes, lambda: self.whole(whole["choices"][0]["logprobs"])
+        )
+
+    def opening(self) -> list[Event]:
+        """Return the first events; none if the client has received them."""
+        self._has_opened = True
+        return [] if self._chat.has_begun else self.first_events()
+
+    def events(self, changes: Sequence[ChatChange]) -> list[Event]:
+        """Return the events of these changes, with the last changes also those that end the
+        stream.
+        """
+        steps = self._blocks.push(self._choice.take_pieces())
+        if self.is_finished:
+            steps += self._blocks.finish()
+        events = self.events_of(steps, changes[0]["logprobs"] if changes else None)
+        return [*events, *self.last_events()] if self.is_finished else events
+
+    @abstractmethod
+    def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the whole answer of all blocks."""
+
+    @abstractmethod
+    def first_events(self) -> list[Event]:
+        """Return the events before all blocks."""
+
+    @abstractmethod
+    def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
+        """Return the events of what happens to blocks."""
+
+    @abstractmethod
+    def last_events(self) -> list[Event]:
+        """Return the events after all blocks."""
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next event, where events are numbered."""
+        return 0
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the answer has ended."""
+        return self._chat.is_finished
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See ``Completion``."""
+        return self._chat.fingerprint
+
+    @property
+    def change_bytes(self) -> int:
+        """About how many bytes of JSON the next events are, without what the last tokens have
+        added.
+        """
+        num_bytes = self._chat.change_bytes + (0 if self._has_opened else self._echo_bytes)
+        return num_bytes + (
+            self._echo_bytes + COPIES * self._choice.num_chars if self.is_finished else 0
+        )
+
+    @property
+    def answer_bytes(self) -> int:
+        """About how many bytes of JSON the whole answer is."""
+        return self._chat.answer_bytes + self._echo_bytes + self._choice.num_chars
+
+    def take_updates(self) -> list[ChoiceUpdate]:
+        """Return what another ingress needs, as ``Completion.take_updates`` does."""
+        return self._chat.take_updates()

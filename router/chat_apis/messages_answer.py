@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tramontane.proto.request import FinishReason
-from tramontane.router.chat_apis.block_answer import BlockAnswer, encode_conversation, prepare_chat
-from tramontane.router.chat_apis.blocks import Block, Step
+from tramontane.router.chat_apis.blocks import (
+    Block,
+    BlockAnswer,
+    Step,
+    encode_conversation,
+    prepare_chat,
+)
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_blocks import check_input
-from tramontane.router.openai.chunks import Event
-from tramontane.router.openai.responses import Answer, to_json
+from tramontane.router.chat_apis.messages_request import check_input
+from tramontane.router.openai.responses import Answer, Event, to_json
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate

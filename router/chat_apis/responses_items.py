@@ -8,23 +8,25 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.chat_apis.conversation import ConversationBuilder, tool_call
-from tramontane.router.chat_apis.request_parts import (
+from tramontane.router.chat_apis.conversation import (
     Caller,
+    ConversationBuilder,
     ShortText,
     by_type,
     known_types,
     refused,
+    tool_call,
     typed,
 )
 from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.structured.request_model import (
+    MAX_PARTS,
     RequestModel,
+    TextParts,
     default_if_null,
     unsupported_except,
 )
-from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 
 TEXTS = TextParts(
     ("input_text", "output_text", "text"),

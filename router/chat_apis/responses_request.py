@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.request_parts import (
+from tramontane.router.chat_apis.conversation import (
     NO_SEED,
+    Conversation,
     Effort,
     RequestMetadata,
     ShortText,
@@ -25,12 +25,12 @@ from tramontane.router.chat_apis.request_parts import (
 )
 from tramontane.router.chat_apis.responses_items import InputItems, add_items
 from tramontane.router.openai.completion_request import Text, parse_body
-from tramontane.router.structured.answer_rules import JsonSchema
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
     NAME,
     Function,
     FunctionName,
+    JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
     Tool,

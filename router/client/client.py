@@ -24,8 +24,15 @@ from tramontane.proto.grpc_messages import parse_job, parse_line
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
 from tramontane.proto.jobs import Job, JobOptions, ResultLine
 from tramontane.router.client import messages
-from tramontane.router.client.connection import check_api_key, check_target
-from tramontane.router.client.messages import Chunk, ModelInfo, Prompt, RetryPolicy, Score
+from tramontane.router.client.messages import (
+    Chunk,
+    ModelInfo,
+    Prompt,
+    RetryPolicy,
+    Score,
+    check_api_key,
+    check_target,
+)
 
 # Ray Serve's gRPC proxy needs the application's name if there are several
 APPLICATION = "tramontane"

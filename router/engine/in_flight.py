@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.engine.pipeline_stats import PipelineStats
+from tramontane.router.engine.stats import PipelineStats
 
 SLOW_FACTOR = 4.0  # times the slowest recent micro-batch: one that is only slow is not given up
 SLOWEST_DECAY = 0.99  # of the slowest time, with each micro-batch that is completed

@@ -20,9 +20,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tramontane.proto.request import NUM_PRIORITIES, SequenceRequest
-from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
 from tramontane.router.scheduling.policy import BatchWork
-from tramontane.router.scheduling.prefix_cache import BlockHasher
+from tramontane.router.scheduling.prefix_cache import KEY_BYTES, BlockHasher, KeyChanges, split_keys
 from tramontane.router.scheduling.running_set import MIN_DECODES
 from tramontane.router.scheduling.scheduler import Scheduler
 

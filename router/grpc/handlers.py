@@ -16,8 +16,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tramontane.proto import inference_pb2
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import RequestError
+from tramontane.proto.units import format_bytes
 
 # Of a request that is one message. Parsing cannot be divided: 4 MiB with a number or an empty text
 # in each byte or two took 43 ms, in which no stream is written to. The prompt of the longest

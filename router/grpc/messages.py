@@ -11,8 +11,11 @@ from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_BIASES, MAX_STOP_TOKENS, FinishReason
 from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
-from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.request_fields import MAX_STOPS
+from tramontane.router.openai.completion_request import (
+    MAX_STOPS,
+    CompletionRequest,
+    parse_completion,
+)
 from tramontane.router.openai.served_model import ServedModel
 
 PROMPT_FIELDS = ("text", "token_ids")

@@ -11,21 +11,18 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceBuilder
-from tramontane.router.openai.chunks import (
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
+from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
+from tramontane.router.openai.responses import (
+    AnswerMessage,
+    ChatAnswer,
     ChatChange,
+    ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     CompletionChange,
     Delta,
-)
-from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
-from tramontane.router.openai.request_fields import SamplingFields
-from tramontane.router.openai.responses import (
-    AnswerMessage,
-    ChatAnswer,
-    ChatChoice,
     FunctionCall,
     ToolCall,
     Usage,
@@ -38,9 +35,8 @@ from tramontane.router.openai.resume_state import (
 )
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import encode_chat
-from tramontane.router.structured.grammar import build_grammar, visible_tools
+from tramontane.router.structured.grammar import ThoughtRules, build_grammar, visible_tools
 from tramontane.router.structured.guided import answer_constraint
-from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec
 from tramontane.router.tokenization.reasoning_parser import (

@@ -9,17 +9,16 @@ from pydantic_core import PydanticKnownError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import Text, check_text, parse_body
-from tramontane.router.openai.request_fields import SamplingFields
-from tramontane.router.structured.answer_rules import Constraint
-from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
+from tramontane.router.openai.completion_request import SamplingFields, Text, check_text, parse_body
+from tramontane.router.structured.grammar import MAX_TOOLS, Constraint, Tool, ToolChoice
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.request_model import (
+    MAX_PARTS,
     RequestModel,
+    TextParts,
     default_if_null,
     unsupported_except,
 )
-from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 from tramontane.router.tokenization.chat import (
     ChatMessage,
     ReasoningEffort,
@@ -27,7 +26,7 @@ from tramontane.router.tokenization.chat import (
     ToolCall,
     with_thoughts,
 )
-from tramontane.router.tokenization.template_variables import TemplateVariables
+from tramontane.router.tokenization.template_chat import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128

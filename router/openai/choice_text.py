@@ -9,7 +9,6 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
-from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
@@ -17,9 +16,9 @@ from tramontane.router.openai.logprobs import (
     completion_logprobs,
     merge_logprobs,
 )
+from tramontane.router.openai.responses import ChatChunk, CompletionChunk
 from tramontane.router.openai.resume_state import ChoiceState
-from tramontane.router.structured.answer_rules import Constraint
-from tramontane.router.structured.grammar import build_grammar
+from tramontane.router.structured.grammar import Constraint, build_grammar
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split

@@ -23,7 +23,6 @@ from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.choice_text import ChoiceBuilder, completion_grammar, make_detokenizer
-from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
@@ -31,7 +30,13 @@ from tramontane.router.openai.logprobs import (
     prompt_logprobs,
     prompt_tokens,
 )
-from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
+from tramontane.router.openai.responses import (
+    CompletionAnswer,
+    CompletionChange,
+    CompletionChoice,
+    Timings,
+    Usage,
+)
 from tramontane.router.openai.resume_state import (
     ChoiceUpdate,
     ProgressCallback,

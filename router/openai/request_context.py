@@ -2,13 +2,24 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
-from tramontane.proto.errors import DeadlineExceededError, ParameterError
+from tramontane.proto.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    OverloadedError,
+    ParameterError,
+    PipelineUnavailableError,
+    QueueFullError,
+)
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import Identity, RequestOutput, SequenceRequest
+from tramontane.proto.request import FinishReason, Identity, RequestOutput, SequenceRequest
+from tramontane.router.engine.stats import SampleBuffer
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
@@ -88,3 +99,114 @@ def parse_timeout(values: Sequence[str]) -> float:
             TIMEOUT_HEADER,
         )
     return seconds
+
+
+# Request counters of one ingress. They only grow, so that metrics can read them from any
+# thread.
+
+# Why a request was refused, by error. The first class that matches counts.
+REFUSALS = MappingProxyType(
+    {
+        QueueFullError: "full",
+        OverloadedError: "overloaded",
+        DrainingError: "draining",
+        PipelineUnavailableError: "not_running",
+    }
+)
+# Errors that count as a client that left; a missed deadline is one.
+CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
+
+
+class RequestStats:
+    """Counters of one ingress: finish reasons by choice, times by request."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.refused = dict.fromkeys(REFUSALS.values(), 0)
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.prompt_tokens = self.generation_tokens = 0
+        self.first_token_s, self.inter_token_s = SampleBuffer(), SampleBuffer()
+        self.whole_s, self.queue_s = SampleBuffer(), SampleBuffer()
+
+    def record_refusal(self, error: BaseException) -> bool:
+        """Count an error if it is a refusal; return whether it is one."""
+        reason = next(
+            (reason for kind, reason in REFUSALS.items() if isinstance(error, kind)), None
+        )
+        if reason is not None:
+            self.refused[reason] += 1
+        return reason is not None
+
+    @contextmanager
+    def track(
+        self,
+        arrived_at: float,
+        num_prompt: int,
+        choices: Sequence[ChoiceDetokenizer],
+        *,
+        has_begun: bool,
+    ) -> Iterator["RequestRecorder"]:
+        """Count one request while the context is open. ``has_begun``: another ingress has counted
+        its beginning.
+        """
+        recorder = RequestRecorder(self, arrived_at, num_prompt, has_begun)
+        # of unfinished choices; None if the request was refused
+        reason: FinishReason | None = FinishReason.ABORT
+        try:
+            yield recorder
+        except BaseException as error:
+            if not recorder.has_begun and self.record_refusal(error):
+                reason = None
+            elif not isinstance(error, CLIENT_GONE_ERRORS):
+                reason = FinishReason.ERROR
+            raise
+        finally:
+            for choice in choices:
+                if (finish := choice.finish or reason) is not None:
+                    self.finished[finish] += 1
+            if all(choice.finish for choice in choices):
+                self.whole_s.add(self.clock() - arrived_at)
+
+
+class RequestRecorder:
+    """Measures the times of one request."""
+
+    def __init__(
+        self, counts: RequestStats, arrived_at: float, num_prompt: int, has_begun: bool
+    ) -> None:
+        self._counts, self._arrived_at, self._num_prompt = counts, arrived_at, num_prompt
+        self.has_begun = has_begun
+        self._last_at: float | None = None
+
+    def observe(self, batch: RequestOutput) -> None:
+        """Count the tokens and the time of one batch."""
+        counts, now = self._counts, self._counts.clock()
+        counts.generation_tokens += len(batch.events)
+        if self._last_at is not None:
+            counts.inter_token_s.add(now - self._last_at)
+        elif not self.has_begun:
+            counts.prompt_tokens += self._num_prompt
+            counts.first_token_s.add(now - self._arrived_at)
+            counts.queue_s.add(batch.times.queue_s)
+        self._last_at, self.has_begun = now, True
+
+
+class CountingTokenSource:
+    """A ``TokenSource`` that counts refusals by ``check_capacity``. ``RequestStats.track`` counts
+    later ones.
+    """
+
+    def __init__(self, source: TokenSource, counts: RequestStats) -> None:
+        self._source, self._counts = source, counts
+
+    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+        """Call the source."""
+        return self._source.generate(specs)
+
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        """Call the source, and count a refusal."""
+        try:
+            self._source.check_capacity(num_sequences, owner)
+        except Exception as error:
+            self._counts.record_refusal(error)
+            raise

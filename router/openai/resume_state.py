@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tramontane.proto.request import FinishReason
-from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.logprobs import TokenWithLogprobs
+from tramontane.router.openai.responses import CompletionChange
 
 # What one message adds to a choice: its index, the new tokens, how it finished, and all tokens
 # whose log-probabilities wait for text that is held back. A plain tuple, because one is pickled for

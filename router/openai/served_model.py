@@ -10,10 +10,9 @@ from typing import Literal, TypeVar
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
 from tramontane.proto.request import validate_prompt
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.request_stats import RequestStats
+from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.responses import Answer
-from tramontane.router.tokenization.fim import encode_fim
-from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
+from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, encode_prompt
 
 T = TypeVar("T")
 

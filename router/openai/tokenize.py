@@ -9,8 +9,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
 from tramontane.router.openai.chat_request import Messages, Tools, check_continuation, conversation
-from tramontane.router.openai.completion_request import Text
-from tramontane.router.openai.request_fields import MAX_TOKEN_ID
+from tramontane.router.openai.completion_request import MAX_TOKEN_ID, Text
 from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
 from tramontane.router.structured.grammar import NO_TOOLS, Tool
@@ -22,7 +21,7 @@ from tramontane.router.tokenization.chat import (
     ReasoningEffort,
     message_texts,
 )
-from tramontane.router.tokenization.template_variables import TemplateVariables
+from tramontane.router.tokenization.template_chat import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent

@@ -17,8 +17,7 @@ from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
-from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
-from tramontane.router.speculation.ngram_drafter import NgramDrafter
+from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter, NgramDrafter
 from tramontane.router.speculation.speculation_state import Drafter, SpeculationState
 
 # for drafts, with each micro-batch: about a millisecond; long prompts take several

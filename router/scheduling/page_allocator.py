@@ -5,9 +5,12 @@ owns the numbers.
 from collections.abc import Iterable
 
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.router.scheduling.cached_key_log import CachedKeyLog
-from tramontane.router.scheduling.page_pool import PagePool
-from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
+from tramontane.router.scheduling.prefix_cache import (
+    CachedKeyLog,
+    PagePool,
+    first_page_seen,
+    reusable_blocks,
+)
 from tramontane.router.scheduling.sequence import Sequence
 
 UNBOUNDED = 2**62  # positions: a full ring suffices for any number

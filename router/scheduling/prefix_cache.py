@@ -12,9 +12,97 @@ P = 16, W = 40: the token at L = 96 sees positions 57 to 95, which are on the pa
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
 
 from tramontane.proto.plan import CachePlan
+
+# The log of cached prefixes: which keys of blocks became known and which were forgotten, for
+# those
+# who choose a pipeline.
+
+# of a key in a digest: of a million keys one in 18 million million others is taken for one of them
+KEY_BYTES = 8
+MAX_CHANGES = 2**15  # that are kept; who is further behind gets all keys
+# that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
+MAX_KEYS = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """The changes up to a version, by the first ``KEY_BYTES`` of each key.
+
+    ``is_whole``: ``added`` are all keys there are, or the latest ``MAX_KEYS``.
+    """
+
+    version: int
+    is_whole: bool
+    added: bytes
+    removed: bytes
+
+
+class CachedKeyLog:
+    """The keys that every pool has a page of. Of three pools two have key k: no change; once the
+    third has it, k is added.
+    """
+
+    def __init__(self, num_pools: int) -> None:
+        self._num_pools = num_pools
+        self._num_with: dict[bytes, int] = {}  # pools with a page of this key
+        # the key, and whether it is there now
+        self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)
+        self._version = 0
+
+    def add(self, key: bytes) -> None:
+        """Record that one more pool has a page of this key."""
+        self._num_with[key] = number = self._num_with.get(key, 0) + 1
+        if number == self._num_pools:
+            self._record(key, is_there=True)
+
+    def remove(self, key: bytes) -> None:
+        """Record that a pool has no page of this key any more."""
+        number = self._num_with.pop(key)
+        if number > 1:
+            self._num_with[key] = number - 1
+        if number == self._num_pools:
+            self._record(key, is_there=False)
+
+    def clear(self) -> None:
+        """Record that no pool knows any page."""
+        self._num_with.clear()
+        self._changes.clear()
+        self._version += 1
+
+    def since(self, version: int) -> KeyChanges:
+        """Return the changes after a version, each key once; all keys for a version that is too old
+        or none of this log's.
+        """
+        num_changes = self._version - version
+        if not 0 <= num_changes <= len(self._changes):
+            whole = (
+                key for key, number in reversed(self._num_with.items()) if number == self._num_pools
+            )
+            return KeyChanges(self._version, True, _join(list(islice(whole, MAX_KEYS))[::-1]), b"")
+        last = dict(list(self._changes)[len(self._changes) - num_changes :])
+        added = (key for key, is_there in last.items() if is_there)
+        removed = (key for key, is_there in last.items() if not is_there)
+        return KeyChanges(self._version, False, _join(added), _join(removed))
+
+    def _record(self, key: bytes, *, is_there: bool) -> None:
+        self._changes.append((key, is_there))
+        self._version += 1
+
+
+def split_keys(data: bytes) -> list[bytes]:
+    """Return the keys that ``KeyChanges`` has joined."""
+    return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+
+
+def _join(keys: Iterable[bytes]) -> bytes:
+    return b"".join([key[:KEY_BYTES] for key in keys])
+
 
 TOKEN_TYPE = "I"  # of 4 bytes without sign, which is made in half of the time of one with a sign
 
@@ -88,3 +176,109 @@ def _last_candidate(has_page: bytes, first: int, end: int) -> int:
     """
     gap = has_page.rfind(0, first, end)
     return end if gap < 0 else has_page.rfind(1, 0, gap) + 1
+
+
+# The pages of one window class: held by sequences, cached for prompts that begin alike, or
+# free.
+
+
+class PagePool:
+    """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
+
+    A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are
+    taken, the least recently used first, when none is free, so they never keep a page from a
+    sequence.
+    """
+
+    def __init__(self, num_pages: int, log: CachedKeyLog) -> None:
+        self.num_pages, self._log = num_pages, log
+        self._free = list(range(num_pages))[::-1]
+        self._num_holders = [0] * num_pages
+        # idle pages with a key, the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Idle pages whose contents are known."""
+        return len(self._cached)
+
+    def take(self) -> int:
+        """Return a page that had no holder. There must be one."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            key = self._key_of.pop(page)
+            del self._page_of[key]
+            self._log.remove(key)
+        self._num_holders[page] = 1
+        return page
+
+    def find(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Return the page with the contents of each key, None where there is none."""
+        return list(map(self._page_of.get, keys))
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a holder to each of these pages with keys."""
+        num_holders, cached = self._num_holders, self._cached
+        for page in pages:
+            if not num_holders[page]:
+                del cached[page]
+            num_holders[page] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Remove a holder of each page. Of those that become idle later ones are taken first:
+        earlier ones begin more prompts.
+        """
+        for page in reversed(pages):
+            self._num_holders[page] -= 1
+            if self._num_holders[page]:
+                continue
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def register(self, key: bytes, page: int) -> None:
+        """Make the contents of a held page known, unless another page has the same."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+            self._log.add(key)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget the pages with these contents; who holds them keeps them."""
+        for key in keys:
+            if (page := self._page_of.pop(key, None)) is None:
+                continue
+            del self._key_of[page]
+            self._log.remove(key)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
+    def forget_contents(self) -> None:
+        """Forget what all pages contain; the log is cleared for all pools together. No sequence
+        holds any.
+        """
+        self._free += self._cached
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Assert that each page has as many holders as it is among ``held``, and that the others
+        are free or cached.
+        """
+        holders = Counter(held)
+        assert list(map(holders.get, range(self.num_pages), repeat(0))) == self._num_holders
+        assert sorted([*self._free, *self._cached, *holders]) == list(range(self.num_pages))
+        assert dict(zip(self._page_of.values(), self._page_of, strict=True)) == self._key_of
+        assert self._key_of.keys().isdisjoint(self._free)
+        assert self._cached.keys() <= self._key_of.keys()

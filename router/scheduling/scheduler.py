@@ -9,12 +9,6 @@ from itertools import repeat
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
-from tramontane.router.scheduling.admission import (
-    SchedulerLimits,
-    is_full,
-    overload_reason,
-    validate_sequence,
-)
 from tramontane.router.scheduling.batch_queues import (
     DecodeQueue,
     DraftLimits,
@@ -35,7 +29,14 @@ from tramontane.router.scheduling.policy import (
 from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids
-from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
+from tramontane.router.scheduling.waiting_queue import (
+    SchedulerLimits,
+    WaitingQueue,
+    age_starved,
+    is_full,
+    overload_reason,
+    validate_sequence,
+)
 from tramontane.router.speculation.model_drafter import DraftQueue
 
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import (
     BatchBudget,
@@ -20,6 +19,7 @@ from tramontane.router.scheduling.policy import (
     SchedulerState,
 )
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096

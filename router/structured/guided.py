@@ -8,8 +8,12 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured.answer_rules import MAX_GRAMMAR_CHARS, Constraint, check_numbers
-from tramontane.router.structured.grammar import ResponseFormat
+from tramontane.router.structured.grammar import (
+    MAX_GRAMMAR_CHARS,
+    Constraint,
+    ResponseFormat,
+    check_numbers,
+)
 from tramontane.router.structured.request_model import RequestModel, check_depth, unsupported_except
 
 MAX_CHOICES = 1024

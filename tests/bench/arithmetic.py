@@ -30,11 +30,11 @@ from targets import conclude
 from torch.profiler import ProfilerActivity, profile
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.proto.units import GIB
 from tramontane.workers.stage.stage_worker import StageWorker
 
 CONTEXT, STEPS = 156, 8  # decode steps have contexts of 156 to 163 tokens

@@ -35,9 +35,9 @@ from targets import Target, at_most, conclude
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
-from tramontane.router.batch.storage import JobStorage
 
 MIB = 2**20
 CONCURRENCY = 256

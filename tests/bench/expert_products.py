@@ -27,8 +27,7 @@ from targets import conclude
 from torch import Tensor
 
 from tramontane.workers.device.probe import memory_bandwidth
-from tramontane.workers.model.expert_kernels import small_batch_kernel_works
-from tramontane.workers.model.grouped_gemm import StackedExperts
+from tramontane.workers.model.expert_kernels import StackedExperts, small_batch_kernel_works
 
 NUM_SAMPLES, ROUNDS = 16, 5
 Run = Callable[[], object]

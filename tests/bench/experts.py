@@ -42,7 +42,7 @@ from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.request import SamplingParams
-from tramontane.router.engine.stage_usage import UsageMeter
+from tramontane.router.engine.stats import UsageMeter
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.workers.experts.expert_link import (
     DirectExpertClient,

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import KvCacheDtype
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.units import GIB
 from tramontane.workers.attention.quantized_rows import FP8, PER_LARGEST, dequantize, quantize
 from tramontane.workers.stage.stage_worker import StageWorker
 

@@ -27,13 +27,12 @@ from tramontane.workers.attention.metadata import (
     build_attention_metadata,
 )
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
-from tramontane.workers.sampling.draft_verifier import SampledRows
-from tramontane.workers.sampling.token_sampler import SampledTokens
+from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
 from tramontane.workers.stage.cuda_graphs import padded_rows
 from tramontane.workers.stage.piecewise_graphs import MAX_TOKENS, piece_sizes
 from tramontane.workers.weights import loader, random_checkpoint
 from tramontane.workers.weights.random_checkpoint import random_pieces
-from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import TensorSpec
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, SMALL_HEADS, HEAD_DIM = (32, 8), (4, 1), 128  # of queries and of keys
@@ -152,9 +151,8 @@ def mask_checks(device: str, small: bool) -> Iterator[Check]:
 
     The worst kernel of this machine counts. It is a failure if there is none.
     """
+    from tramontane.workers.attention.cuda_prefill import VarlenPrefill, prefill_kernels
     from tramontane.workers.attention.triton_decode import VARIANTS, SplitKDecode
-    from tramontane.workers.attention.varlen_backend import VarlenPrefill
-    from tramontane.workers.attention.xformers_backend import prefill_kernels
 
     heads = SMALL_HEADS if small else HEADS
     decodes = {

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY
 from tramontane.workers.kernels.fused_ops import EAGER, compile_ops
-from tramontane.workers.model.expert_kernels import with_gpu_kernels
-from tramontane.workers.model.grouped_gemm import ProductBySize, StackedExperts
+from tramontane.workers.model.expert_kernels import ProductBySize, StackedExperts, with_gpu_kernels
 
 Attempt = Callable[[torch.device], object]  # returns what was found, which is reported
 BF16 = torch.bfloat16
@@ -58,7 +57,7 @@ def xformers_operators(_device: torch.device) -> object:
     from xformers.ops.fmha import cutlass, flash, flash3
 
     # it makes xformers accept its operators
-    from tramontane.workers.attention import xformers_backend  # noqa: F401
+    from tramontane.workers.attention import cuda_prefill  # noqa: F401
 
     return {
         operator.NAME: operator.is_available()
@@ -106,8 +105,8 @@ def quantized_kernels(device: torch.device) -> object:
 
 
 def row_products(device: torch.device) -> object:
-    from tramontane.proto.model_args import WeightFormat
-    from tramontane.workers.kernels.row_products import triton_products
+    from tramontane.proto.weight_format import WeightFormat
+    from tramontane.workers.kernels.row_invariance import triton_products
 
     return triton_products(device, WeightFormat("bfloat16", stored="bfloat16"))
 

@@ -19,7 +19,8 @@ from gpu_stage import (
     weight_bytes_read,
 )
 
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.device.probe import memory_bandwidth
 
 Clock = Callable[[], float]

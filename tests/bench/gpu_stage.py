@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan, kv_bytes_per_position
 from tramontane.proto.presets import preset
@@ -26,6 +26,7 @@ from tramontane.proto.step import (
     MicroBatch,
     StepResult,
 )
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.stage.activation import PendingOutcome

@@ -76,8 +76,8 @@ def decode(rows: Rows) -> None:
 
 def gemv(rows: Rows) -> None:
     """Time the products of Mistral 7B's layers with up to four tokens by block, and torch's."""
-    from tramontane.workers.kernels.triton_gemv import BLOCKS
-    from tramontane.workers.kernels.triton_gemv import gemv as product
+    from tramontane.workers.kernels.triton_linear import BLOCKS
+    from tramontane.workers.kernels.triton_linear import gemv as product
 
     for n, k in SHAPES:
         weights = [rows.random(n, k) * k**-0.5 for _ in range(max(OUT_OF_CACHE // (2 * n * k), 3))]

@@ -29,14 +29,13 @@ from rich.table import Table
 from safetensors import safe_open
 from torch import Tensor
 
-from tramontane.proto.model_args import Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_reader import ReadRows, open_reader, read_mapped_rows
-from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 # chunks as stored, reordered, and in float32; independent of the number of layers
 EXTRA_LIMIT = 512 * 2**20

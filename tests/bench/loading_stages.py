@@ -27,10 +27,11 @@ from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, read_model_args
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.units import GIB
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
 

@@ -35,7 +35,7 @@ from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_p
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
-from tramontane.router.engine.stage_usage import UsageMeter
+from tramontane.router.engine.stats import UsageMeter
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.tokenization.backends import SentencePieceTokenizer

@@ -54,10 +54,10 @@ from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams as Sampling
 from tramontane.proto.step import StepResult
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 TURNS, QUESTION, ANSWER = 8, 256, 256

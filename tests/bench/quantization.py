@@ -34,13 +34,14 @@ from torch.nn import functional as F
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS, preset, tiny_variant
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.units import GIB
+from tramontane.proto.weight_format import Quantization
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.kernels import quantized_linear
 from tramontane.workers.stage.stage_worker import StageWorker

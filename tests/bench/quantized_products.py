@@ -25,7 +25,7 @@ from targets import Target, at_most, conclude
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.kernels.quantized_linear import (
     FUSED_TOKENS,
     Product,

@@ -46,9 +46,9 @@ from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.weights.checkpoint import short_digest
 
 TITLES = {

@@ -24,10 +24,10 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.activity_log import ActivityLog
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 STAGES = (1, 2, 4, 8)
 WARM_UP = 200  # steps

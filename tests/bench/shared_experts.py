@@ -29,7 +29,7 @@ from targets import Target, conclude
 from torch import Tensor
 
 from tramontane.proto.step import StepResult
-from tramontane.router.engine.stage_usage import StageUsage
+from tramontane.router.engine.stats import StageUsage
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.transformer import OnChoices, StageModel

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from tramontane.proto.backoff import backoff_delays
+from tramontane.proto.units import backoff_delays
 
 
 def test_delays_double_up_to_a_bound_and_are_drawn_from_zero_on() -> None:

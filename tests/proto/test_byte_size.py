@@ -1,6 +1,6 @@
 import pytest
 
-from tramontane.proto.byte_size import format_bytes, format_bytes_flag
+from tramontane.proto.units import format_bytes, format_bytes_flag
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 from tramontane.proto.jobs import ResultLine
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import Answer, BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
-from tramontane.router.batch.storage import JobStorage
 
 LIMITS = JobLimits(max_line_bytes=2000, max_lines=5000, max_bytes=2**20, max_open_jobs=20)
 POLL_S = 0.005

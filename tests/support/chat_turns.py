@@ -15,9 +15,9 @@ from tramontane.proto.ports import StageChain, TokenSource
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 NUM_ADDED = 13  # tokens of a turn that are not from the one before
 WISHES = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.cluster.http.failover_response import MESSAGE_NODE, SCOPE_RESUME
+from tramontane.cluster.http.failover import MESSAGE_NODE, SCOPE_RESUME
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,

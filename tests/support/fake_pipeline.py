@@ -15,10 +15,10 @@ from tramontane.proto.step import (
     StageTiming,
     StepResult,
 )
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 EOS = 2
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from interpreted_checks import Check
 
-from tramontane.workers.kernels.triton_gemv import MAX_TOKENS, GemvBlock, gemv
+from tramontane.workers.kernels.triton_linear import MAX_TOKENS, GemvBlock, gemv
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative, by norms
 

@@ -18,10 +18,10 @@ from tramontane.proto.ports import StageChain
 from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
 from tramontane.proto.step import STEP_TIMEOUT_S, StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.stage_worker import StageWorker
 
 T = TypeVar("T")

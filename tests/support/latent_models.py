@@ -27,8 +27,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.weights.config_writer import to_mistral_params
 from tramontane.workers.weights.tensor_names import canonical_name, is_vision
-from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.pinned_memory import PinnedTransfer
+from tramontane.workers.device.cuda import PinnedTransfer
 from tramontane.workers.stage.cuda_graphs import Compute, Cut
 
 META = torch.device("meta")

@@ -13,12 +13,17 @@ import torch
 from interpreted_checks import Check
 from torch import Tensor
 
-from tramontane.workers.kernels import row_products, triton_linear
+from tramontane.workers.kernels import row_invariance, triton_linear
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8 as dense_quantize_rows_fp8
-from tramontane.workers.kernels.row_invariance import differing_row_count, find_group_dependence
-from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, equal_tiles
+from tramontane.workers.kernels.row_invariance import (
+    RowProducts,
+    TiledProducts,
+    differing_row_count,
+    equal_tiles,
+    find_group_dependence,
+)
 from tramontane.workers.kernels.row_tiles import FEW_ROWS, TILES
 from tramontane.workers.kernels.triton_fp8_linear import (
     FP8_TILES,
@@ -29,11 +34,11 @@ from tramontane.workers.kernels.triton_linear import (
     FEW_ROWS_TILES,
     MANY_ROWS_TILE,
     Tile,
+    quantize_rows_fp8,
     tiled_grouped_linear,
     tiled_linear,
 )
 from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
-from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
 from tramontane.workers.kernels.triton_silu import silu_and_mul
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,7 +160,7 @@ def check_tiles_of_other_bits(device: str) -> None:
 
     with (
         patch.object(triton_linear, "tiled_linear", changed),
-        patch.object(row_products.logger, "warning") as warning,
+        patch.object(row_invariance.logger, "warning") as warning,
     ):
         assert equal_tiles(torch.device(device), torch.bfloat16, torch.bfloat16) == tuple(kept)
     assert warning.call_args[0][2:] == ("64x32x256x4x3", "64x128x64x4x4")

@@ -31,9 +31,9 @@ from tramontane.router.engine.prefix_aware_routing import (
     make_digest,
 )
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4, reuses_prefixes=True)

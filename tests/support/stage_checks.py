@@ -16,7 +16,7 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import triton_attention, triton_latent
-from tramontane.workers.kernels import row_products, triton_linear
+from tramontane.workers.kernels import row_invariance, triton_linear
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.device_backend import row_wise_backend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -86,7 +86,7 @@ def check_refusal(device: str) -> None:
             f"the product of 1 of 67 tokens and {matrix} has other bits than among all of them",
         )
     with patch.object(
-        row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")
+        row_invariance, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")
     ):
         _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.2)")
 

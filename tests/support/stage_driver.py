@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import KvCacheDtype, PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.proto.weight_format import Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.model.transformer import StageModel

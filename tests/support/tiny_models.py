@@ -17,10 +17,10 @@ from tramontane.proto.model_args import (
     ModelArgs,
     MoeArgs,
     SparseArgs,
-    WeightFormat,
     YarnScaling,
 )
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.weight_format import WeightFormat
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.transformer import StageModel

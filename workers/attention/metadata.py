@@ -24,7 +24,7 @@ from tramontane.workers.attention.rolling_cache import (
     TokenRings,
     padded_width,
 )
-from tramontane.workers.device.pinned_memory import tensor_on, to_device
+from tramontane.workers.device.cuda import tensor_on, to_device
 
 
 @dataclass(frozen=True, slots=True)

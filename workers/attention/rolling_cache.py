@@ -35,7 +35,7 @@ from tramontane.workers.attention.quantized_rows import (
     put_numbers,
     quantize,
 )
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.cuda import tensor_on
 
 MIN_HUGE_BYTES = 2**26  # of a tensor that gets huge pages, of 2 MiB as a rule
 # per page table: narrower ones would not be faster, and each width has kernels of its own

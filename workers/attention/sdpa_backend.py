@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, causal_window_mask
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, page_table
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.cuda import tensor_on
 
 SHORT_KEYS = 256  # padding to so many keys does not matter
 MAX_BUCKET_KEYS = 2**15

@@ -31,7 +31,7 @@ from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.device.alignment import aligned
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.cuda import tensor_on
 
 ROWS = 64  # queries of a tile, at least; with 4 query heads for each key/value head 16 tokens
 KEYS = {2: 64, 4: 32}  # of a block, by the bytes of an element

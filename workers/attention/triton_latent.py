@@ -37,7 +37,7 @@ from tramontane.workers.attention.triton_decode import (
     combine,
 )
 from tramontane.workers.device.alignment import aligned
-from tramontane.workers.device.pinned_memory import to_device
+from tramontane.workers.device.cuda import to_device
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 # of a launch for single tokens: a GPU has about a hundred multiprocessors

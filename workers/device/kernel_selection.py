@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.events import DeviceEvent
+from tramontane.workers.device.cuda import DeviceEvent
 from tramontane.workers.device.kernel_choices import KeptChoice, KernelChoices
 from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
 

@@ -17,16 +17,17 @@ from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops, row_wise_ops
 from tramontane.workers.kernels.kernel_names import name_kernels
 from tramontane.workers.kernels.row_invariance import (
+    RowProducts,
     find_row_dependence,
+    set_row_products,
+    triton_products,
     triton_refusal,
     try_invariance,
 )
-from tramontane.workers.kernels.row_products import RowProducts, set_row_products, triton_products
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
-from tramontane.workers.weights.tensor_spec import ProgressCallback
-from tramontane.workers.weights.tensor_specs import expert_tensors
+from tramontane.workers.weights.tensor_specs import ProgressCallback, expert_tensors
 
 
 class ExpertCall(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tramontane.workers.kernels.linear import Linear, convert_into
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, packed_matmul
-from tramontane.workers.kernels.row_products import RowProducts
+from tramontane.workers.kernels.row_invariance import RowProducts
 
 
 class HeadProducts(nn.Module):

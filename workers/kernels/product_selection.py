@@ -72,8 +72,12 @@ def _select(
 def _candidates(num_tokens: int) -> dict[str, Product]:
     """Return Triton's kernels for so many tokens, by name; none where Triton is not installed."""
     try:
-        from tramontane.workers.kernels.triton_gemv import BLOCKS, gemv
-        from tramontane.workers.kernels.triton_linear import SMALL_BATCH_TILES, tiled_linear
+        from tramontane.workers.kernels.triton_linear import (
+            BLOCKS,
+            SMALL_BATCH_TILES,
+            gemv,
+            tiled_linear,
+        )
     except ImportError:
         return {}
     if num_tokens <= MAX_GEMV_TOKENS:

@@ -105,13 +105,13 @@ def _scaled(
 def _fused_fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     """Compute ``fp8_linear`` with one kernel instead of five for the activations."""
     # only torch for CUDA brings Triton
-    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
+    from tramontane.workers.kernels.triton_linear import quantize_rows_fp8
 
     return _scaled(*quantize_rows_fp8(x_TK, MAX_FP8), numbers_NK, scale_N, x_TK.dtype)
 
 
 def _fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    from tramontane.workers.kernels.triton_quant import quantized_gemv  # as above
+    from tramontane.workers.kernels.triton_linear import quantized_gemv  # as above
 
     return quantized_gemv(x_TK, numbers_NK, scale_N)
 

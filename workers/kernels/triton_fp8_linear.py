@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tramontane.workers.device.alignment import aligned
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
-from tramontane.workers.kernels.triton_linear import Tile, find_group, num_tiles
-from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
+from tramontane.workers.kernels.triton_linear import Tile, find_group, num_tiles, quantize_rows_fp8
 
 # One program of each fits into the 99 KiB of shared memory of a processor of Ada's, and two, but
 # for the last tile, into the 227 KiB of an H100's: 96 KiB of a matrix are under way then. Mixtral

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.device.pinned_memory import to_device, to_host
+from tramontane.workers.device.cuda import to_device, to_host
 from tramontane.workers.links.channel import (
     MAX_PENDING_SENDS,
     Address,

@@ -22,13 +22,13 @@ from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSel
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
-from tramontane.workers.kernels.row_products import RowProducts
-from tramontane.workers.model.expert_kernels import with_gpu_kernels
-from tramontane.workers.model.grouped_gemm import (
+from tramontane.workers.kernels.row_invariance import RowProducts
+from tramontane.workers.model.expert_kernels import (
     MAX_SMALL_BATCH_ROWS,
     ProductBySize,
     StackedExperts,
     as_stacked_view,
+    with_gpu_kernels,
 )
 from tramontane.workers.model.layers import FeedForward
 

@@ -1,7 +1,7 @@
 """The transformer: one stage's share of the model, or the whole model where there is one stage.
 
 ``StageModel.forward`` is the whole computation between embedding and head where experts are inside
-the stage. Where they are on actors of their own, ``workers/experts/remote_forward.py`` runs the
+the stage. Where they are on actors of their own, ``workers/experts/remote_experts.py`` runs the
 same layers.
 
 Shape letters: T tokens of a micro-batch in one packed row, D model width, k experts of each token,
@@ -18,7 +18,7 @@ from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSel
 from tramontane.workers.kernels.fused_ops import FusedOps
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
-from tramontane.workers.kernels.row_products import RowProducts, set_row_products
+from tramontane.workers.kernels.row_invariance import RowProducts, set_row_products
 from tramontane.workers.model.gate import sigmoid
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.latent_attention import LatentAttention

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.cuda import tensor_on
 from tramontane.workers.sampling.logprobs import MAX_LOGITS
 from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE
 

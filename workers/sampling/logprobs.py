@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, Logprobs
 from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.cuda import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_logsumexp
 
 MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinity is not JSON

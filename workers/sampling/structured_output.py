@@ -18,7 +18,7 @@ from torch import Tensor
 from tramontane.proto.errors import RequestError, UserError
 from tramontane.proto.request import FinishReason, request_fields
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.device.pinned_memory import tensor_on, to_device
+from tramontane.workers.device.cuda import tensor_on, to_device
 
 logger = logging.getLogger(__name__)
 

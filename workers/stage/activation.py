@@ -12,7 +12,7 @@ from torch import Tensor
 from tramontane.proto import wire
 from tramontane.proto.request import ExpertChoices
 from tramontane.proto.step import StageTiming, StepResult
-from tramontane.workers.device.pinned_memory import HostCopy, copy_to_host_async, to_device, to_host
+from tramontane.workers.device.cuda import HostCopy, copy_to_host_async, to_device, to_host
 
 HOST = torch.device("cpu")
 

@@ -22,12 +22,12 @@ from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.kernels.row_invariance import (
+    RowProducts,
     differing_row_count,
     find_group_dependence,
     find_row_dependence,
     try_invariance,
 )
-from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.rotary import MakeRotaryTables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.device_backend import DeviceBackend

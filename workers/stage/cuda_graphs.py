@@ -30,11 +30,11 @@ from tramontane.workers.attention.rolling_cache import (
     next_power_of_two,
     padded_width,
 )
-from tramontane.workers.device.pinned_memory import fill
+from tramontane.workers.device.cuda import fill
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.latest_tokens import LatestTokens
+from tramontane.workers.sampling.logits_processors import LatestTokens
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import StagePlan
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention.autotune import select_kernels, try_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.native_backend import native_kernels
-from tramontane.workers.device.events import DeviceEvent, RecordEvent
+from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.device.self_test import try_or_reason
 from tramontane.workers.kernels.fused_ops import (
@@ -26,8 +26,12 @@ from tramontane.workers.kernels.fused_ops import (
 )
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY
-from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
-from tramontane.workers.kernels.row_products import RowProducts, triton_products
+from tramontane.workers.kernels.row_invariance import (
+    RowProducts,
+    refusal,
+    triton_products,
+    triton_refusal,
+)
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import kernel_for
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture, PiecewiseCapture

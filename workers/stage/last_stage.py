@@ -13,14 +13,12 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, Logprobs
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.rolling_cache import SequenceTable
-from tramontane.workers.device.pinned_memory import copy_to_host_async
-from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
+from tramontane.workers.device.cuda import copy_to_host_async
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
-from tramontane.workers.sampling.latest_tokens import LatestTokens
-from tramontane.workers.sampling.logits_processors import LogitsProcessor
+from tramontane.workers.sampling.logits_processors import LatestTokens, LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker, Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
-from tramontane.workers.sampling.token_sampler import TokenSampler
+from tramontane.workers.sampling.token_sampler import DraftVerifier, SampledRows, TokenSampler
 
 
 class StepTokens(NamedTuple):

@@ -18,8 +18,11 @@ import torch
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.experts.remote_experts import PendingExpertCall, RemoteExperts
-from tramontane.workers.experts.remote_forward import StepCoroutine
+from tramontane.workers.experts.remote_experts import (
+    PendingExpertCall,
+    RemoteExperts,
+    StepCoroutine,
+)
 from tramontane.workers.stage.activation import Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output

@@ -18,16 +18,19 @@ from tramontane.workers.attention.metadata import AttentionMetadata, build_atten
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.device.compile_watch import report_compilations
+from tramontane.workers.device.cuda import to_device
 from tramontane.workers.device.numerics import Numerics
-from tramontane.workers.device.pinned_memory import to_device
 from tramontane.workers.device.probe import device_name
-from tramontane.workers.experts.remote_experts import RemoteExperts
-from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
+from tramontane.workers.experts.remote_experts import (
+    RemoteExperts,
+    StepCoroutine,
+    forward_with_remote_experts,
+)
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.latest_tokens import LatestTokens
+from tramontane.workers.sampling.logits_processors import LatestTokens
 from tramontane.workers.sampling.logprobs import Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
@@ -50,8 +53,7 @@ from tramontane.workers.stage.step_record import (
 )
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
-from tramontane.workers.weights.tensor_spec import ProgressCallback
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.device.events import DeviceEvent
+from tramontane.workers.device.cuda import DeviceEvent
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 

@@ -13,9 +13,8 @@ from tramontane.proto.request import ExpertChoices
 from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming
 from tramontane.workers.attention.rolling_cache import SequenceTable
-from tramontane.workers.device.events import DeviceEvent, RecordEvent
-from tramontane.workers.experts.remote_experts import PendingExpertCall
-from tramontane.workers.experts.remote_forward import StepCoroutine
+from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
+from tramontane.workers.experts.remote_experts import PendingExpertCall, StepCoroutine
 
 T = TypeVar("T")
 

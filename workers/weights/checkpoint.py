@@ -20,8 +20,9 @@ from tramontane.proto.foreign_folders import (
     SINGLE_NAMES,
     refuse_other_weights,
 )
-from tramontane.proto.model_args import ModelArgs, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, detect_layout
+from tramontane.proto.weight_format import WeightFormat
 from tramontane.workers.weights.safetensors_file import (
     FP8,
     STORED_TYPES,
@@ -36,13 +37,13 @@ from tramontane.workers.weights.tensor_names import (
     names_of,
     stack_scale_name,
 )
-from tramontane.workers.weights.tensor_spec import (
+from tramontane.workers.weights.tensor_specs import (
     ProgressCallback,
     TensorsOf,
     TensorSpec,
     largest_first,
+    stage_tensors,
 )
-from tramontane.workers.weights.tensor_specs import stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

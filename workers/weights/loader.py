@@ -11,16 +11,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from tramontane.proto.model_args import WeightFormat
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
 from tramontane.proto.plan import ExpertPlan, StagePlan
+from tramontane.proto.weight_format import WeightFormat
 from tramontane.workers.kernels.packed_linear import pack_linears
 from tramontane.workers.kernels.quantized_linear import warm_up_kernels
-from tramontane.workers.model.grouped_gemm import KERNEL_CAPABILITIES, KERNEL_STEP
+from tramontane.workers.model.expert_kernels import KERNEL_CAPABILITIES, KERNEL_STEP
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantize_linears
 from tramontane.workers.weights.random_checkpoint import random_state
-from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec
+from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec
 
 logger = logging.getLogger(__name__)
 

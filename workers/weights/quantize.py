@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import Quantization, WeightFormat
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.kernels.linear import row_blocks
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
-from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import TensorSpec
 
 NUMBER_DTYPES = {
     Quantization.INT8: torch.int8,

@@ -16,24 +16,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.foreign_folders import INDEX_SUFFIX, SINGLE_NAMES
-from tramontane.proto.model_args import ModelArgs, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
+from tramontane.proto.units import format_bytes
+from tramontane.proto.weight_format import WeightFormat
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_names import NAMES
-from tramontane.workers.weights.tensor_spec import (
+from tramontane.workers.weights.tensor_specs import (
     ProgressCallback,
     TensorsOf,
     TensorSpec,
     largest_first,
+    stage_tensors,
 )
-from tramontane.workers.weights.tensor_specs import stage_tensors
 
 PART_BYTES = 2**28  # of one file, which is in memory at a time
 EMBEDDINGS = {names.embedding for names in NAMES.values()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.workers.device.pinned_memory import PinnedTransfer
+from tramontane.workers.device.cuda import PinnedTransfer
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.safetensors_file import (
     FP8,
@@ -26,7 +26,7 @@ from tramontane.workers.weights.safetensors_file import (
     open_safetensors,
     read_header,
 )
-from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import TensorSpec
 
 DTYPES = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, FP8: torch.float8_e4m3fn}

@@ -26,8 +26,11 @@ from tramontane.cluster.actors.expert_actor import ExpertHealth
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint, weights_name
-from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.cluster.pipeline.stage_chain import (
+    ObjectStoreStageChain,
+    pipeline_fingerprint,
+    weights_name,
+)
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.proto.plan import ExpertId, Link
 from tramontane.workers.stage.stage_worker import StageWorker

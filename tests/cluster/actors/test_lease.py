@@ -44,8 +44,11 @@ from tramontane.cluster.actors.pipeline_spec import (
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import Supervisor, create_supervisor, remove_pipeline
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline
-from tramontane.cluster.pipeline.lifecycle import running_pipeline, shut_down_pipeline
+from tramontane.cluster.pipeline.lifecycle import (
+    adopt_or_create_pipeline,
+    running_pipeline,
+    shut_down_pipeline,
+)
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult

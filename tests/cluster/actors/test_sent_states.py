@@ -5,7 +5,7 @@ Ray.
 import numpy as np
 import pytest
 
-from tramontane.cluster.actors.sent_states import SERIALIZED_OVERHEAD, SentStates
+from tramontane.cluster.actors.stage_actor import SERIALIZED_OVERHEAD, SentStates
 
 LIMIT = 2**20
 HEADER = bytes(300)

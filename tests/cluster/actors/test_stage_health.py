@@ -15,9 +15,8 @@ import torch
 
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
-from tramontane.cluster.actors.sent_states import SentStates
-from tramontane.cluster.actors.stage_actor import StageActor
-from tramontane.cluster.actors.step_guard import FailureGuard
+from tramontane.cluster.actors.stage_actor import SentStates, StageActor
+from tramontane.cluster.actors.worker_actor import FailureGuard
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult

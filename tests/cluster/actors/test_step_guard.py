@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tramontane.cluster.actors.stage_actor import StageActor
-from tramontane.cluster.actors.step_guard import (
+from tramontane.cluster.actors.worker_actor import (
     MAX_ABANDONED,
     MAX_FAILURES,
     FailureGuard,

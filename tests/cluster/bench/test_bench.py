@@ -20,8 +20,13 @@ from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
 from tramontane.cluster.bench.report import BenchDisplay, as_data
-from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPlan
-from tramontane.cluster.bench.workload import Workload, arrivals
+from tramontane.cluster.bench.results import (
+    BenchResult,
+    FailureCount,
+    RoundPlan,
+    Workload,
+    arrivals,
+)
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.measurements import MeasuredLoad, parse_stage_times_option
 from tramontane.cluster.console import charts as pictures
@@ -30,9 +35,9 @@ from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.device.probe import device_name
 
 ARGS = tiny_args(n_layers=4, window=24, max_seq_len=128)

@@ -16,9 +16,10 @@ from tramontane.cluster.bench.results import (
     RequestTrace,
     Round,
     RoundPlan,
+    Workload,
+    arrivals,
     median_index,
 )
-from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.proto.errors import ConfigError
 
 # due at 10 and 11; the second one's last piece holds two tokens

@@ -33,8 +33,8 @@ from tramontane.cluster.console import batch_client
 from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConnectionLostError, PipelineError
+from tramontane.proto.units import format_bytes
 from tramontane.router.batch.input_lines import JobLimits
 
 

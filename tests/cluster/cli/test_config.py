@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from tramontane.cluster.cli.main import COMMANDS, app
 from tramontane.cluster.config.engine_config import SECRETS, EngineConfig
-from tramontane.cluster.console.secrets import FLAGS
+from tramontane.cluster.console.terminal import FLAGS
 from tramontane.proto.errors import ConfigError
 
 GIVEN = {

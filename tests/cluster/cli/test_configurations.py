@@ -23,8 +23,9 @@ from tramontane.cluster.cli.main import app
 from tramontane.cluster.serving import server
 from tramontane.llm import LLM
 from tramontane.proto.errors import CheckpointError, ConfigError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.model.rotary import rotary_frequencies
 
 # transformers multiplies the scores of Mistral's latent models by the square of YaRN's magnitude

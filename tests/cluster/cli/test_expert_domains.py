@@ -40,9 +40,9 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.model.transformer import StageModel
 

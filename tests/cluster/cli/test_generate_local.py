@@ -26,13 +26,12 @@ from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.console import prompts
 from tramontane.cluster.console.display import STRIP_CONTROL, Display
-from tramontane.cluster.console.token_colors import TokenColors
+from tramontane.cluster.console.run_summary import TokenColors
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.loader import require_tokenizer
-from tramontane.workers.sampling.draft_verifier import SampledRows
-from tramontane.workers.sampling.token_sampler import SampledTokens, TokenSampler
+from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens, TokenSampler
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 VOCAB = 300

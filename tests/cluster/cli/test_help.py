@@ -12,10 +12,10 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli.main import EXAMPLES, MAX_WIDTH
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.console.commands import PlainCommand
-from tramontane.cluster.console.examples import EXAMPLES, MAX_WIDTH
 from tramontane.cluster.console.options import given_keys
+from tramontane.cluster.console.terminal import PlainCommand
 
 MAX_UNTITLED = 6  # options without a title of their own, in a command with many
 MANY = 8

@@ -21,13 +21,13 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, resolve_model_args
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.units import GIB, format_bytes
+from tramontane.proto.weight_format import Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.experts.expert_worker import ExpertWorker

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tramontane.cluster.common import deployments
-from tramontane.cluster.common.deployments import (
+from tramontane.cluster.common import ray_api
+from tramontane.cluster.common.ray_api import (
     TTL_NS,
     DeploymentWatch,
     clear_drained,
@@ -31,12 +31,12 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if overwrite or key not in store:
             store[key] = value
 
-    monkeypatch.setattr(deployments, "kv_put", put)
-    monkeypatch.setattr(deployments, "kv_get", store.get)
-    monkeypatch.setattr(deployments, "kv_delete", lambda key: store.pop(key, None))
+    monkeypatch.setattr(ray_api, "kv_put", put)
+    monkeypatch.setattr(ray_api, "kv_get", store.get)
+    monkeypatch.setattr(ray_api, "kv_delete", lambda key: store.pop(key, None))
     time_ns = lambda: times.pop(0) if len(times) > 1 else times[0]  # noqa: E731
     monkeypatch.setattr(
-        deployments, "time", SimpleNamespace(time_ns=time_ns, monotonic_ns=lambda: MONOTONIC_NS[0])
+        ray_api, "time", SimpleNamespace(time_ns=time_ns, monotonic_ns=lambda: MONOTONIC_NS[0])
     )
     monkeypatch.setitem(MONOTONIC_NS, 0, 5)
     return times

@@ -25,14 +25,14 @@ from tramontane.cluster.config.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
 from tramontane.cluster.config.key import has_password
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.console.secrets import redact_arguments
 from tramontane.cluster.console.server_client import auth_headers, raise_if_unauthorized
+from tramontane.cluster.console.terminal import redact_arguments
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.request import Identity
-from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.urls import UrlReader
 
 KEY, OTHER = "sk-first-kept-secret", "sk-second-kept-secret"
@@ -461,7 +461,7 @@ def test_ray_gets_a_command_line_without_keys() -> None:
     hidden += ["--jobs-database", "***", "--jobs-storage=***"]
     assert redact_arguments(arguments) == hidden
     program = (
-        "import json, sys; from tramontane.cluster.console.secrets import hide_secrets_in_title\n"
+        "import json, sys; from tramontane.cluster.console.terminal import hide_secrets_in_title\n"
         "hide_secrets_in_title(sys.argv)\n"
         "from ray._private.utils import get_entrypoint_name\n"
         "print(json.dumps([get_entrypoint_name(), open('/proc/self/cmdline').read()]))"

@@ -18,7 +18,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
+from tramontane.cluster.console.terminal import TerminalInput, without_echo
 
 IFLAG, LFLAG, CC = 0, 3, 6
 

@@ -11,8 +11,8 @@ from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http import activity_endpoint
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
+from tramontane.cluster.http import status_endpoints
+from tramontane.cluster.http.status_endpoints import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
 
@@ -46,7 +46,7 @@ def test_all_pipelines_are_reported() -> None:
 
 
 def test_a_response_has_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_endpoint, "steady_time", lambda: 1005.5)
+    monkeypatch.setattr(status_endpoints, "steady_time", lambda: 1005.5)
     micro_batch = {"number": 1, "step": 0, "epoch": 5, "prefill_tokens": 8, "decodes": 0}
     second = {"number": 2, "step": 1, "epoch": 5, "prefill_tokens": 4, "decodes": 1}
     third = {"number": 3, "step": 2, "epoch": 5, "prefill_tokens": 0, "decodes": 2}

@@ -27,16 +27,16 @@ from tramontane.cluster.config.measurements import ExpertLoad, MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig, MoveExperts
 from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import DEFECT, ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.units import format_bytes
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 

@@ -23,9 +23,8 @@ from tokenizer_files import SENTENCEPIECE
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http import failover
-from tramontane.cluster.http import failover_response as whole_answers
-from tramontane.cluster.http.failover import FailoverMiddleware
-from tramontane.cluster.http.failover_response import LOST, NodeAnnouncer
+from tramontane.cluster.http import failover as whole_answers
+from tramontane.cluster.http.failover import LOST, FailoverMiddleware, NodeAnnouncer
 from tramontane.proto.errors import (
     OverloadedError,
     PipelineError,
@@ -36,9 +35,9 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 

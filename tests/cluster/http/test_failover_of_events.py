@@ -17,9 +17,8 @@ from thinking_models import Kind, thinking_model
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
-from tramontane.cluster.http import failover, failover_response
-from tramontane.cluster.http.failover import FailoverMiddleware
-from tramontane.cluster.http.failover_response import LOST, NodeAnnouncer
+from tramontane.cluster.http import failover
+from tramontane.cluster.http.failover import LOST, FailoverMiddleware, NodeAnnouncer
 from tramontane.proto.errors import PipelineError
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -210,7 +209,7 @@ def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_piec
 def test_a_whole_answer_of_blocks_continues_where_its_proxy_knows_it_to_be(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failover_response, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(failover, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         undisturbed, _, _ = await _ask(case, (), stream=False)

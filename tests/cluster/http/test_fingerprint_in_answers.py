@@ -20,9 +20,8 @@ from scripted_token_source import (
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
-from tramontane.cluster.http import failover, failover_response
-from tramontane.cluster.http.failover import FailoverMiddleware
-from tramontane.cluster.http.failover_response import NodeAnnouncer
+from tramontane.cluster.http import failover
+from tramontane.cluster.http.failover import FailoverMiddleware, NodeAnnouncer
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
@@ -157,7 +156,7 @@ def test_what_another_pipeline_continues_has_its_fingerprint(
     case: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(failover_response, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(failover, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         apps = [

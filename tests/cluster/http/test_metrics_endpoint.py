@@ -11,14 +11,14 @@ from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http import metrics_endpoint
-from tramontane.cluster.http.metrics_endpoint import (
+from tramontane.cluster.http import status_endpoints
+from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
+from tramontane.cluster.http.status_endpoints import (
     GAUGES,
     METRICS_OPERATIONS,
     MetricsEndpoint,
     render,
 )
-from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.router.engine.activity_log import PipelineActivity
 
 
@@ -102,7 +102,7 @@ def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(
             assert {answer.text for answer in answers} == {render(TWO, "tiny")}
             assert answers[0].headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert asked == [{}], "five clients are answered by one question"
-            monkeypatch.setattr(metrics_endpoint, "MAX_AGE_S", 0.0)
+            monkeypatch.setattr(status_endpoints, "MAX_AGE_S", 0.0)
             await client.get("/metrics")
             assert asked == [{}, {"a": 7, "b": 9}]
 

@@ -32,11 +32,15 @@ from starlette.routing import Route
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.measurements import ExpertLoad
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
-from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
+from tramontane.cluster.http.status_endpoints import (
+    ACTIVITY_OPERATIONS,
+    METRICS_OPERATIONS,
+    ActivityEndpoint,
+    MetricsEndpoint,
+)
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.chat_apis.messages_request import MessagesRequest

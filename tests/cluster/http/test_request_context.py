@@ -28,9 +28,9 @@ from tramontane.proto.errors import QueueFullError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 8, "ignore_eos": True}
 CHAT_BODY: dict[str, Any] = {

@@ -25,7 +25,7 @@ from tramontane.cluster.http.slow_clients import (
     num_buffered,
     with_backpressure,
 )
-from tramontane.cluster.serve_patches.replica import track_response_queues
+from tramontane.cluster.serve_patches.proxy import track_response_queues
 
 NUM_TOKENS = 100
 

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from scripted_token_source import SAID, ScriptedSource, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http.activity_endpoint import ActivityEndpoint
+from tramontane.cluster.http.status_endpoints import ActivityEndpoint
 from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.engine.activity_log import Activity

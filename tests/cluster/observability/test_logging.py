@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.actors.step_guard import log_failures
+from tramontane.cluster.actors.worker_actor import log_failures
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.request_middleware import AuthMiddleware
@@ -36,9 +36,9 @@ from tramontane.proto.request import (
 )
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 logger = logging.getLogger("tramontane.cluster.test")
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))

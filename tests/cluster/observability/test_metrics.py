@@ -26,10 +26,10 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.openai.request_stats import REFUSALS, RequestStats
-from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.openai.request_context import REFUSALS, RequestStats
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 
 class StandIn:

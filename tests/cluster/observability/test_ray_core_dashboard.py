@@ -29,11 +29,11 @@ from starlette.testclient import TestClient
 from tramontane.cluster.cli.monitoring import monitoring
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.ray_settings import CORE_DASHBOARD_UID
-from tramontane.cluster.deploy import ray_core_dashboard
-from tramontane.cluster.deploy.ray_core_dashboard import ROW, core_dashboard, merge_row
+from tramontane.cluster.deploy import monitoring_files
+from tramontane.cluster.deploy.monitoring_files import ROW, core_dashboard, merge_row
 from tramontane.cluster.observability.metrics import METRICS
 from tramontane.cluster.ray_internals.accessors import grafana_dashboards
-from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages, token_file
+from tramontane.cluster.serving.server import let_dashboard_show_stages, token_file
 from tramontane.proto.errors import ConfigError
 
 Dashboard = dict[str, Any]
@@ -353,5 +353,5 @@ def test_a_page_of_the_stub_names_what_grafana_has(written: Path) -> None:
     assert client.get("/d/rayDefaultDashboard/").status_code == 404
     assert (
         client.get(DASHBOARD_PATH).json()["dashboard"]["title"]
-        == ray_core_dashboard.CORE_DASHBOARD_TITLE
+        == monitoring_files.CORE_DASHBOARD_TITLE
     )

@@ -23,9 +23,9 @@ from serve_cluster import running_application
 
 from tramontane.cluster.cli.monitoring import monitoring
 from tramontane.cluster.config.ray_settings import CORE_DASHBOARD_UID, monitoring_settings
-from tramontane.cluster.deploy.ray_core_dashboard import ROW
+from tramontane.cluster.deploy.monitoring_files import ROW
 from tramontane.cluster.pipeline import ray_cluster
-from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages
+from tramontane.cluster.serving.server import let_dashboard_show_stages
 
 pytestmark = [
     pytest.mark.ray,

@@ -22,11 +22,11 @@ from tiny_models import tiny_args, tiny_plan
 from tramontane.cluster.actors import supervisor_client
 from tramontane.cluster.actors.lease import LeaseManager
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
-from tramontane.cluster.pipeline import adoption, lifecycle
+from tramontane.cluster.pipeline import lifecycle
 from tramontane.cluster.planning.hardware import TooFewNodesError
-from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.units import backoff_delays
 
 SPEC = PipelineSpec(
     "app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False
@@ -55,15 +55,15 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
         raise PlanError("a new one is wanted")
 
     async def look() -> None:
-        async with adoption.adopt_or_create_pipeline("app", new_spec):
+        async with lifecycle.adopt_or_create_pipeline("app", new_spec):
             raise AssertionError("there is none")
 
-    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
-    monkeypatch.setattr(adoption, "_pipelines", lambda _: [SPEC.name])
-    monkeypatch.setattr(adoption, "_specification", specification)
+    monkeypatch.setattr(lifecycle, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(lifecycle, "_pipelines", lambda _: [SPEC.name])
+    monkeypatch.setattr(lifecycle, "_specification", specification)
     monkeypatch.setattr(lifecycle, "create_supervisor", lambda _: None)
     monkeypatch.setattr(lifecycle, "call_or_restart", claim)
-    caplog.set_level(logging.INFO, adoption.__name__)
+    caplog.set_level(logging.INFO, lifecycle.__name__)
     with pytest.raises(PlanError, match="a new one is wanted"):
         asyncio.run(look())
     (record,) = caplog.records
@@ -88,16 +88,16 @@ def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
         now += seconds
 
     async def create() -> None:
-        async with adoption.adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=4.0):
+        async with lifecycle.adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=4.0):
             raise AssertionError("there is none")
 
-    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
-    monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
-    monkeypatch.setattr(adoption, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(lifecycle, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(lifecycle, "_pipelines", lambda _: [])
+    monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(
-        adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+        lifecycle, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
     )
-    caplog.set_level(logging.INFO, adoption.__name__)
+    caplog.set_level(logging.INFO, lifecycle.__name__)
     with pytest.raises(TooFewNodesError, match="and there are 2"):
         asyncio.run(create())
     assert probes == [0.0, 2.0, 4.0]
@@ -128,16 +128,16 @@ def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(
         sleeps.append(seconds)
 
     async def create() -> None:
-        async with adoption.adopt_or_create_pipeline("app", new_spec):
+        async with lifecycle.adopt_or_create_pipeline("app", new_spec):
             raise AssertionError("there is none")
 
-    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
-    monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
+    monkeypatch.setattr(lifecycle, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(lifecycle, "_pipelines", lambda _: [])
     monkeypatch.setattr(
-        adoption, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s)
+        lifecycle, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s)
     )
     monkeypatch.setattr(
-        adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+        lifecycle, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
     )
     monkeypatch.setattr(lifecycle, "create_supervisor", create_supervisor)
     monkeypatch.setattr(lifecycle, "call_or_restart", claim)
@@ -198,10 +198,10 @@ class _Cluster:
         self.rng, self.calls, self._holders = rng, Counter[str](), itertools.count()
         self.supervisors: dict[str, _Supervisor] = {}
         monkeypatch.setattr(
-            adoption, "actor_names", lambda _: self._count("listings", sorted(self.supervisors))
+            lifecycle, "actor_names", lambda _: self._count("listings", sorted(self.supervisors))
         )
         monkeypatch.setattr(
-            adoption, "actor_holder_name", lambda _: f"actor@0/{next(self._holders)}"
+            lifecycle, "actor_holder_name", lambda _: f"actor@0/{next(self._holders)}"
         )
         monkeypatch.setattr(
             ray, "get_actor", lambda name, _: self._count("lookups", self.supervisors[name])
@@ -228,7 +228,7 @@ async def _start_together(first_numbers: list[int]) -> list[str]:
 
     async def drive(first_number: int) -> None:
         async with AsyncExitStack() as stack:
-            adopted = adoption.adopt_or_create_pipeline(
+            adopted = lifecycle.adopt_or_create_pipeline(
                 "app", lambda: SPEC, first_number=first_number
             )
             spec, _ = await stack.enter_async_context(adopted)
@@ -281,17 +281,17 @@ def test_routers_with_the_same_number_soon_claim_different_pipelines(
 
 
 def test_names_of_new_pipelines_begin_with_the_own_number_and_spread() -> None:
-    names = adoption._new_names("app", ["app-5", "app-6"], 5, randrange=lambda stop: stop - 1)
+    names = lifecycle._new_names("app", ["app-5", "app-6"], 5, randrange=lambda stop: stop - 1)
     assert list(itertools.islice(names, 4)) == ["app-7", "app-8", "app-9", "app-12"]
 
 
 def test_existing_pipelines_are_tried_from_the_own_number_on() -> None:
-    assert adoption._rotate(["a", "b", "c"], 4) == ["b", "c", "a"]
-    assert adoption._rotate([], 4) == []
+    assert lifecycle._rotate(["a", "b", "c"], 4) == ["b", "c", "a"]
+    assert lifecycle._rotate([], 4) == []
 
 
 def test_pipelines_are_sorted_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        adoption, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)]
+        lifecycle, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)]
     )
-    assert adoption._pipelines("app") == ["app-0", "app-1", "app-2", "app-10"]
+    assert lifecycle._pipelines("app") == ["app-0", "app-1", "app-2", "app-10"]

@@ -28,11 +28,10 @@ from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
-from tramontane.router.engine.draft_loop import run_with_drafts
-from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.engine.router import Router, run_with_drafts
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = [

@@ -22,13 +22,13 @@ from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline import load_progress as loading
-from tramontane.cluster.pipeline.adoption import pipeline_prefix
 from tramontane.cluster.pipeline.engine import (
     model_fingerprint,
     open_engine,
     pipeline_spec,
     validate_model,
 )
+from tramontane.cluster.pipeline.lifecycle import pipeline_prefix
 from tramontane.cluster.pipeline.load_progress import LoadProgress, LossReporter, load_progress
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.planning.hardware import Hardware

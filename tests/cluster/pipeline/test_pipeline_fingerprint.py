@@ -17,14 +17,17 @@ from ray.exceptions import ActorUnavailableError
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.pipeline import fingerprint as fingerprints
-from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint, weights_name
+from tramontane.cluster.pipeline import stage_chain as fingerprints
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
-from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.cluster.pipeline.stage_chain import (
+    ObjectStoreStageChain,
+    pipeline_fingerprint,
+    weights_name,
+)
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.stage.stage_worker import StageWorker

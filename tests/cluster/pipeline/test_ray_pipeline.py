@@ -321,7 +321,7 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(pipeline: Runn
     """
 
     def break_down(actor: Any) -> None:
-        from tramontane.cluster.actors import step_guard as own_failures
+        from tramontane.cluster.actors import worker_actor as own_failures
 
         def fails(*_: object) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -18,7 +18,7 @@ from reference import assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.actors.sent_states import SERIALIZED_OVERHEAD, SentStates, inline_limit
+from tramontane.cluster.actors.stage_actor import SERIALIZED_OVERHEAD, SentStates, inline_limit
 from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS
 from tramontane.proto import wire
 from tramontane.proto.plan import Link

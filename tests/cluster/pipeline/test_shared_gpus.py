@@ -29,8 +29,8 @@ from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_sp
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_resources
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
+from tramontane.proto.units import GIB
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

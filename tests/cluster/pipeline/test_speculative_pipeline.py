@@ -28,9 +28,9 @@ from tramontane.proto.plan import Link, PipelinePlan, SpeculativeConfig
 from tramontane.proto.request import FinishReason, RequestOutput, SamplingParams, SequenceRequest
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
 

@@ -24,8 +24,8 @@ from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.hardware import Hardware, probe_cluster
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
+from tramontane.proto.units import GIB
 from tramontane.workers.device.probe import VisibleGpu
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]

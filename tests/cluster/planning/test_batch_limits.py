@@ -12,10 +12,10 @@ from tramontane.cluster.planning.capacity import max_length_in_slots, plan_as_da
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan
 from tramontane.cluster.planning.runtime_memory import config_runtime
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.units import GIB
 
 MISTRAL, H100 = PRESETS["mistral-7b-v0.3"], "NVIDIA H100 80GB HBM3"
 

@@ -8,10 +8,9 @@ from tiny_models import GIB, random_model, tiny_args, tiny_plan, write_checkpoin
 
 from tramontane.cluster.actors.pipeline_spec import DraftModelSpec, PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.draft_model import validate_draft_model
+from tramontane.cluster.pipeline import draft_model
+from tramontane.cluster.pipeline.draft_model import plan_draft_model, validate_draft_model
 from tramontane.cluster.pipeline.engine import pipeline_spec
-from tramontane.cluster.planning import draft_plan
-from tramontane.cluster.planning.draft_plan import plan_draft_model
 from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.planning.planner import PlanRequest, make_plan
@@ -126,7 +125,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         recorded.append(request)
         return make_plan(args, request)
 
-    monkeypatch.setattr(draft_plan, "make_plan", record)
+    monkeypatch.setattr(draft_model, "make_plan", record)
     return recorded
 
 
@@ -184,7 +183,7 @@ def test_the_class_with_the_fewest_pages_decides_about_its_sequences(
         replace(second, num_pages=second.ring_pages * 3 + 1),
     )
     short = replace(planned.stages[0], cache=replace(planned.stages[0].cache, classes=classes))
-    monkeypatch.setattr(draft_plan, "make_plan", lambda *_: replace(planned, stages=(short,)))
+    monkeypatch.setattr(draft_model, "make_plan", lambda *_: replace(planned, stages=(short,)))
     for of_target, expected in ((5, 3), (2, 2)):
         target = tiny_plan(ARGS, 2, max_num_seqs=of_target)
         stage = plan_draft_model(_config(Path("x"), "y"), SMALL, target, Hardware((8,), (8 * GIB,)))

@@ -19,9 +19,10 @@ from tramontane.cluster.planning.expert_planner import (
 )
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.weights.tensor_specs import expert_tensors, stage_tensors
 
 MIXTRAL_8X22B = PRESETS["mixtral-8x22b"]

@@ -27,9 +27,9 @@ from tramontane.cluster.planning.gpu_placement import (
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan
 from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget, layer_costs
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.plan import kv_bytes_per_position, ring_pages
+from tramontane.proto.units import GIB
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 A = [Gpu("A100", 80 * GIB, "a", index, speed=2) for index in range(2)]

@@ -14,8 +14,8 @@ from tramontane.cluster.pipeline import engine
 from tramontane.cluster.planning import hardware
 from tramontane.cluster.planning.hardware import Gpu, Hardware, check_ray_gpus, probe_local
 from tramontane.cluster.serving import server
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
+from tramontane.proto.units import GIB
 from tramontane.workers.device.probe import VisibleGpu
 
 SHOWN = [VisibleGpu("H100", 80 * GIB), VisibleGpu("L4", 24 * GIB)]

@@ -11,8 +11,8 @@ from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.serving.app import application
 from tramontane.cluster.serving.server import _with_choices
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.units import GIB
 
 GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB)
 

@@ -12,8 +12,14 @@ from tiny_models import tiny_args
 
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.planning.capacity import relative_times
-from tramontane.cluster.planning.layer_split import is_splittable, split_layers
-from tramontane.cluster.planning.planner import PlanRequest, StageBudget, layer_costs, make_plan
+from tramontane.cluster.planning.planner import (
+    PlanRequest,
+    StageBudget,
+    is_splittable,
+    layer_costs,
+    make_plan,
+    split_layers,
+)
 from tramontane.proto.errors import ConfigError, PlanError
 
 repeatable = settings(derandomize=True, deadline=None)

@@ -28,7 +28,6 @@ from tramontane.cluster.planning import planner
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
-from tramontane.cluster.planning.layer_split import split_layers
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.planning.planner import (
     MEMORY_SHARE,
@@ -37,13 +36,15 @@ from tramontane.cluster.planning.planner import (
     is_feasible,
     layer_costs,
     make_plan,
+    split_layers,
 )
-from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.units import format_bytes
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
@@ -51,8 +52,7 @@ from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import quantize_linears
-from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import layer_tensors, stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, layer_tensors, stage_tensors
 
 repeatable = settings(derandomize=True, deadline=None)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.planning.draft_plan import plan_draft_model
+from tramontane.cluster.pipeline.draft_model import plan_draft_model
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget
@@ -41,12 +41,13 @@ from tramontane.cluster.planning.runtime_memory import (
     piece_sizes,
     widest_activations,
 )
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.presets import PRESETS
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
+from tramontane.proto.units import GIB
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.kernels import linear
 from tramontane.workers.model.rotary import rotary_tables

@@ -10,8 +10,7 @@ import pytest
 from ray.serve import context as serve_context
 from starlette.types import Message, Receive, Scope, Send
 
-from tramontane.cluster.serve_patches.grpc_proxy import cancel_on_disconnect
-from tramontane.cluster.serve_patches.proxy import CancelAbandonedCalls
+from tramontane.cluster.serve_patches.proxy import CancelAbandonedCalls, cancel_on_disconnect
 
 SCOPE: Scope = {"type": "http"}
 

@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from tramontane.cluster.serve_patches.grpc_proxy import LIST_APPLICATIONS, wrap_handler_factory
+from tramontane.cluster.serve_patches.proxy import LIST_APPLICATIONS, wrap_handler_factory
 
 STREAMS = (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
 

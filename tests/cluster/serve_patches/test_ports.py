@@ -13,12 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from tramontane.cluster.common import ports
-from tramontane.cluster.common.ports import describe_listener
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
+from tramontane.cluster.serve_patches.proxy import is_loopback
+from tramontane.cluster.serving import preflight
 from tramontane.cluster.serving import preflight as serve_checks
-from tramontane.cluster.serving.preflight import check_ports
+from tramontane.cluster.serving.preflight import check_ports, describe_listener
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError
 
@@ -133,7 +132,7 @@ def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
     listens = SimpleNamespace(status="LISTEN", laddr=("127.0.0.1", 8000), pid=pid)
     seen = {"net_connections": lambda _kind: [listens], "Process": lambda _pid: processes[0]}
     monkeypatch.setattr(
-        ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
+        preflight, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
     )
     assert serve_checks._may_be_released("127.0.0.1", 8000) is is_waited_for
 
@@ -242,7 +241,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "", root: object = OURS
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(
-        ports,
+        preflight,
         "httpx",
         SimpleNamespace(
             **{name: getattr(httpx, name) for name in ("HTTPError", "InvalidURL")}, Client=client
@@ -254,7 +253,7 @@ def test_a_server_of_ours_is_named_with_its_version_and_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _answers(monkeypatch)
-    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
+    monkeypatch.setattr(preflight, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane 0.9.1, which serves tiny"
     assert describe_listener("::", 8000) == "Tramontane 0.9.1, which serves tiny"
 
@@ -263,7 +262,7 @@ def test_a_server_that_asks_for_a_key_is_named_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _answers(monkeypatch, key="k")
-    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
+    monkeypatch.setattr(preflight, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane, which asks for an API key"
 
 
@@ -272,7 +271,7 @@ def test_another_server_with_a_version_and_models_is_not_ours(
     monkeypatch: pytest.MonkeyPatch, root: object
 ) -> None:
     _answers(monkeypatch, root=root)
-    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
+    monkeypatch.setattr(preflight, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "another process, which cannot be seen from here"
 
 
@@ -303,7 +302,7 @@ def test_an_answer_without_an_end_is_not_waited_for(
     """Such as music, or a header that never ends. The client itself bounds only the time between
     two of its parts.
     """
-    monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(preflight, "ANSWER_TIMEOUT_S", 0.05)
     is_over = Event()
     with socket.create_server(("127.0.0.1", 0)) as held:
 
@@ -322,15 +321,15 @@ def test_an_answer_without_an_end_is_not_waited_for(
 
 
 def test_an_answer_that_is_too_long_is_no_server_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = dict.fromkeys((*ports.ROOT_KEYS, "filler"), "x" * (ports.MAX_ANSWER_BYTES // 4))
+    long = dict.fromkeys((*preflight.ROOT_KEYS, "filler"), "x" * (preflight.MAX_ANSWER_BYTES // 4))
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=long))
     monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=transport))
     assert "Tramontane" not in describe_listener("127.0.0.1", 1)
 
 
 def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
+    monkeypatch.setattr(preflight, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(preflight, "find_listener", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as held:
         assert (
             describe_listener("127.0.0.1", held.getsockname()[1])
@@ -353,8 +352,8 @@ def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_comman
         for pid, line in (*lines, (1, "tini tramontane serve"))
     ]
     processes[0].parents = lambda: processes[1:]
-    monkeypatch.setattr(ports, "find_listener", lambda *_: processes[0])
-    monkeypatch.setattr(ports, "_describe_server", lambda _host, _port: "")
+    monkeypatch.setattr(preflight, "find_listener", lambda *_: processes[0])
+    monkeypatch.setattr(preflight, "_describe_server", lambda _host, _port: "")
     assert describe_listener("127.0.0.1", 9000) == "process 5, tramontane serve"
     processes[3].cmdline = "bash".split
     assert describe_listener("127.0.0.1", 9000) == "process 10, tramontane serve"
@@ -408,18 +407,18 @@ def test_what_listens_at_another_address_does_not_hold_a_port(
     ]
     seen = {"net_connections": lambda _kind: [*others, *listening], "Process": lambda pid: pid}
     monkeypatch.setattr(
-        ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
+        preflight, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen)
     )
-    assert ports.find_listener(host, 8000) == TWO_LISTENERS[ours]
+    assert preflight.find_listener(host, 8000) == TWO_LISTENERS[ours]
 
 
 def test_a_listener_of_this_machine_is_found_at_its_address_alone() -> None:
     with socket.create_server(("127.0.0.2", 0)) as held:
         port = held.getsockname()[1]
-        assert ports.find_listener("127.0.0.1", port) is None
+        assert preflight.find_listener("127.0.0.1", port) is None
         assert (
-            ports.find_listener("127.0.0.2", port)
-            == ports.find_listener("0.0.0.0", port)
+            preflight.find_listener("127.0.0.2", port)
+            == preflight.find_listener("0.0.0.0", port)
             == psutil.Process()
         )
 
@@ -437,7 +436,7 @@ def test_a_port_in_use_is_refused_before_the_checkpoint_is_read(
             jobs_database=f"sqlite:///{tmp_path}/jobs.db",
         )
         monkeypatch.setattr(serve_checks, "_may_be_released", lambda *_: False)
-        monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(preflight, "ANSWER_TIMEOUT_S", 0.05)
         with pytest.raises(
             ConfigError,
             match=(

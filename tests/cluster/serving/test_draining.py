@@ -16,7 +16,7 @@ from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_fo
 from simulated_routers import Handle, Replica, harness, request_tokens, stuck
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.common import deployments
+from tramontane.cluster.common import ray_api
 from tramontane.cluster.common.signals import SIGNALS, SignalCounter
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
@@ -222,16 +222,16 @@ def test_a_drained_deployment_stays_so_and_a_later_one_is_not(
 ) -> None:
     """Also for an ingress that starts again when nothing drains it any more."""
     kept: dict[str, bytes] = {}
-    monkeypatch.setattr(deployments, "kv_put", kept.__setitem__)
-    monkeypatch.setattr(deployments, "kv_get", kept.get)
-    monkeypatch.setattr(deployments, "kv_delete", kept.pop)
-    assert not deployments.is_drained("app", 7)
-    deployments.mark_drained("app")
-    assert not deployments.is_drained("app", 7), "of no deployment that is known"
+    monkeypatch.setattr(ray_api, "kv_put", kept.__setitem__)
+    monkeypatch.setattr(ray_api, "kv_get", kept.get)
+    monkeypatch.setattr(ray_api, "kv_delete", kept.pop)
+    assert not ray_api.is_drained("app", 7)
+    ray_api.mark_drained("app")
+    assert not ray_api.is_drained("app", 7), "of no deployment that is known"
     kept["tramontane-deployment-app"] = b"7"
-    deployments.mark_drained("app")
+    ray_api.mark_drained("app")
     kept["tramontane-deployment-app"] = b"8"
-    assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
-    assert not deployments.is_drained("another", 7)
-    deployments.clear_drained("app")
-    assert not deployments.is_drained("app", 7)
+    assert [ray_api.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
+    assert not ray_api.is_drained("another", 7)
+    ray_api.clear_drained("app")
+    assert not ray_api.is_drained("app", 7)

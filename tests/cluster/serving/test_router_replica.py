@@ -19,8 +19,8 @@ from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import ExpertLoad
-from tramontane.cluster.pipeline import adoption as any_pipeline_module
-from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
+from tramontane.cluster.pipeline import lifecycle as any_pipeline_module
+from tramontane.cluster.pipeline.lifecycle import adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.cluster.serving import router_replica
 from tramontane.cluster.serving.router_replica import MAX_FAILED_STARTS, RouterReplica

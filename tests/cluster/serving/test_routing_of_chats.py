@@ -31,7 +31,7 @@ from tramontane.router.engine.prefix_aware_routing import (
     PrefixDigest,
 )
 from tramontane.router.openai.request_context import RequestTokenSource
-from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 VOCABULARY = 1000
 CACHE = CachePlan(16, (WindowClass(None, 64, 400), WindowClass(64, 5, 200)))

@@ -43,9 +43,9 @@ from tramontane.proto.request import (
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
 LONG = SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))

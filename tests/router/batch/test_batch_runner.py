@@ -31,7 +31,8 @@ from tramontane.proto.errors import (
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S, Claim, Outcome, PendingLine
-from tramontane.router.batch.database import JobThreadPool
+from tramontane.router.batch.database import KEYLESS, JobThreadPool, jobs
+from tramontane.router.batch.files import JobStorage, StorageFile
 from tramontane.router.batch.input_lines import (
     COMPARED_CHARACTERS,
     SEARCHED_CHARACTERS,
@@ -41,10 +42,8 @@ from tramontane.router.batch.input_lines import (
 )
 from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, PAGE_SIZE, THREADS, BatchRunner
-from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.storage_threads import StorageThreads
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
-from tramontane.router.batch.tables import KEYLESS, jobs
 
 GOOD = request("a", 1)
 BAD = [

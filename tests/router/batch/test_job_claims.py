@@ -12,8 +12,8 @@ from batch_jobs import BatchHarness, all_results, echo, pieces, request, request
 from tramontane.proto.errors import JobStoreError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore, PendingLine
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.runner import MAX_WAIT_S, BatchRunner
-from tramontane.router.batch.storage import JobStorage
 
 harness = sqlite_harness
 

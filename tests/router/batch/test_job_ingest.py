@@ -16,7 +16,7 @@ from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request,
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
-from tramontane.router.batch import ingest as job_intake
+from tramontane.router.batch import submissions as job_intake
 from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
 from tramontane.router.batch.store import StoredJob

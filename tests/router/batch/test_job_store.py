@@ -38,10 +38,9 @@ from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, Un
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch.claims import LEASE_S, JobClaimStore, JobLostError, Outcome
-from tramontane.router.batch.database import Database
+from tramontane.router.batch.database import Database, lines
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.tables import lines
 from tramontane.router.batch.urls import UrlReader
 
 

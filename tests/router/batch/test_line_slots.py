@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tramontane.router.batch.line_slots import LineSlot, LineSlots
+from tramontane.router.batch.runner import LineSlot, LineSlots
 
 
 async def _settle() -> None:

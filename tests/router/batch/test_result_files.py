@@ -20,10 +20,9 @@ from tramontane.router.batch import outcomes
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import Claim, Outcome
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.files import FileRecord
+from tramontane.router.batch.files import FileRecord, JobStorage, StorageFile
 from tramontane.router.batch.outcomes import OutcomeWriter, _ResultFiles
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.store import StoredJob, StoredResult
 
 NUM_LARGE = 4

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tramontane.proto.errors import ConfigError, JobRefusedError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import urls
-from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.urls import UrlReader
 
 SECRET = b"a secret"

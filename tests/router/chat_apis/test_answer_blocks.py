@@ -22,14 +22,12 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.chat_apis.block_answer import BlockAnswer
-from tramontane.router.chat_apis.blocks import Block, Blocks, Piece, Step
+from tramontane.router.chat_apis.blocks import Block, BlockAnswer, Blocks, Piece, Step
 from tramontane.router.chat_apis.messages_answer import MessagesAnswers, parse_input
-from tramontane.router.chat_apis.messages_blocks import MAX_INPUT_DEPTH
-from tramontane.router.chat_apis.messages_request import parse_messages
-from tramontane.router.chat_apis.responses_events import ResponsesAnswers, error_event, next_number
+from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
+from tramontane.router.chat_apis.responses_answer import ResponsesAnswers, error_event, next_number
 from tramontane.router.chat_apis.responses_request import parse_responses
-from tramontane.router.openai.chunks import Event
+from tramontane.router.openai.responses import Event
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from tramontane.client import AsyncClient, Client
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import ConfigError, ConnectionLostError, TramontaneError
-from tramontane.router.client.connection import DEFAULT_PORT, check_target
+from tramontane.router.client.messages import DEFAULT_PORT, check_target
 
 WHAT_TO_DO = (
     f"the gRPC API is at --grpc-port of tramontane serve ({DEFAULT_PORT} by default), not at its"

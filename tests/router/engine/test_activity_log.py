@@ -15,10 +15,10 @@ from tramontane.router.engine import activity_log as activity_module
 from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.activity_log import ActivityLog, Percentiles
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 
 class Clock:

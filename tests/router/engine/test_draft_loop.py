@@ -10,8 +10,8 @@ import pytest
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest
-from tramontane.router.engine import draft_loop
-from tramontane.router.engine.draft_loop import run_draft_model
+from tramontane.router.engine import router
+from tramontane.router.engine.router import run_draft_model
 from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
 
 
@@ -76,7 +76,7 @@ def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> N
 def test_after_an_error_the_model_is_called_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
+    monkeypatch.setattr(router, "RETRY_S", 0.0)
 
     async def scenario() -> None:
         port, queue = Port(num_failures=2), DraftQueue()
@@ -105,7 +105,7 @@ def test_after_an_error_the_model_is_called_again(
 def test_an_answer_of_another_length_does_not_end_the_drafts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
+    monkeypatch.setattr(router, "RETRY_S", 0.0)
 
     class Short(Port):
         async def draft(

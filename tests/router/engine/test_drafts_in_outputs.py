@@ -26,10 +26,10 @@ from tramontane.proto.request import (
 from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest, split_output
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 TIMES = RequestTimings(0.5, 0.25, 0.125)
 CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),), 19)

@@ -22,8 +22,13 @@ from tramontane.router.engine.prefix_aware_routing import (
     TokenSeconds,
     make_digest,
 )
-from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
-from tramontane.router.scheduling.prefix_cache import BlockHasher, cache_salt
+from tramontane.router.scheduling.prefix_cache import (
+    KEY_BYTES,
+    BlockHasher,
+    KeyChanges,
+    cache_salt,
+    split_keys,
+)
 from tramontane.router.scheduling.sequence import Sequence
 
 PAGE = 8

@@ -19,9 +19,9 @@ from tramontane.proto.request import (
 )
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 

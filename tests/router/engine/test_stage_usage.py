@@ -4,7 +4,7 @@ import pytest
 from stage_overlap import overlap_share
 
 from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
-from tramontane.router.engine.stage_usage import HopTime, UsageMeter, hop_times
+from tramontane.router.engine.stats import HopTime, UsageMeter, hop_times
 
 
 def test_shares_add_up() -> None:

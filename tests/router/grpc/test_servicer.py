@@ -48,23 +48,22 @@ from tramontane.proto.step import MicroBatch
 from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, add_batch_jobs, add_inference
-from tramontane.router.grpc.jobs import coalesce, submit
 from tramontane.router.grpc.messages import (
     PIECE_TOKENS,
     parse_generate,
     to_score_response,
     token_logprobs,
 )
-from tramontane.router.grpc.servicer import GrpcServicer
+from tramontane.router.grpc.servicer import GrpcServicer, coalesce, submit
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
-from tramontane.router.tokenization.fim import encode_fim
+from tramontane.router.tokenization.tokenizer import encode_fim
 
 CONTEXT = 256
 MODEL = ServedModel(

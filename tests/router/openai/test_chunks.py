@@ -9,8 +9,14 @@ import pytest
 from scripted_token_source import CONTEXT, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange
-from tramontane.router.openai.responses import ChatAnswer, CompletionChoice
+from tramontane.router.openai.responses import (
+    ChatAnswer,
+    ChatChange,
+    ChatChunk,
+    ChatChunkChoice,
+    CompletionChange,
+    CompletionChoice,
+)
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate

@@ -26,11 +26,10 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.openai.chunks import CompletionChunk
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
-from tramontane.router.openai.responses import CompletionAnswer
+from tramontane.router.openai.responses import CompletionAnswer, CompletionChunk
 from tramontane.router.openai.resume_state import ChoiceState, ResumeState
 from tramontane.router.openai.served_model import (
     MAX_STREAMED_LOGPROBS,

@@ -18,10 +18,10 @@ from tramontane.router.batch.schema import BatchRequest
 from tramontane.router.chat_apis.messages_request import CountTokensRequest, MessagesRequest
 from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.client.messages import PARAMETERS
-from tramontane.router.fim.fim_request import FimRequest
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest, parse_body
 from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at
+from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 SAMPLING: dict[str, Any] = {

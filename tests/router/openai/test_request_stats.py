@@ -16,10 +16,10 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.pipeline_stats import PipelineStats, SampleBuffer
+from tramontane.router.engine.stats import PipelineStats, SampleBuffer
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_completion
-from tramontane.router.openai.request_stats import CountingTokenSource, RequestStats
+from tramontane.router.openai.request_context import CountingTokenSource, RequestStats
 from tramontane.router.openai.served_model import ServedModel
 
 TIMES = RequestTimings(queue_s=0.25, prefill_s=0.0, decode_s=0.0)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tramontane.router.openai.chunks import ChatChunkChoice
 from tramontane.router.openai.responses import (
     MAX_PIECE,
     Answer,
     ChatChoice,
+    ChatChunkChoice,
     CompletionChoice,
     _json_pieces,
     encode_and_free,

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tramontane.router.scheduling import cached_key_log
-from tramontane.router.scheduling.cached_key_log import (
+from tramontane.router.scheduling import prefix_cache
+from tramontane.router.scheduling.prefix_cache import (
     KEY_BYTES,
     CachedKeyLog,
     KeyChanges,
+    PagePool,
     split_keys,
 )
-from tramontane.router.scheduling.page_pool import PagePool
 
 
 def _key(number: int) -> bytes:
@@ -65,7 +65,7 @@ def test_a_version_that_the_log_has_not_had_gets_all_keys() -> None:
 
 
 def test_a_version_that_is_too_old_gets_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_key_log, "MAX_CHANGES", 4)
+    monkeypatch.setattr(prefix_cache, "MAX_CHANGES", 4)
     log = _log_of(1, 2, 3, 4, 5)
     log.remove(_key(2))
     assert _seen(log.since(2)) == (False, [3, 4, 5], [2])
@@ -114,7 +114,7 @@ def test_who_follows_has_the_keys_that_all_pools_have(
     """However often they look, and whatever pools do to their pages."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached_key_log, "MAX_CHANGES", most_kept)
+        patch.setattr(prefix_cache, "MAX_CHANGES", most_kept)
         log = CachedKeyLog(num_pools)
     pools = [PagePool(rng.randint(1, 9), log) for _ in range(num_pools)]
     held: list[list[int]] = [[] for _ in pools]

@@ -14,12 +14,11 @@ from scripted_chain import ScriptedChain
 from tramontane.proto.errors import OverloadedError, QueueFullError
 from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.scheduling.waiting_queue import FairQueue, WaitingQueue
+from tramontane.router.scheduling.waiting_queue import FairQueue, SchedulerLimits, WaitingQueue
 
 FLOOD, FEW = 1, 2
 costs = st.integers(1, 50)

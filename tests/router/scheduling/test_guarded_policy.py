@@ -9,7 +9,6 @@ from fake_pipeline import FakePipeline, new_cache, new_sequence
 
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.policy import (
@@ -19,6 +18,7 @@ from tramontane.router.scheduling.policy import (
     SchedulerState,
 )
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 WAITING = SchedulerState(0, 4, 400, 4, [100] * 4, 0, 0, 0, 0.5)
 

@@ -8,11 +8,10 @@ from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import MAX_PASSES
+from tramontane.router.scheduling.waiting_queue import MAX_PASSES, SchedulerLimits
 
 INTERACTIVE, BATCH = 0, 1
 

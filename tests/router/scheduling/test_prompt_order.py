@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 A, B, C = 1, 2, 3
 

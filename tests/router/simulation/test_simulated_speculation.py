@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
 from tramontane.proto.step import DecodeColumns
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits
 from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.simulation.simulator import (
     TOKEN,
     PipelineModel,

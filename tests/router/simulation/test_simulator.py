@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.simulation.comparison import GllmPolicy, SarathiPolicy, VllmPolicy
 from tramontane.router.simulation.simulator import (
     LengthDistribution,

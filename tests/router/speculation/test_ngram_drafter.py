@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.router.speculation import ngram_drafter
-from tramontane.router.speculation.ngram_drafter import MAX_PLACES, NgramDrafter
+from tramontane.router.speculation import model_drafter
+from tramontane.router.speculation.model_drafter import MAX_PLACES, NgramDrafter
 
 
 def _searched(text: Sequence[int], low: int, high: int, num_tokens: int) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_indexed_in_pieces() -> None:
 
 
 def test_of_a_longer_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 10)
+    monkeypatch.setattr(model_drafter, "MAX_INDEXED", 10)
     drafter = NgramDrafter([1, 2, 3, *range(100, 130), 1, 2], 2, 5)
     assert drafter.index(99) == 10
     assert drafter.draft(1) == ()
@@ -90,7 +90,7 @@ def test_of_a_longer_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) 
 def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 100)
+    monkeypatch.setattr(model_drafter, "MAX_INDEXED", 100)
     text = random.Random(1).sample(range(10_000), k=90)
     drafter = NgramDrafter(text, 2, 5)
     drafter.index(999)

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.router.speculation.ngram_drafter import NgramDrafter
+from tramontane.router.speculation.model_drafter import NgramDrafter
 from tramontane.router.speculation.speculation_state import (
     MAX_ACCEPTANCE,
     AcceptanceEstimate,

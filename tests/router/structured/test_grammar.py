@@ -15,18 +15,18 @@ from llguidance import _lib
 from pydantic import TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured import answer_rules as constraints
-from tramontane.router.structured import validator_process as grammar_child
-from tramontane.router.structured.answer_rules import Constraint
+from tramontane.router.structured import grammar as constraints
+from tramontane.router.structured import validator as grammar_child
 from tramontane.router.structured.grammar import (
+    Constraint,
     Function,
     ResponseFormat,
+    ThoughtRules,
     Tool,
     ToolChoice,
     build_grammar,
     visible_tools,
 )
-from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.tokenization.chat import ToolFormat
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 

@@ -21,8 +21,7 @@ from tramontane.router.tokenization.backends import (
     SentencePieceTokenizer,
     TekkenTokenizer,
 )
-from tramontane.router.tokenization.fim import encode_fim
-from tramontane.router.tokenization.tokenizer import Tokenizer
+from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim
 
 PAIRS = [
     *zip(AWKWARD[1:], AWKWARD[:-1], strict=True),

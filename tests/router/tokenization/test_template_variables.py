@@ -15,7 +15,7 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
-from tramontane.router.tokenization.template_variables import TemplateVariables
+from tramontane.router.tokenization.template_chat import TemplateVariables
 
 PLAIN = """{% for m in messages %}[{{ m['role'] }}{{ ' ' + m['name'] if m['name'] }}] {{ m['content'] }}</s>{% endfor %}
 {%- if add_generation_prompt %}[assistant]{{ ' thinks' if thinking }}{{ style }}{% endif %}"""  # noqa: E501

@@ -13,12 +13,12 @@ from tiny_models import latent_args, sparse_args, tiny_args, tiny_plan
 from torch import Tensor
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, is_feasible, make_plan
-from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import kv_bytes_per_position
 from tramontane.proto.presets import preset
+from tramontane.proto.units import GIB
 from tramontane.workers.attention.autotune import _shapes
 from tramontane.workers.attention.kernel_cases import correctness_cases
 from tramontane.workers.attention.native_backend import NativeDecode, NativeMask, NativePrefill

@@ -183,7 +183,12 @@ def test_another_device_or_library_times_again(
 
 @pytest.mark.parametrize(
     "file",
-    ["kernels/triton_gemv.py", "attention/attention.c", "device/tile.h", "model/expert_kernels.py"],
+    [
+        "kernels/triton_linear.py",
+        "attention/attention.c",
+        "device/tile.h",
+        "model/expert_kernels.py",
+    ],
 )
 def test_another_source_times_again(
     file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.pinned_memory import (
+from tramontane.workers.device.cuda import (
     HostCopy,
     PinnedTransfer,
     copy_to_host_async,

@@ -11,8 +11,8 @@ from native_attention import AVX512
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.device.native_library import CompilerError, compile_library
 from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul

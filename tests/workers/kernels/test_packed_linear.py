@@ -17,8 +17,8 @@ from native_attention import AVX512
 from tiny_models import loaded_state, tiny_args, tiny_plan
 from torch import Tensor, nn
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.device.native_library import CompilerError, compile_library
 from tramontane.workers.device.probe import panel_rows
 from tramontane.workers.kernels import packed_linear

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from tramontane.workers.device.kernel_choices import KernelChoices
 from tramontane.workers.device.kernel_selection import Compute, KernelSelector
-from tramontane.workers.kernels import triton_gemv, triton_linear
+from tramontane.workers.kernels import triton_linear
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
-from tramontane.workers.kernels.triton_gemv import BLOCKS, GemvBlock
-from tramontane.workers.kernels.triton_linear import SMALL_BATCH_TILES, Tile
+from tramontane.workers.kernels.triton_linear import BLOCKS, SMALL_BATCH_TILES, GemvBlock, Tile
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_it_compiles_for_hopper_without_spills(block: GemvBlock) -> None:
     constants = (1, block.outputs, block.inputs, True)
     types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
     usage = resource_usage(
-        "tramontane.workers.kernels.triton_gemv",
+        "tramontane.workers.kernels.triton_linear",
         "_kernel",
         types,
         constants,
@@ -82,7 +81,7 @@ class Kernels:
         self.used: list[str] = []
         self._fast, self._factor = fast, factor
         monkeypatch.setattr(
-            triton_gemv,
+            triton_linear,
             "gemv",
             lambda x_TK, weight_NK, block: self._product(f"gemv {block[0]}", x_TK, weight_NK),
         )

@@ -13,8 +13,8 @@ import torch
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.kernels import quantized_linear
 from tramontane.workers.kernels.quantized_linear import (
     FEW_TOKENS,
@@ -243,7 +243,7 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(
 INTERPRETED = """
 import triton_on_cpu  # before Triton
 import torch
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.kernels import quantized_linear, triton_quant
 from tramontane.workers.weights.quantize import quantize_weight
 torch.manual_seed(0)
@@ -353,10 +353,10 @@ def test_every_way_is_close_on_a_gpu(quantize: Quantization, dtype: torch.dtype)
 @on_gpu
 def test_both_ways_to_fp8_are_alike_on_a_gpu() -> None:
     """But for what lies halfway between two numbers, where a division is off by its last bit."""
-    from tramontane.workers.kernels import triton_quant
+    from tramontane.workers.kernels import triton_linear
 
     x_TK = (_random(40, 14336) * 2.0 ** torch.arange(-20, 20)[:, None]).cuda().bfloat16()
-    ours_TK, ours_T1 = triton_quant.quantize_rows_fp8(x_TK, 448)
+    ours_TK, ours_T1 = triton_linear.quantize_rows_fp8(x_TK, 448)
     theirs_TK, theirs_T1 = quantized_linear.quantize_rows_fp8(x_TK)
     torch.testing.assert_close(ours_T1, theirs_T1, rtol=1e-6, atol=0)
     assert (ours_TK.float() == theirs_TK.float()).float().mean() > 0.999

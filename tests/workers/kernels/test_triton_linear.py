@@ -18,7 +18,7 @@ from kernel_launches import Launches, unspecialized
 from product_checks import CHECKS
 
 from tramontane.workers.kernels import triton_fp8_linear, triton_linear, triton_norm, triton_silu
-from tramontane.workers.kernels.row_products import TiledProducts
+from tramontane.workers.kernels.row_invariance import TiledProducts
 from tramontane.workers.kernels.row_tiles import (
     MAX_ROW_TILES,
     TILES,

@@ -18,17 +18,15 @@ from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, Compute, 
 from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8
 from tramontane.workers.model import expert_kernels
 from tramontane.workers.model.expert_kernels import (
-    choose_product,
-    small_batch_kernel_works,
-    uneven_ends,
-    with_gpu_kernels,
-)
-from tramontane.workers.model.grouped_gemm import (
     MAX_SMALL_BATCH_ROWS,
     ProductBySize,
     StackedExperts,
+    choose_product,
+    small_batch_kernel_works,
     torch_grouped_linear,
     torch_scaled_grouped_linear,
+    uneven_ends,
+    with_gpu_kernels,
 )
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.transformer import StageModel
@@ -470,7 +468,7 @@ def test_few_choices_are_not_compared_with_products_that_quantize_rows(
 
 def test_torchs_fp8_product_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own rules for shapes, strides and data types, without a GPU."""
-    triton_quant = pytest.importorskip("tramontane.workers.kernels.triton_quant")
+    triton_quant = pytest.importorskip("tramontane.workers.kernels.triton_linear")
     monkeypatch.setattr(
         triton_quant, "quantize_rows_fp8", lambda x_TK, _largest: quantize_rows_fp8(x_TK)
     )

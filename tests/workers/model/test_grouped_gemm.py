@@ -22,10 +22,11 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.model import moe
-from tramontane.workers.model.grouped_gemm import as_stacked_view
+from tramontane.workers.model.expert_kernels import as_stacked_view
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
 from tramontane.workers.model.transformer import StageModel

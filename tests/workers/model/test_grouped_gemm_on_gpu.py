@@ -13,11 +13,12 @@ from torch import Tensor
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertId
-from tramontane.workers.model.expert_kernels import candidates, uneven_ends
-from tramontane.workers.model.grouped_gemm import (
+from tramontane.workers.model.expert_kernels import (
     MAX_SMALL_BATCH_ROWS,
     ProductBySize,
+    candidates,
     torch_grouped_linear,
+    uneven_ends,
 )
 from tramontane.workers.model.moe import LocalExperts, run_experts
 from tramontane.workers.model.transformer import StageModel

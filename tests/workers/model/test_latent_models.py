@@ -20,8 +20,8 @@ from transformers import DeepseekV3Config, Mistral3Config, Mistral4Config
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.device.probe import panel_rows
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.stage.stage_worker import StageWorker

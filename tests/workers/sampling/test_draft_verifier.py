@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tramontane.proto.step import NO_TOKEN, Chunk, DecodeColumns, MicroBatch
-from tramontane.workers.device.pinned_memory import HostCopy
-from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows, StepVerdict
+from tramontane.workers.device.cuda import HostCopy
+from tramontane.workers.sampling.token_sampler import DraftVerifier, SampledRows, StepVerdict
 
 
 def _batch(

@@ -12,9 +12,9 @@ from local_expert_actors import expert_plan
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention import autotune
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.native_backend import NativeDecode

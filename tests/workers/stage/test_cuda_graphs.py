@@ -18,11 +18,12 @@ from harness import PROMPTS, run_in_process
 from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
+from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache

@@ -19,8 +19,7 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest, MicroBatch
-from tramontane.workers.sampling.draft_verifier import SampledRows
-from tramontane.workers.sampling.token_sampler import SampledTokens
+from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
 from tramontane.workers.stage import draft_model
 from tramontane.workers.stage.activation import Outcome
 from tramontane.workers.stage.draft_model import DraftModel

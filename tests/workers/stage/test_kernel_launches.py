@@ -40,14 +40,14 @@ from tramontane.workers.attention.triton_cache import (
     write_rows,
 )
 from tramontane.workers.attention.triton_decode import split_k_kernels
-from tramontane.workers.device import pinned_memory
-from tramontane.workers.kernels import fused_ops, row_products
+from tramontane.workers.device import cuda
+from tramontane.workers.kernels import fused_ops, row_invariance
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.row_tiles import TILES
-from tramontane.workers.kernels.triton_gemv import BLOCKS, gemv
+from tramontane.workers.kernels.triton_linear import BLOCKS, gemv
 from tramontane.workers.model import moe
-from tramontane.workers.model.grouped_gemm import StackedExperts
+from tramontane.workers.model.expert_kernels import StackedExperts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import sample
@@ -206,7 +206,9 @@ def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
         patch.object(device_backend, "try_ops", lambda *_: None),
         patch.object(device_backend, "_sampler", lambda *_: None),
         patch.object(
-            row_products, "equal_tiles", lambda _device, dtype, _weight_dtype: TILES[dtype.itemsize]
+            row_invariance,
+            "equal_tiles",
+            lambda _device, dtype, _weight_dtype: TILES[dtype.itemsize],
         ),
     ):
         return row_wise_backend(plan, META, counter.capture)
@@ -220,7 +222,7 @@ def _worker(
     make_backend: MakeBackend = _fastest,
 ) -> StageWorker:
     """Return the only stage of a model, with what a GPU would be given."""
-    monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(cuda, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(
         JITFunction,
         "run",
@@ -343,7 +345,7 @@ def _sampling_launches(
     params: list[SamplingParams], choose: ChooseTokens | None, monkeypatch: pytest.MonkeyPatch
 ) -> Counter[str]:
     counter = LaunchCounter()
-    monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(cuda, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(
         JITFunction,
         "run",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_models import sparse_args, tiny_args, tiny_plan
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention import autotune
 from tramontane.workers.device import native_library
 from tramontane.workers.kernels import packed_linear

@@ -25,7 +25,7 @@ from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, Micro
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
-from tramontane.workers.device import pinned_memory as pinned
+from tramontane.workers.device import cuda as pinned
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import piecewise_graphs
 from tramontane.workers.stage.activation import Activation

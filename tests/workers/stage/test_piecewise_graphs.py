@@ -21,16 +21,17 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.kernels import head_products
-from tramontane.workers.kernels.row_products import RowProducts
+from tramontane.workers.kernels.row_invariance import RowProducts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation

@@ -27,7 +27,7 @@ from tramontane.workers.experts import expert_worker
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels import triton_silu
 from tramontane.workers.kernels.fused_ops import EAGER
-from tramontane.workers.kernels.row_products import RowProducts
+from tramontane.workers.kernels.row_invariance import RowProducts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import device_backend
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for

@@ -12,8 +12,8 @@ import torch
 from tiny_models import tiny_args, tiny_plan
 from torch import nn
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention import native_backend
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, SdpaPrefill, cpu_kernels
 from tramontane.workers.device import native_library, numerics
@@ -27,7 +27,7 @@ from tramontane.workers.kernels.quantized_linear import (
     QuantizedLinear,
     fp8_linear,
 )
-from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, set_row_products
+from tramontane.workers.kernels.row_invariance import RowProducts, TiledProducts, set_row_products
 from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_numerics import stage_numerics

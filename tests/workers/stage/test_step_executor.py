@@ -16,7 +16,7 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
-from tramontane.workers.device.events import DeviceEvent
+from tramontane.workers.device.cuda import DeviceEvent
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation, Outcome

@@ -17,8 +17,8 @@ from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint

@@ -30,7 +30,7 @@ from tiny_models import (
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.mistral_params import from_mistral_params
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import (
     Layout,
     RandomWeights,
@@ -39,16 +39,16 @@ from tramontane.proto.model_folder import (
     read_model_args,
 )
 from tramontane.proto.plan import StagePlan
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, packed_matmul
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
-from tramontane.workers.weights import tensor_spec
+from tramontane.workers.weights import tensor_specs
 from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
-from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 ARGS = tiny_args(n_layers=3)
 DENSE = tiny_args(n_layers=3, moe=False)
@@ -204,7 +204,7 @@ def test_matrices_are_packed_while_they_are_read(
     """
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", args)
     plan = tiny_plan(args, dtype="bfloat16").stages[0]
-    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 500)
     load = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
     expected = load(
         partial(stage_tensors, args, range(3)),

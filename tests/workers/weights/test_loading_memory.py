@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 # 190 million parameters in layers and 21 million in 16 bits.

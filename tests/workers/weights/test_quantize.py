@@ -23,14 +23,15 @@ from tiny_models import (
 )
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.kernels.linear import blockwise_linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import quantize as quantize_module
-from tramontane.workers.weights import tensor_spec
+from tramontane.workers.weights import tensor_specs
 from tramontane.workers.weights.quantize import (
     MAX_MAGNITUDE,
     NUMBER_DTYPES,
@@ -38,8 +39,7 @@ from tramontane.workers.weights.quantize import (
     quantize_weight,
 )
 from tramontane.workers.weights.random_checkpoint import random_parameter
-from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 INT8, FP8, CPU = Quantization.INT8, Quantization.FP8, torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -299,7 +299,7 @@ def test_a_stage_is_quantized_piece_by_piece(
         return quantize_weight(piece, *rest)
 
     monkeypatch.setattr(quantize_module, "quantize_weight", watched)
-    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 500)
     cut = loaded_state(StageWorker.load(plan, folder))
     assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
     assert all(torch.equal(cut[name], whole[name]) for name in whole)

@@ -14,9 +14,10 @@ from tiny_models import INDEX_NAME, tiny_args
 
 from tramontane.cluster.cli.make_random import LayoutName, Scale, make_random
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.weights import random_checkpoint
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint

@@ -15,11 +15,11 @@ from tiny_models import tiny_args
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import DTYPE_BYTES, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout
-from tramontane.workers.device.pinned_memory import PinnedTransfer
+from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
+from tramontane.workers.device.cuda import PinnedTransfer
 from tramontane.workers.weights import tensor_reader as staging
-from tramontane.workers.weights import tensor_spec
+from tramontane.workers.weights import tensor_specs
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -33,8 +33,7 @@ from tramontane.workers.weights.tensor_reader import (
     open_reader,
     read_mapped_rows,
 )
-from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 ARGS = tiny_args(n_layers=2)
 SIZES = (
@@ -157,7 +156,7 @@ def test_a_short_read_is_continued(stored: Path, monkeypatch: pytest.MonkeyPatch
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of either layout, in several files, and tensors are read in several pieces."""
     write_random_checkpoint(tmp_path / "model", ARGS, request.param, part_bytes=30_000)
-    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 300)
     return tmp_path / "model"
 
 
@@ -228,7 +227,7 @@ def test_fp8_numbers_are_the_same_however_they_are_read(
 ) -> None:
     args = replace(ARGS, dtype="bfloat16", quantization=Quantization.FP8)
     write_random_checkpoint(tmp_path / "model", args, layout)
-    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 300)
     found, staging_ = Checkpoint(tmp_path / "model"), _buffers(HostTransfer())
     read_rows = PinnedReader(staging_).read_rows
     matrices = [spec for spec in stage_tensors(args, range(args.n_layers), layout) if spec.scale]

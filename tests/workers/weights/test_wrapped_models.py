@@ -37,9 +37,10 @@ from transformers import Ministral3Config, Mistral3Config, Mistral3ForConditiona
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.mistral_params import from_mistral_params
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.weight_format import Quantization
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import tensor_reader
 from tramontane.workers.weights.checkpoint import Checkpoint

@@ -1,0 +1,223 @@
+"""Lines typed into a terminal. What is typed while none is asked for waits, unseen, for the next
+prompt.
+"""
+
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from pathlib import Path
+from subprocess import list2cmdline
+from typing import Any
+
+import psutil
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from tramontane.cluster.common.signals import undone_at_end
+from tramontane.cluster.ray_internals.accessors import set_process_title
+from tramontane.proto.errors import ConfigError, TramontaneError, UserError
+
+IFLAG, LFLAG, CC = 0, 3, 6  # indices of what tcgetattr returns
+
+
+class TerminalInput:
+    """Lines typed into a terminal, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession  # slow to import, and only terminals need it
+
+        self._session: PromptSession[str] = PromptSession()
+
+    def __aiter__(self) -> "TerminalInput":
+        return self
+
+    async def __anext__(self) -> str:
+        line = ""
+        while not line.strip():
+            try:
+                line = await self._session.prompt_async("> ", handle_sigint=False)
+            except (EOFError, KeyboardInterrupt):
+                raise StopAsyncIteration from None
+        return line
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Do not show what is typed into standard input during the block, except at prompts, which get
+    all of it.
+
+    The terminal's own editing of lines is off too: a prompt that comes later edits. Ctrl-C is still
+    a signal. The terminal is as before after the block, however that ends. Nothing happens if
+    standard input is no terminal.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = termios.tcgetattr(terminal)
+    quiet[LFLAG] &= ~(termios.ECHO | termios.ICANON)
+    quiet[IFLAG] &= ~termios.ICRNL  # prompts tell Enter from Ctrl-J
+    quiet[CC][termios.VMIN], quiet[CC][termios.VTIME] = 1, 0
+
+    def restore() -> None:
+        with suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(terminal, termios.TCSANOW, before)  # discards nothing that was typed
+
+    with undone_at_end(restore):
+        termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+        yield
+
+
+# Secrets on the command line, which every user of the machine can read, and which Ray shows on
+# its
+# dashboard.
+
+FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
+HIDDEN = "***"
+
+
+def hide_secrets_in_title(arguments: Sequence[str]) -> None:
+    """Set a process title without secrets, before Ray reads it. Until then they can be seen."""
+    if redact_arguments(arguments) == list(arguments):
+        return
+    set_process_title(list2cmdline(redact_arguments(psutil.Process().cmdline())))
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the values of ``FLAGS`` hidden: both ``--api-key KEY`` and
+    ``--api-key=KEY``.
+    """
+    shown: list[str] = []
+    for argument in arguments:
+        flag, mark, _ = argument.partition("=")
+        if shown and shown[-1] in FLAGS:
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{flag}={HIDDEN}" if mark and flag in FLAGS else argument)
+    return shown
+
+
+# Files that commands write: never over a file of another origin, and with errors that name the
+# option.
+
+
+def check_replaceable(file: Path, mark: str, option: str) -> None:
+    """Raise ConfigError unless the file may be replaced: it does not exist, is empty or begins with
+    ``mark``, as our own do.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
+    if not file.exists():
+        return
+    try:
+        with file.open("rb") as opened:
+            is_own = opened.read(len(mark.encode())) in (b"", mark.encode())
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from error
+    if not is_own:
+        raise ConfigError(f"{file} was not written by this command; choose another {option}")
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Raise ConfigError if the block cannot write to the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+# Classes of commands whose help cuts no option's name, and shows ``--help`` without a value; how
+# commands end in errors.
+
+
+def print_error(message: str) -> None:
+    """Print the one line about what has ended the command."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def exit_code(error: TramontaneError) -> int:
+    """Return 2 for a user's mistake and 1 for a failed pipeline or a server that does not
+    answer.
+    """
+    return 2 if isinstance(error, UserError) else 1
+
+
+@contextmanager
+def print_errors_at_once() -> Iterator[None]:
+    """Print an error of the block before what is reported while the command ends, such as that the
+    stages are removed.
+    """
+    try:
+        yield
+    except TramontaneError as error:
+        print_error(str(error))
+        raise typer.Exit(exit_code(error)) from error
+
+
+class PlainCommand(TyperCommand):
+    """A command; typer itself shows ``--help <bool>``, and cuts long names in a narrow terminal."""
+
+    # typer's classes of contexts and options are private
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return typer's own option, shown without a value."""
+        return _without_value(super().get_help_option(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show typer's help with each option's long names and its value in one column, which is
+        wrapped between them.
+
+        Typer has a column for each, and cuts all of them where their sum is too wide:
+        ``--max-queued-reque…``.
+        """
+        shown = copy(self)
+        shown.params = [
+            _in_one_column(each, ctx) if isinstance(each, TyperOption) else each
+            for each in self.params
+        ]
+        super(PlainCommand, shown).format_help(ctx, formatter)
+
+
+class PlainGroup(TyperGroup):
+    """A group of such commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return typer's own option, shown without a value."""
+        return _without_value(super().get_help_option(ctx))
+
+
+def _without_value(help_option: Any) -> Any:
+    if help_option is not None:
+        help_option.metavar = ""
+    return help_option
+
+
+def _in_one_column(option: TyperOption, context: Any) -> TyperOption:
+    shown = copy(option)
+    long = [name for name in option.opts if name.startswith("--")]
+    words = [*long, *option.secondary_opts, _describe_value(option, context)]
+    shown.opts = [
+        " ".join(filter(None, words)),
+        *(name for name in option.opts if name not in long),
+    ]
+    shown.secondary_opts, shown.metavar, shown.min, shown.max = [], "", None, None
+    return shown
+
+
+def _describe_value(option: TyperOption, context: Any) -> str:
+    """Return ``<int> [1<=x<=64]`` where typer has ``<int range>`` and a column of its own for the
+    range.
+    """
+    kind = (option.display_type_rich(context) or "").replace(" range>", ">")
+    match option.min, option.max:
+        case None, None:
+            return kind
+        case None, high:
+            return f"{kind} [x<={high}]"
+        case low, None:
+            return f"{kind} [x>={low}]"
+        case low, high:
+            return f"{kind} [{low}<=x<={high}]"
