@@ -23,18 +23,20 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests that only compute have all cores first; those with Ray mostly wait, so two lanes of them run at once, and the output
-# of the second is shown when it ends. Ray's processes start too slowly next to tests that use all cores; those of an older
-# processor use one, while the second lane ends. Python keeps what it has compiled, also where the environment says otherwise:
-# the lanes start hundreds of processes.
+# Tests with Ray mostly wait, so two lanes of them run at once. Those that only compute get what the lanes leave of the cores:
+# of all that wants a core they are last (SCHED_IDLE), as Ray's own workers run at a nice value of 15. The output of what runs
+# in the background is shown when it ends. Python keeps what it has compiled, also where the environment says otherwise: the
+# lanes start hundreds of processes.
+IDLE := $(shell command -v chrt > /dev/null && echo chrt --idle 0 || echo nice -n 19)
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline types
-test: $(STAMP) lint  ## ruff, all tests but the nightly ones, and types: tests without Ray on all cores, then two lanes with Ray
-	@$(MAKE) --no-print-directory --keep-going test-plain; plain=$$?; \
+test: $(STAMP) lint  ## ruff, all tests but the nightly ones, and types: two lanes with Ray, next to them tests without it
+	@$(IDLE) $(MAKE) --no-print-directory --keep-going test-plain test-older-processor > .test-plain.log 2>&1 & plain=$$!; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
-	$(MAKE) --no-print-directory --keep-going test-serve test-ray test-older-processor; served=$$?; \
-	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
+	$(MAKE) --no-print-directory --keep-going test-serve test-ray; served=$$?; \
+	wait $$others; others=$$?; cat .test-others.log; wait $$plain; plain=$$?; cat .test-plain.log; \
+	test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
 	$(PYTEST) -m "not ray and not nightly" $(PARALLEL)
