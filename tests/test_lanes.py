@@ -72,7 +72,7 @@ def lanes_of(makefile: str) -> list[Lane]:
     assert "$(OTHERS)" in recipe[1]
     run = {
         *others[1].split(),
-        *re.findall(r"\btest-[a-z-]+", recipe[1]),
+        *re.findall(r"(?<=\s)test-[a-z-]+", recipe[1]),
         *re.findall(r"\bnightly-[a-z]+", nightly[1]),
     }
     commands = re.findall(
@@ -190,9 +190,9 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ('-m "ray and not nightly" --ignore=tests/cluster', '-m "ray and not nightly"'),
         (" --ignore=tests/cluster\n", " --ignore=tests/cluster --ignore=tests/proto\n"),
         ("test-serve-command test-ray-pipeline types\n", "test-serve-command types\n"),
-        ("test-serve test-ray test-older-processor;", "test-ray;"),
-        ("test-serve test-ray test-older-processor;", "test-serve;"),
-        ("--keep-going test-plain;", "--keep-going types;"),
+        ("test-serve test-ray; served", "test-ray; served"),
+        ("test-serve test-ray; served", "test-serve; served"),
+        ("--keep-going test-plain ", "--keep-going types "),
         ('-m "not ray and (nightly or pairwise)"', '-m "not ray and nightly"'),
         (
             '-m "ray and (nightly or pairwise)" --full-products',
