@@ -151,8 +151,9 @@ def mask_checks(device: str, small: bool) -> Iterator[Check]:
 
     The worst kernel of this machine counts. It is a failure if there is none.
     """
-    from tramontane.workers.attention.cuda_prefill import VarlenPrefill, prefill_kernels
     from tramontane.workers.attention.triton_decode import VARIANTS, SplitKDecode
+    from tramontane.workers.attention.varlen_backend import VarlenPrefill
+    from tramontane.workers.attention.xformers_backend import prefill_kernels
 
     heads = SMALL_HEADS if small else HEADS
     decodes = {

@@ -177,8 +177,8 @@ def _prefill_calls(qkv: Sequence[Tensor], tokens: int, window: int | None) -> di
     """Return the ways to attend from a prompt of ``tokens`` to itself."""
     from torch.nn.attention.varlen import varlen_attn
 
-    from tramontane.workers.attention.cuda_prefill import prefill_kernels
     from tramontane.workers.attention.metadata import PrefillMetadata
+    from tramontane.workers.attention.xformers_backend import prefill_kernels
 
     device = qkv[0].device
     none = torch.empty(0, dtype=torch.int64, device=device)

@@ -57,7 +57,7 @@ def xformers_operators(_device: torch.device) -> object:
     from xformers.ops.fmha import cutlass, flash, flash3
 
     # it makes xformers accept its operators
-    from tramontane.workers.attention import cuda_prefill  # noqa: F401
+    from tramontane.workers.attention import xformers_backend  # noqa: F401
 
     return {
         operator.NAME: operator.is_available()

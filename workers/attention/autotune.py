@@ -104,7 +104,7 @@ def _gpu_candidates(
     prefills: dict[str, PrefillKernel] = {}
     try:
         # needs torch's flash attention
-        from tramontane.workers.attention.cuda_prefill import VarlenPrefill
+        from tramontane.workers.attention.varlen_backend import VarlenPrefill
 
         prefills["torch's varlen"] = VarlenPrefill()
     except (ImportError, OSError) as error:
@@ -113,7 +113,7 @@ def _gpu_candidates(
         )
     try:
         # xformers is not on every platform
-        from tramontane.workers.attention.cuda_prefill import prefill_kernels
+        from tramontane.workers.attention.xformers_backend import prefill_kernels
 
         prefills |= prefill_kernels()
     except (ImportError, OSError) as error:

@@ -264,7 +264,7 @@ def test_sdpa_decode(
 @pytest.fixture(scope="module")
 def xformers_kernels() -> Any:  # the module is not there on every platform
     pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
-    from tramontane.workers.attention import cuda_prefill as xformers_kernels
+    from tramontane.workers.attention import xformers_backend as xformers_kernels
 
     return xformers_kernels
 

@@ -284,7 +284,7 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
 ) -> None:
     """The extension of its wheel does not load with a torch for CUDA 13, nor with one for CPUs."""
     kernels = pytest.importorskip(
-        "tramontane.workers.attention.cuda_prefill",
+        "tramontane.workers.attention.xformers_backend",
         reason="xformers is published for Linux on x86-64 only",
     )
     from xformers.ops.fmha import common
