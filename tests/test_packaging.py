@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("proto", "workers", "router", "cluster")
-FOR_GPUS = {"triton_moe", "triton_quant", "quantized_gemv", "xformers_backend"}
+FOR_GPUS = {"xformers_backend"}
 DEMO_FILES = {"config.json", "model.safetensors", "tokenizer.model"}
 BUILT_FROM = (*ROOMS, "pyproject.toml", "README.md", "LICENSE")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -208,12 +208,8 @@ MAX_MODULES, MAX_LINES = 20, 500
 GENERATED = {"proto.inference_pb2", "proto.inference_pb2_grpc"}
 USES_PRIVATE_NAMES = "cluster.ray_internals"  # the only package that uses private names of Ray
 NAMED_TUPLE_METHODS = {"_asdict", "_make", "_replace"}
-FOR_GPUS = {
-    "triton_moe": "triton",
-    "triton_quant": "triton",
-    "quantized_gemv": "triton",
-    "xformers_backend": "xformers",
-}
+# modules, next to those called triton_*, that need a library which is not on every platform
+FOR_GPUS = {"row_tiles": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 # what comes from outside is only data
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -964,7 +960,8 @@ def _forbidden(loaded: list[str], forbidden: set[str]) -> list[str]:
 
 def _importable(room: str) -> Iterator[str]:
     for module in _modules(room):
-        library = FOR_GPUS.get(module.rpartition(".")[2])
+        name = module.rpartition(".")[2]
+        library = "triton" if name.startswith("triton_") else FOR_GPUS.get(name)
         if library is None or find_spec(library):  # which is not there on every platform
             yield f"tramontane.{module}"
 

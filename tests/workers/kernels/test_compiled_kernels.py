@@ -21,7 +21,7 @@ COMPILED_BY = {
     ("triton_cache", "_write_quantized"): "attention/test_fp8_kernels.py",
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
     ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
-    ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",
+    ("triton_linear", "_gemv_kernel"): "kernels/test_product_selection.py",
     ("triton_latent", "_attend"): "attention/test_triton_latent.py",
     ("triton_latent", "_combine"): "attention/test_triton_latent.py",
     ("triton_linear", "_kernel"): "kernels/test_triton_linear.py",
@@ -30,8 +30,8 @@ COMPILED_BY = {
     ("triton_moe", "_gate_up_kernel"): "kernels/test_triton_moe.py",
     ("triton_norm", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_silu", "_kernel"): "kernels/test_triton_linear.py",
-    ("triton_quant", "_gemv_kernel"): "kernels/test_quantized_linear.py",
-    ("triton_quant", "_quantize_kernel"): "kernels/test_quantized_linear.py",
+    ("triton_linear", "_quantized_gemv_kernel"): "kernels/test_quantized_linear.py",
+    ("triton_linear", "_quantize_kernel"): "kernels/test_quantized_linear.py",
     ("triton_sampler", "_kernel"): "sampling/test_triton_sampler.py",
 }
 
