@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
-from tramontane.router.structured import validator as grammar_child
+from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.grammar import (
     Constraint,
     Function,
