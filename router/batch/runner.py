@@ -1,6 +1,6 @@
 """Runs batch jobs: keeps lines in progress and writes the outcome of each.
 
-Tenants share the slots for lines equally (``line_slots.py``), and the jobs of a tenant take turns,
+Tenants share the slots for lines equally (``LineSlots``), and the jobs of a tenant take turns,
 line by line: each job has a task that waits for a slot, and a tenant's slots are granted in the
 order of waiting. A job of three lines is therefore done in three turns, however long the job before
 it is. A line that waits to be retried releases its slot in the meantime; at most as many lines of

@@ -5,7 +5,7 @@ A tile changes nothing but the speed. Each adds the products of a row in the ord
 many at a time as an instruction of the tensor cores takes, to one sum in float32, and no sum is
 divided among programs. That holds as long as the instructions are of one kind: all these tiles have
 64 rows or more for each four warps, which are ``wgmma`` on Hopper, where smaller ones would be
-``mma.sync``. Whether the bits are the same is tried on each GPU, see ``row_products.py``.
+``mma.sync``. Whether the bits are the same is tried on each GPU, see ``row_invariance.py``.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8, and
 nothing is converted.
 
-The rows are quantized as those of dense layers, see ``triton_quant``; scales of rows and of outputs
+The rows are quantized as those of dense layers, see ``triton_linear``; scales of rows and of outputs
 multiply the sums.
 
 The matrix is the first operand and the rows are the second, so a tile is computed as its transpose.

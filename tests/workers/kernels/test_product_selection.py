@@ -41,7 +41,7 @@ def test_it_compiles_for_hopper_without_spills(block: GemvBlock) -> None:
     types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
     usage = resource_usage(
         "tramontane.workers.kernels.triton_linear",
-        "_kernel",
+        "_gemv_kernel",
         types,
         constants,
         (0, 1, 2, 4, 5),

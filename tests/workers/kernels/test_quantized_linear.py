@@ -244,7 +244,7 @@ INTERPRETED = """
 import triton_on_cpu  # before Triton
 import torch
 from tramontane.proto.weight_format import Quantization
-from tramontane.workers.kernels import quantized_linear, triton_quant
+from tramontane.workers.kernels import quantized_linear, triton_linear
 from tramontane.workers.weights.quantize import quantize_weight
 torch.manual_seed(0)
 for quantize in Quantization:
@@ -261,11 +261,11 @@ for quantize in Quantization:
         x_TK = behind[: tokens * width].view(tokens, width).copy_(x_TK)
         exact_TN = x_TK.double() @ (numbers_NK.double() * scale_N.double()[:, None]).T
         for like_TK in (x_TK, x_TK.T.contiguous().T):
-            out_TN = triton_quant.quantized_gemv(like_TK, numbers_NK, scale_N)
+            out_TN = triton_linear.quantized_gemv(like_TK, numbers_NK, scale_N)
             assert out_TN.dtype == torch.float16
             assert (out_TN.double() - exact_TN).norm() / exact_TN.norm() < 1e-3
     empty_NK = torch.empty(48, 64).to(numbers_NK.dtype)
-    nothing_TN = triton_quant.quantized_gemv(torch.empty(0, 64).half(), empty_NK, scale_N)
+    nothing_TN = triton_linear.quantized_gemv(torch.empty(0, 64).half(), empty_NK, scale_N)
     assert nothing_TN.shape == (0, 48)
 fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 fp8 = fp8[fp8.isfinite()]
@@ -276,7 +276,7 @@ for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
         x_TK = x_TK * 2.0 ** torch.arange(tokens)[:, None]
         x_TK[1:2] = 0
         for like_TK in (x_TK, x_TK.bfloat16(), x_TK.T.contiguous().T):
-            numbers_TK, scale_T1 = triton_quant.quantize_rows_fp8(like_TK, 448)
+            numbers_TK, scale_T1 = triton_linear.quantize_rows_fp8(like_TK, 448)
             wanted_TK, wanted_T1 = quantized_linear.quantize_rows_fp8(like_TK)
             assert torch.equal(scale_T1, wanted_T1)
             # the interpreter rounds otherwise than GPUs do: numbers are compared where there is
@@ -288,7 +288,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tramontane.workers.kernels import triton_quant
+from tramontane.workers.kernels import triton_linear
 
 def compiled(kernel, types, sizes, aligned, capability, options):
     signature = dict(zip(kernel.arg_names, types, strict=True))
@@ -298,18 +298,18 @@ def compiled(kernel, types, sizes, aligned, capability, options):
     assert made.metadata.shared <= 99 * 1024, made.metadata.shared
 
 for capability, numbers in ((80, "i8"), (89, "i8"), (89, "fp8e4nv"), (90, "i8"), (90, "fp8e4nv")):
-    for block in triton_quant.TOKEN_BLOCKS:
+    for block in triton_linear.TOKEN_BLOCKS:
         types = ("*bf16", f"*{numbers}", "*fp32", "*bf16", "i32", "i32", "i32", *("constexpr",) * 3)
-        sizes = {(7,): block, (8,): triton_quant.ROWS, (9,): triton_quant.X_BLOCK // block}
-        options = {"num_stages": triton_quant.STAGES}
+        sizes = {(7,): block, (8,): triton_linear.ROWS, (9,): triton_linear.X_BLOCK // block}
+        options = {"num_stages": triton_linear.STAGES}
         aligned = [(i,) for i in (0, 1, 2, 3, 5, 6)]
-        compiled(triton_quant._gemv_kernel, types, sizes, aligned, capability, options)
+        compiled(triton_linear._quantized_gemv_kernel, types, sizes, aligned, capability, options)
 for capability in (89, 90):
     types = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr")
-    sizes = {(6,): triton_quant.K_BLOCK}
-    options = {"num_warps": triton_quant.WARPS}
+    sizes = {(6,): triton_linear.K_BLOCK}
+    options = {"num_warps": triton_linear.WARPS}
     aligned = [(i,) for i in range(4)]
-    compiled(triton_quant._quantize_kernel, types, sizes, aligned, capability, options)
+    compiled(triton_linear._quantize_kernel, types, sizes, aligned, capability, options)
 """
 
 

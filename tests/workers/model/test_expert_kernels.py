@@ -468,9 +468,9 @@ def test_few_choices_are_not_compared_with_products_that_quantize_rows(
 
 def test_torchs_fp8_product_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own rules for shapes, strides and data types, without a GPU."""
-    triton_quant = pytest.importorskip("tramontane.workers.kernels.triton_linear")
+    triton_linear = pytest.importorskip("tramontane.workers.kernels.triton_linear")
     monkeypatch.setattr(
-        triton_quant, "quantize_rows_fp8", lambda x_TK, _largest: quantize_rows_fp8(x_TK)
+        triton_linear, "quantize_rows_fp8", lambda x_TK, _largest: quantize_rows_fp8(x_TK)
     )
     rows_CK, ends_E = (
         torch.empty(37, 64, device="meta", dtype=torch.bfloat16),
