@@ -1,8 +1,8 @@
 """Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8, and
 nothing is converted.
 
-The rows are quantized as those of dense layers, see ``triton_linear``; scales of rows and of outputs
-multiply the sums.
+The rows are quantized as those of dense layers, see ``triton_linear``; scales of rows and of
+outputs multiply the sums.
 
 The matrix is the first operand and the rows are the second, so a tile is computed as its transpose.
 Hopper multiplies fp8 with ``wgmma`` only, whose first operand has 64 rows at least and whose second
