@@ -5,10 +5,10 @@ grouped product.
     16 32 128 1024]
 
 The defaults are Mixtral 8x7B's sizes, in bfloat16. ``expert_kernels.MAX_SMALL_BATCH_ROWS`` should
-be the largest number of rows for which those for small batches (row by row) are faster. Tokens choose
-two experts each at random, several times, in a CUDA graph, so that launches cost nothing; rows are
-choices. The share is of the memory wall: the bytes of all experts that have rows, at the speed of a
-copy. With ``--cpu`` only small sizes finish quickly.
+be the largest number of rows for which those for small batches (row by row) are faster. Tokens
+choose two experts each at random, several times, in a CUDA graph, so that launches cost nothing;
+rows are choices. The share is of the memory wall: the bytes of all experts that have rows, at the
+speed of a copy. With ``--cpu`` only small sizes finish quickly.
 """
 
 import argparse
