@@ -203,7 +203,38 @@ PACKAGES: dict[str, set[str]] = {
 }
 # Libraries that a package must not import, although its room may.
 BANNED_IN_PACKAGE = {"router.scheduling": {"asyncio", "time"}, "cluster.http": {"ray"}}
-MAX_MODULES, MAX_LINES = 20, 500
+MAX_MODULES, MAX_LINES, MAX_IMPORTS = 20, 500, 15
+# Modules that import more of ours, and how many they may: they put a stage, a pipeline, a server or
+# a command together. A number here may only become smaller.
+IMPORTS_MORE = {
+    "cluster.actors.stage_actor": 17,
+    "cluster.cli.plan": 19,
+    "cluster.http.app": 20,
+    "cluster.http.token_endpoints": 23,
+    "cluster.pipeline.engine": 30,
+    "cluster.serving.batch_replica": 28,
+    "cluster.serving.ingress": 23,
+    "cluster.serving.router_replica": 23,
+    "cluster.serving.server": 25,
+    "router.chat_apis.blocks": 16,
+    "router.openai.chat_completion": 17,
+    "workers.stage.device_backend": 20,
+    "workers.stage.stage_worker": 32,
+}
+# Modules of fewer lines whose only importer is in their own package are parts of it, but for these.
+MIN_LINES = 120
+SMALL = {
+    # a program that another process runs, without this package
+    "router.structured.validator_process",
+    # they need a library, or a part of it, that is not on every platform
+    *("workers.attention.varlen_backend", "workers.attention.xformers_backend"),
+    *("workers.kernels.row_tiles", "workers.kernels.triton_norm", "workers.kernels.triton_silu"),
+    # together with their importer they would have more than ``MAX_LINES``
+    *("router.scheduling.guarded_policy", "workers.stage.stage_numerics"),
+    *("workers.stage.step_profiler", "workers.stage.warm_up"),
+    # a subject each, next to a module that puts parts together
+    *("cluster.llm.engine_thread", "cluster.pipeline.local_chain", "workers.device.nvml"),
+}
 # of which the size rules say nothing
 GENERATED = {"proto.inference_pb2", "proto.inference_pb2_grpc"}
 USES_PRIVATE_NAMES = "cluster.ray_internals"  # the only package that uses private names of Ray
@@ -617,6 +648,33 @@ def size_breaches(modules: Sequence[Module]) -> list[str]:
     ]
 
 
+def import_breaches(modules: Sequence[Module]) -> list[str]:
+    """Modules that import more of ours than ``MAX_IMPORTS``, or than ``IMPORTS_MORE`` says."""
+    written = [module.name for module in modules if module.name not in GENERATED]
+    edges = _edges(modules, for_types=True)
+    return [
+        f"{name} imports {len(edges[name])} modules"
+        for name in written
+        if len(edges[name]) > IMPORTS_MORE.get(name, MAX_IMPORTS)
+    ]
+
+
+def small_parts(modules: Sequence[Module]) -> set[str]:
+    """Modules of fewer than ``MIN_LINES`` lines that one module of their own package imports, and
+    no other.
+    """
+    importers: dict[str, set[str]] = {}
+    for name, targets in _edges(modules, for_types=True).items():
+        for target in targets:
+            importers.setdefault(target, set()).add(name)
+    return {
+        module.name
+        for module in modules
+        if module.num_lines < MIN_LINES
+        and [name.rpartition(".")[0] for name in importers.get(module.name, ())] == [module.package]
+    }
+
+
 def test_packages_import_downwards_only() -> None:
     modules = _all_modules()
     assert {module.package for module in modules} == PACKAGES.keys()
@@ -752,6 +810,29 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 def test_folders_and_modules_are_small() -> None:
     assert size_breaches(_all_modules()) == []
+
+
+def test_few_modules_import_many() -> None:
+    modules = _all_modules()
+    assert import_breaches(modules) == []
+    planted = "".join(
+        f"from {module.name} import x\n".replace("from ", "from tramontane.")
+        for module in modules[: MAX_IMPORTS + 1]
+    )
+    name = "cluster.cli.planted"
+    assert import_breaches([*modules, _read(name, planted)]) == [
+        f"{name} imports {MAX_IMPORTS + 1} modules"
+    ]
+
+
+def test_parts_of_one_module_are_in_it() -> None:
+    modules = _all_modules()
+    assert small_parts(modules) == SMALL
+    part = _read("proto.planted", "x = 1\n")
+    user = _read("proto.user", "from tramontane.proto.planted import x\n")
+    assert small_parts([*modules, part, user]) - SMALL == {"proto.planted"}
+    elsewhere = _read("router.grpc.user", "from tramontane.proto.planted import x\n")
+    assert small_parts([*modules, part, elsewhere]) == SMALL
 
 
 @pytest.mark.nightly

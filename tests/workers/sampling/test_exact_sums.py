@@ -14,8 +14,12 @@ from torch import Tensor
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.sampling import logprobs
-from tramontane.workers.sampling.exact_sums import UNITS, exact_logsumexp, exact_weights
-from tramontane.workers.sampling.logprobs import token_logprobs
+from tramontane.workers.sampling.logprobs import (
+    UNITS,
+    exact_logsumexp,
+    exact_weights,
+    token_logprobs,
+)
 from tramontane.workers.stage.device_backend import backend_for
 
 VOCAB = 20_000
