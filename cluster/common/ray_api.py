@@ -107,11 +107,9 @@ def _start_thread(
 
 # Deployments of a Ray Serve application, recorded in the cluster's key-value store.
 #
-# The store gives every build of an application a number, higher than those before it. It also
-# keeps
-# the newest deployment, to which routers of older ones yield, and the deployment that was
-# drained, so
-# that an ingress replica of it which restarts is drained as well.
+# The store gives every build of an application a number, higher than those before it. It also keeps
+# the newest deployment, to which routers of older ones yield, and the deployment that was drained,
+# so that an ingress replica of it which restarts is drained as well.
 
 TTL_NS = 900 * 10**9
 

@@ -71,8 +71,7 @@ def without_echo() -> Iterator[None]:
         yield
 
 
-# Secrets on the command line, which every user of the machine can read, and which Ray shows on
-# its
+# Secrets on the command line, which every user of the machine can read, and which Ray shows on its
 # dashboard.
 
 FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")

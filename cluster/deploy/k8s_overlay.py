@@ -15,8 +15,7 @@ from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.units import GIB
 
-# The pods of a RayService: the head, the ingresses, and one pod for each stage and expert
-# actor.
+# The pods of a RayService: the head, the ingresses, and one pod for each stage and expert actor.
 
 Document = dict[str, Any]
 

@@ -17,8 +17,8 @@ from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
 from tramontane.router.openai.errors import HttpErrorSpec
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
-# One response to a client, put together from those of several ingresses, and how an ingress
-# reports its progress to the proxy.
+# One response to a client, put together from those of several ingresses, and how an ingress reports
+# its progress to the proxy.
 #
 # A client receives a response that is not streamed when it is complete. Until then the ingress
 # reports to its proxy, at intervals, what has been generated.

@@ -76,9 +76,8 @@ def _parse_after(given: Sequence[str]) -> AfterByPipeline:
 
 # ``GET /metrics``: how loaded the server is, for gateways that route by load.
 #
-# These are the gauges of the model server protocol of Kubernetes' Gateway API Inference
-# Extension, in
-# Prometheus' text format. All other metrics are exported by Ray, on every node.
+# These are the gauges of the model server protocol of Kubernetes' Gateway API Inference Extension,
+# in Prometheus' text format. All other metrics are exported by Ray, on every node.
 
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 MAX_AGE_S = 0.2  # of an answer that is sent again; gateways may ask twenty times a second

@@ -35,8 +35,7 @@ from tramontane.workers.weights.tensor_specs import (
     layer_tensors,
 )
 
-# Division of layers into consecutive spans, one per stage, so that the slowest stage is as fast
-# as
+# Division of layers into consecutive spans, one per stage, so that the slowest stage is as fast as
 # possible. Pure arithmetic.
 
 FitsPredicate = Callable[[int, range], bool]  # whether a stage has enough memory for these layers

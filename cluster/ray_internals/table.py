@@ -19,10 +19,8 @@ from tramontane.proto.errors import ConfigError
 # A private name of Ray, and the check that this version of Ray still has all of them.
 #
 # Ray may change private names in any version, and ``pyproject.toml`` pins the minor version for
-# that
-# reason. Names are looked up when they are used, so that a missing one is a one-line error at
-# start
-# and not an ImportError in some module.
+# that reason. Names are looked up when they are used, so that a missing one is a one-line error at
+# start and not an ImportError in some module.
 
 RAY_VERSION = "2.60.0"  # the version that ``table.py`` was written for
 

@@ -86,8 +86,7 @@ def format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-# Changes to Ray Serve's gRPC proxy: where clients' gRPC listens, and what is around every
-# handler.
+# Changes to Ray Serve's gRPC proxy: where clients' gRPC listens, and what is around every handler.
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Ray Serve's own method, which asks for no key

@@ -39,8 +39,8 @@ from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.urls import UrlReader
 
-# What listens at a port of this machine: a Tramontane server with its version and model, or
-# another process.
+# What listens at a port of this machine: a Tramontane server with its version and model, or another
+# process.
 
 ANSWER_TIMEOUT_S = 2.0  # for all that is asked
 MAX_ANSWER_BYTES = 1 << 16

@@ -301,8 +301,8 @@ def _line_error(problem: str) -> str:
     return error_text(error_body(problem, "invalid_request_error", code="invalid_line"))
 
 
-# Ingest of a job's input: its lines are split, validated and stored, and its text gets a digest,
-# in the threads of jobs.
+# Ingest of a job's input: its lines are split, validated and stored, and its text gets a digest, in
+# the threads of jobs.
 
 MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
 # that are split at once: threads are shared, and a mebibyte of line ends takes a second

@@ -180,8 +180,7 @@ class Blocks:
         self._is_open = False
 
 
-# The common part of ``/v1/responses`` and ``/v1/messages``: a chat completion of one choice,
-# whose
+# The common part of ``/v1/responses`` and ``/v1/messages``: a chat completion of one choice, whose
 # answer is made of blocks.
 
 COPIES = 5  # of the text, which the last events of a stream repeat

@@ -120,8 +120,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> AssistantToolCall:
     )
 
 
-# What the requests of both APIs share: fields that are refused with a reason, and objects that
-# are
+# What the requests of both APIs share: fields that are refused with a reason, and objects that are
 # chosen by their ``type``.
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # as OpenAI bounds them

@@ -53,8 +53,8 @@ from tramontane.router.structured.request_model import (
     unsupported_except,
 )
 
-# Messages of Anthropic's API, whose content is text or blocks, and the messages of a chat that
-# they are.
+# Messages of Anthropic's API, whose content is text or blocks, and the messages of a chat that they
+# are.
 
 TEXTS = TextParts(ignored=frozenset({"cache_control", "citations"}))
 USER_BLOCKS = "blocks of the type {type} are not supported here, only text and tool_result"

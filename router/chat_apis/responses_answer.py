@@ -210,8 +210,7 @@ def _with_bytes(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": token["token"], "bytes": token["bytes"] or [], "logprob": token["logprob"]}
 
 
-# ``/v1/responses`` without HTTP: the answer of a chat as a response, whole or as typed events
-# with
+# ``/v1/responses`` without HTTP: the answer of a chat as a response, whole or as typed events with
 # increasing numbers.
 #
 # In a stream log-probabilities come with the deltas. The events that end a part repeat its text,

@@ -101,8 +101,7 @@ def parse_timeout(values: Sequence[str]) -> float:
     return seconds
 
 
-# Request counters of one ingress. They only grow, so that metrics can read them from any
-# thread.
+# Request counters of one ingress. They only grow, so that metrics can read them from any thread.
 
 # Why a request was refused, by error. The first class that matches counts.
 REFUSALS = MappingProxyType(

@@ -348,8 +348,7 @@ class Error(Answer):
 # Models of the events of a stream.
 #
 # The choices of a chunk are dictionaries (``CompletionChange``, ``ChatChange``): one is made for
-# every token, and models would take half as long again as all other work on it. Tests validate
-# them
+# every token, and models would take half as long again as all other work on it. Tests validate them
 # against ``CompletionChunk`` and ``ChatChunk``.
 
 

@@ -19,8 +19,7 @@ from itertools import islice, repeat
 
 from tramontane.proto.plan import CachePlan
 
-# The log of cached prefixes: which keys of blocks became known and which were forgotten, for
-# those
+# The log of cached prefixes: which keys of blocks became known and which were forgotten, for those
 # who choose a pipeline.
 
 # of a key in a digest: of a million keys one in 18 million million others is taken for one of them
@@ -178,8 +177,7 @@ def _last_candidate(has_page: bytes, first: int, end: int) -> int:
     return end if gap < 0 else has_page.rfind(1, 0, gap) + 1
 
 
-# The pages of one window class: held by sequences, cached for prompts that begin alike, or
-# free.
+# The pages of one window class: held by sequences, cached for prompts that begin alike, or free.
 
 
 class PagePool:

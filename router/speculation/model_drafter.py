@@ -151,8 +151,7 @@ class ModelDrafter:
 
 # Drafts from a sequence's own text: what followed the last tokens where they stood before.
 #
-# This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding),
-# over
+# This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), over
 # prompt and output.
 
 # n-grams of a sequence; those not seen for longest are dropped where there are more

@@ -36,8 +36,7 @@ RecordEvent = Callable[[], DeviceEvent]
 # the processor.
 #
 # A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from
-# pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it
-# and
+# pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it and
 # the copies that it was part of are done.
 
 

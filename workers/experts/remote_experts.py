@@ -301,11 +301,9 @@ class PendingExpertCall:
                 self._experts.condition.notify_all()
 
 
-# The forward pass of a stage whose experts are on actors: a coroutine that yields while they
-# work.
+# The forward pass of a stage whose experts are on actors: a coroutine that yields while they work.
 #
-# It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in who runs
-# the
+# It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in who runs the
 # experts.
 
 T = TypeVar("T")

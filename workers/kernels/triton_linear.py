@@ -207,10 +207,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # as above
 # Triton kernel for the product of a few tokens and a matrix, bound by reading the matrix once.
 #
 # A library's product for one token makes tiles of 8 or more columns, too few of them for a GPU
-# where
-# a matrix is small, and adds up splits with a second kernel. Here each program computes some
-# outputs
-# of all tokens in float32.
+# where a matrix is small, and adds up splits with a second kernel. Here each program computes some
+# outputs of all tokens in float32.
 #
 # Shape letters: T tokens, K inputs, N outputs of a matrix; n and k of a block of them, t tokens.
 

@@ -20,12 +20,10 @@ from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY, MAX_FP8, dequantized_linear
 
-# All experts of a layer as one grouped product: their weights as stacks in memory, and the
-# kernels
+# All experts of a layer as one grouped product: their weights as stacks in memory, and the kernels
 # for small batches.
 #
-# Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), D
-# model
+# Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), D model
 # width, F feed-forward width, N rows and K columns of one expert's matrix.
 
 # Of rows [C, K], matrices [E, N, K], ends of groups [E] and, if the matrices are quantized, scales

@@ -26,17 +26,15 @@ from tramontane.workers.kernels.row_invariance import RowProducts
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.rotary import RotaryTables
 
-# The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), and the scaling
-# of queries by position.
+# The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), and the scaling of
+# queries by position.
 #
-# The index score of a key k for a token is the sum over heads of w_h relu(q_h k). The token
-# attends
+# The index score of a key k for a token is the sum over heads of w_h relu(q_h k). The token attends
 # to the keys with the highest scores, see ``workers/attention/sparse_attention.py``. Formulas are
 # those of transformers, modeling_mistral_large4.py.
 #
-# Shape letters: T tokens, D model width, H query heads, I heads of the indexer, d width of a
-# query, i
-# width of an indexer's query and key, r rotated numbers.
+# Shape letters: T tokens, D model width, H query heads, I heads of the indexer, d width of a query,
+# i width of an indexer's query and key, r rotated numbers.
 
 INDEXER_NORM_EPS = 1e-6  # of both norms, whatever the model's is
 IndexInputs = tuple[

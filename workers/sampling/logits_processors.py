@@ -14,13 +14,11 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, MicroBatch
 from tramontane.workers.device.cuda import tensor_on
 
-# The last token of every sequence, on the device: what a decode begins with if the router does
-# not
+# The last token of every sequence, on the device: what a decode begins with if the router does not
 # know it yet.
 #
 # With asynchronous scheduling the router submits a step before the tokens of the step before it
-# have
-# been read. Its columns then have a ``PLACEHOLDER_TOKEN``, and the device fills in what it has
+# have been read. Its columns then have a ``PLACEHOLDER_TOKEN``, and the device fills in what it has
 # sampled itself, without a copy to the host and back.
 #
 # Shape letters: N slots of sequences, S sampled rows, B single tokens.

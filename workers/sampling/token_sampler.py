@@ -22,11 +22,9 @@ from tramontane.workers.sampling.structured_output import StructuredOutputManage
 
 # Verification of drafts: which of the sampled tokens are right, in the order of the steps.
 #
-# A sampled token is right if its row was computed from right tokens. Rows of a micro-batch that
-# is
+# A sampled token is right if its row was computed from right tokens. Rows of a micro-batch that is
 # ahead begin with drafts of which the steps before it decide, so tokens are accepted in the order
-# in
-# which steps have begun, by any thread.
+# in which steps have begun, by any thread.
 #
 # Shape letters: S sampled rows.
 
