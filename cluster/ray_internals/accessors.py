@@ -387,6 +387,8 @@ def replace_response_generators() -> None:
     from ray.serve.exceptions import RequestCancelledError
 
     generator: Any = table.RESPONSE_GENERATOR.value
+    if generator.__module__ == __name__:  # in this process it has been replaced
+        return
 
     class ResponseGenerator(generator):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

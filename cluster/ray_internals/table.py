@@ -72,9 +72,7 @@ class PrivateSymbol:
         except (ImportError, AttributeError):
             return self._missing
         if not hasattr(owner, self._name):
-            # by the constructor
-            is_set = inspect.isclass(owner) and self._name in owner.__init__.__code__.co_names
-            return "" if is_set else self._missing
+            return "" if inspect.isclass(owner) and _is_set(owner, self._name) else self._missing
         if not self.parameters:
             return ""
         known = inspect.signature(getattr(owner, self._name)).parameters
@@ -104,6 +102,12 @@ class PrivateSymbol:
         for part in name.split(".")[:-1]:
             owner = getattr(owner, part)
         return owner
+
+
+def _is_set(owner: type, name: str) -> bool:
+    """Tell whether a constructor names an attribute: that of the class, or of one it is made of."""
+    constructors = [vars(each).get("__init__") for each in owner.__mro__]
+    return any(name in each.__code__.co_names for each in constructors if inspect.isfunction(each))
 
 
 def assert_supported(*tables: tuple[PrivateSymbol, ...]) -> None:

@@ -222,6 +222,17 @@ def test_using_a_missing_symbol_is_the_same_error() -> None:
         _ = replace(KNOWN, path="ray.no_such_module:name").value
 
 
+def test_classes_that_tramontane_has_replaced_have_every_symbol() -> None:
+    """A proxy checks the table each time it makes its middlewares, which replaces classes once."""
+    kept = (table.MESSAGE_QUEUE, table.RESPONSE_GENERATOR)
+    with kept[0].replaced(kept[0].value), kept[1].replaced(kept[1].value):
+        proxy_middlewares()
+        replaced = kept[1].value
+        proxy_middlewares()
+        assert kept[1].value is replaced
+        assert_supported(*TABLES)
+
+
 def test_a_replaced_symbol_is_put_back() -> None:
     symbol, original = (
         replace(KNOWN, path="ray._private.worker:_worker_logs_enabled"),
