@@ -81,8 +81,8 @@ def config_runtime(
     """Return ``gpu_runtime`` with an engine's settings, up to ``num_seqs`` sequences and
     micro-batches of ``num_tokens``.
     """
-    drafts = config.speculative_config
-    num_sampled = num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
+    # Decodes and their drafts are ``num_seqs`` rows at most, and each chunk may end a prompt.
+    num_sampled = num_seqs * (2 if config.speculative_config else 1)
     is_invariant = config.batch_invariant is True
     return gpu_runtime(
         args,

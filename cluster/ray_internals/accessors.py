@@ -383,31 +383,37 @@ def replace_response_generators() -> None:
 
     To be called before the proxy takes requests. Ray Serve waits for a task that reads and one that
     ends when the client leaves. Here the latter cancels the call, and what reads it ends with that.
+    The first message is waited for as Ray Serve does: a call that is assigned to a replica in the
+    turn of the loop in which its client leaves could not be cancelled.
     """
     from ray.serve.exceptions import RequestCancelledError
 
     generator: Any = table.RESPONSE_GENERATOR.value
-    if generator.__module__ == __name__:  # in this process it has been replaced
+    if generator.__module__ == __name__:  # it has been replaced in this process
         return
 
     class ResponseGenerator(generator):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-
-            def cancel_call(_: object) -> None:
-                if self._disconnected_task is not None:  # else the response is complete
-                    self._response.cancel()
-
+            self.has_begun = False
             if self._disconnected_task is not None:
-                self._disconnected_task.add_done_callback(cancel_call)
+                self._disconnected_task.add_done_callback(self.cancel_call)
+
+        def cancel_call(self, _: object) -> None:
+            if self._disconnected_task is not None:  # else the response is complete
+                self._response.cancel()
 
         async def _get_next_streaming_result(self) -> Any:
-            if self._timeout_s is not None:
-                return await super()._get_next_streaming_result()
             try:
-                return await self._await_response_anext()
+                if self.has_begun and self._timeout_s is None:
+                    return await self._await_response_anext()
+                message = await super()._get_next_streaming_result()
             except RequestCancelledError:
+                if not self._response.cancelled():  # it is the replica's own error
+                    raise
                 raise asyncio.CancelledError from None
+            self.has_begun = True
+            return message
 
     table.RESPONSE_GENERATOR.replace(ResponseGenerator)
 

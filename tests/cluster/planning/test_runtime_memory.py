@@ -356,7 +356,7 @@ def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
     plain, drafted = (
         config_runtime(each, MISTRAL, "bfloat16", 16, 512).logits for each in (config, drafting)
     )
-    assert drafted - plain == 48 * 32_000 * 32
+    assert drafted - plain == 16 * 32_000 * 32
     mixtral = PRESETS["mixtral-8x7b"]
     inside, outside = (
         config_runtime(config, mixtral, "bfloat16", 16, 512, experts_inside=each).activations

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentResponseGenerator
 
 from tramontane.cluster.ray_internals.accessors import (
@@ -165,12 +166,12 @@ class _Proxy:
         self, messages: list[Any], timeout_s: float | None = None, is_assigned: bool = True
     ) -> None:
         self.result, self._left = _Result(messages), asyncio.Event()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if is_assigned:
-            future.set_result(self.result)
+            self.future.set_result(self.result)
         metadata: Any = SimpleNamespace(request_id="an id")
         response: Any = DeploymentResponseGenerator(
-            future, metadata, _is_router_running_in_separate_loop=False
+            self.future, metadata, _is_router_running_in_separate_loop=False
         )
         self._leaving = asyncio.ensure_future(self._left.wait())
         arguments = {
@@ -180,8 +181,11 @@ class _Proxy:
         }
         self.messages: Any = RESPONSE_GENERATOR.value(response, **arguments)
 
-    async def leave(self) -> None:
+    def leave_soon(self) -> None:
         self._left.set()
+
+    async def leave(self) -> None:
+        self.leave_soon()
         await _turns()
 
 
@@ -205,6 +209,32 @@ def test_a_client_that_leaves_while_its_response_is_waited_for_ends_the_call(
         return await reading, proxy.result.num_cancelled
 
     assert asyncio.run(scenario()) == ((["A"] * is_assigned, "CancelledError"), int(is_assigned))
+
+
+def test_a_client_that_leaves_as_its_call_is_assigned_gets_no_message(is_ours: bool) -> None:
+    """Ray Serve cannot cancel the call in this turn; what reads it ends all the same."""
+
+    async def scenario() -> Outcome:
+        proxy = _Proxy(["a", "forever", "b"], is_assigned=False)
+        reading = asyncio.ensure_future(_outcome(proxy.messages))
+        await _turns(10)
+        proxy.leave_soon()
+        await asyncio.sleep(0)
+        proxy.future.set_result(proxy.result)
+        return await asyncio.wait_for(reading, 10)
+
+    assert asyncio.run(scenario()) == ([], "CancelledError")
+
+
+def test_a_replica_that_was_cancelled_itself_is_a_failure(is_ours: bool) -> None:
+    """The client is there: it is to be answered."""
+
+    async def scenario() -> list[Outcome]:
+        error = RequestCancelledError("an id")
+        return [await _outcome(_Proxy([*before, error]).messages) for before in ([], ["a"])]
+
+    name = "RequestCancelledError"
+    assert asyncio.run(scenario()) == [([], name), (["A"], name)]
 
 
 def test_a_client_that_leaves_while_it_is_written_to_ends_the_call(is_ours: bool) -> None:
@@ -232,13 +262,16 @@ def test_after_the_last_message_a_client_may_leave(is_ours: bool) -> None:
 
 def test_a_proxy_with_a_time_limit_keeps_it(is_ours: bool) -> None:
     async def scenario() -> Outcome:
-        return await _outcome(_Proxy(["forever"], timeout_s=0.01).messages)
+        proxy = _Proxy(["forever"], timeout_s=0.01)
+        return await asyncio.wait_for(_outcome(proxy.messages), 10)
 
     assert asyncio.run(scenario()) == ([], "TimeoutError")
 
 
 def test_no_task_is_made_for_a_message(is_ours: bool) -> None:
-    """Ray Serve makes one for each on both sides, which is most of what they do in Python."""
+    """Ray Serve makes one for each on both sides, which is most of what they do in Python. Ours
+    makes one in a proxy for the first message.
+    """
 
     async def scenario() -> int:
         queue: Any = MESSAGE_QUEUE.value()
@@ -258,4 +291,4 @@ def test_no_task_is_made_for_a_message(is_ours: bool) -> None:
         await _outcome(proxy.messages)
         return num_tasks
 
-    assert asyncio.run(scenario()) == (0 if is_ours else 11 + 3)
+    assert asyncio.run(scenario()) == (1 if is_ours else 11 + 3)
