@@ -27,7 +27,7 @@ demo: $(STAMP)  ## four prompts through two stage actors
 # of all that wants a core they are last (SCHED_IDLE), as Ray's own workers run at a nice value of 15. The output of what runs
 # in the background is shown when it ends. Python keeps what it has compiled, also where the environment says otherwise: the
 # lanes start hundreds of processes.
-IDLE := $(shell command -v chrt > /dev/null && echo chrt --idle 0 || echo nice -n 19)
+IDLE := $(shell chrt --idle 0 true > /dev/null 2>&1 && echo chrt --idle 0 || echo nice -n 19)
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline types
