@@ -87,12 +87,14 @@ def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle
     actor: Any = ray.remote(
         concurrency_groups={"control": 2, "drafting": 1}, max_restarts=-1, max_task_retries=0
     )(DraftActor)  # type: ignore[call-overload]
-    options = bundle_options(spec, spec.bundle_of_draft_model, group) | {"name": spec.draft_name}
     draft_model = spec.draft_model
+    share = spec.gpu_share if draft_model.shares_gpu else 1
+    options = bundle_options(spec, spec.bundle_of_draft_model, group, share)
     settings = replace(
         spec.worker_settings, weights=draft_model.weights, fingerprint=draft_model.fingerprint
     )
-    return cast("ActorHandle[Any]", actor.options(**options).remote(draft_model, settings))
+    create = actor.options(**options, name=spec.draft_name).remote
+    return cast("ActorHandle[Any]", create(draft_model, settings))
 
 
 class RayDraftModel:

@@ -104,11 +104,15 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSpec:
-    """A draft model: the plan of its only stage, and where its weights are."""
+    """A draft model: the plan of its only stage, and where its weights are.
+
+    ``shares_gpu``: it is in the bundle of the last stage, and so on its GPU.
+    """
 
     plan: StagePlan
     weights: WeightSource
     fingerprint: Fingerprint = ()
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +154,21 @@ class PipelineSpec:
 
     @property
     def bundle_of_draft_model(self) -> int:
-        """The bundle of the draft model, the last one."""
+        """The bundle of the draft model: the last one, or that of the last stage."""
+        if self._draft_shares_gpu:
+            return self.bundle_of_stage(len(self.plan.stages) - 1)
         return len(self.bundles) - 1
 
     @property
+    def _draft_shares_gpu(self) -> bool:
+        return self.draft_model is not None and self.draft_model.shares_gpu
+
+    @property
     def gpu_share(self) -> float:
-        """A stage's share of a GPU, rounded down to Ray's units of 1/10,000, so that all fit: 6 per
-        GPU get 0.1666 each.
+        """The share of a GPU that a stage has, and a draft model next to it, rounded down to Ray's
+        units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each.
         """
-        return GPU_UNITS // self.stages_per_gpu / GPU_UNITS
+        return GPU_UNITS // (self.stages_per_gpu + self._draft_shares_gpu) / GPU_UNITS
 
     def describe_workers(self, num_pipelines: int = 1) -> str:
         """Return ``2 stages``, or ``2 stages and 4 expert actors``, for messages."""
@@ -167,23 +177,26 @@ class PipelineSpec:
             f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else ""
         )
         text += f" and {num_pipelines * len(experts.actors)} expert actors" if experts else ""
-        return text + (
-            " and a draft model" + (" each" if num_pipelines > 1 else "")
-            if self.draft_model
-            else ""
-        )
+        if self.draft_model is None:
+            return text
+        text += " and a draft model" + (" each" if num_pipelines > 1 else "")
+        return text + (", on the last stage's GPU" if self._draft_shares_gpu else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor,
         and of the draft model.
 
-        Stages that share a bundle are on one node and GPU.
+        Stages that share a bundle are on one node and GPU, and so is a draft model that shares it.
         """
-        stages, per_gpu = len(self.plan.stages), self.stages_per_gpu
-        sizes = [min(per_gpu, stages - first) for first in range(0, stages, per_gpu)] + [1] * (
-            self.num_workers - stages
+        stages, per_gpu, shares = (
+            len(self.plan.stages),
+            self.stages_per_gpu,
+            self._draft_shares_gpu,
         )
+        sizes = [min(per_gpu, stages - first) for first in range(0, stages, per_gpu)]
+        sizes[-1] += shares
+        sizes += [1] * (self.num_workers - stages - shares)
         gpu: dict[str, float] = {"GPU": 1} if self.use_gpus else {}
         return [{"CPU": self.threads_per_stage * size} | gpu for size in sizes]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tramontane.cluster.actors.pipeline_spec import DraftModelSpec
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.planning.gpu_placement import draft_memory, draft_shares_gpu
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.cluster.planning.runtime_memory import config_runtime
@@ -18,6 +19,9 @@ from tramontane.workers.weights.checkpoint import Checkpoint
 # Plan of a draft model: the whole model on one actor, with caches for as many sequences as it has
 # memory for.
 
+# Of a micro-batch: others draft next to a long text, and on GPUs so many are computed by graphs.
+MAX_BATCH_TOKENS = 512
+
 
 def plan_draft_model(
     config: EngineConfig, args: ModelArgs, target: PipelinePlan, hardware: Hardware
@@ -27,14 +31,11 @@ def plan_draft_model(
     """
     assert config.speculative_config is not None
     num_all = (len(target.stages) + config.expert_actors + 1) * config.max_pipelines
-    memory = (
-        min(gpu.memory for gpu in hardware.gpus)
-        if hardware.gpus
-        else hardware.stage_memory(num_all)
-    )
+    memory = draft_memory(config, hardware) if hardware.gpus else hardware.stage_memory(num_all)
     dtype = args.dtype if config.dtype == "auto" else config.dtype
+    max_tokens = min(max(MAX_BATCH_TOKENS, target.max_num_seqs), target.max_num_batched_tokens)
     runtime = (
-        config_runtime(config, args, dtype, target.max_num_seqs, target.max_num_batched_tokens)
+        config_runtime(config, args, dtype, target.max_num_seqs, max_tokens)
         if hardware.gpus
         else None
     )
@@ -43,7 +44,7 @@ def plan_draft_model(
         dtype=dtype,
         max_model_len=min(target.max_model_len, args.max_seq_len),
         max_num_seqs=target.max_num_seqs,
-        max_num_batched_tokens=target.max_num_batched_tokens,
+        max_num_batched_tokens=max_tokens,
         page_size=config.page_size,
         # it drafts before results come
         num_drafts=config.num_drafts + 1 + config.speculative_config.num_speculative_tokens,
@@ -69,6 +70,7 @@ def draft_model_spec(
         plan_draft_model(config, args, plan, hardware),
         folder.resolve(),
         Checkpoint(folder).fingerprint(),
+        draft_shares_gpu(config, hardware),
     )
 
 

@@ -3,7 +3,8 @@
 Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray
 chooses the node of that kind, packing stage after stage, and the GPU of the node; so on a node of
 unlike GPUs each counts as the smallest and slowest of them. Stages that share a GPU are neighbors,
-and have equal shares of its memory.
+and have equal shares of its memory. A draft model has a GPU of its own, or a part of that of the
+last stage where no GPU is left.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.units import GIB
+
+DRAFT_PART = 4  # a draft model gets one of so many parts of a GPU that it shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,12 @@ def placement_candidates(
         candidates = gpu_choices(
             hardware.gpus, num_slots, config.max_pipelines, (cluster or hardware).gpus
         )
-    return [
-        _divide_slots(
-            _apply_overrides(slots, config.gpu_memory, config.gpu_speed), num_stages, per_slot
-        )
-        for slots in candidates
+    candidates = [
+        _apply_overrides(slots, config.gpu_memory, config.gpu_speed) for slots in candidates
     ]
+    if draft_shares_gpu(config, cluster or hardware):
+        candidates = [_without_draft_part(slots) for slots in candidates]
+    return [_divide_slots(slots, num_stages, per_slot) for slots in candidates]
 
 
 def _too_few_gpus(
@@ -107,21 +110,44 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
     )
 
 
+def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
+    """Return whether each pipeline's draft model is on the GPU of the pipeline's last stage: there
+    are too few GPUs for one of its own.
+
+    One GPU, or two GPUs and ``--stages 2``.
+    """
+    if not hardware.gpus or not config.num_draft_models or config.local:
+        return False
+    num_slots = -(-(config.stages or 1) // hardware.stages_per_slot(config.stages_per_gpu))
+    num_own = num_slots + config.expert_actors + config.num_draft_models
+    return num_own * config.max_pipelines > len(hardware.gpus)
+
+
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware without a GPU for each pipeline's draft model, the smallest ones. Raises
-    TooFewNodesError.
+    """Return the hardware without the GPUs that draft models have for themselves, the smallest
+    ones.
     """
     num_drafting = config.num_draft_models * config.max_pipelines
-    if not hardware.gpus or not num_drafting or config.local:
+    if not hardware.gpus or config.local or draft_shares_gpu(config, hardware):
         return hardware
-    if len(hardware.gpus) < num_drafting + config.max_pipelines:
-        raise TooFewNodesError(
-            f"a draft model and at least one stage of each of {config.max_pipelines} pipelines need"
-            f" a GPU each, and there are {len(hardware.gpus)}; use method ngram of"
-            " --speculative-config"
-        )
     ordered = sorted(hardware.gpus, key=lambda gpu: (-gpu.memory, gpu.node, gpu.index))
     return replace(hardware, gpus=tuple(ordered[: len(ordered) - num_drafting]))
+
+
+def _without_draft_part(slots: tuple[GpuSlot, ...]) -> tuple[GpuSlot, ...]:
+    """Return the slots without a draft model's part of the last one: of 80 and 24 GiB, 80 and
+    18.
+    """
+    *others, last = slots
+    return (*others, _with_budget(last, memory=last.budget.memory * (DRAFT_PART - 1) // DRAFT_PART))
+
+
+def draft_memory(config: EngineConfig, hardware: Hardware) -> int:
+    """Return the bytes of memory that a draft model has on any GPU that it may be given."""
+    smallest = min(gpu.memory for gpu in hardware.gpus)
+    if draft_shares_gpu(config, hardware):
+        return min((smallest, *(config.gpu_memory or ()))) // DRAFT_PART
+    return smallest
 
 
 def expert_slots(

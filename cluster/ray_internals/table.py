@@ -332,6 +332,7 @@ MESSAGE_QUEUE, ADD_PORT = _add(
     "ray.serve._private.replica",
     *("MessageQueue", "MessageQueue._message_queue", "add_port_to_grpc_server(server, address)"),
     *("MessageQueue._new_message_event", "MessageQueue.get_messages_nowait"),
+    "MessageQueue.fetch_messages_from_queue(call_fut)",
     needed_for=(
         "the length of a replica's response queue, what an event costs, and the address of its"
         " internal port"

@@ -199,16 +199,19 @@ class StageModel(nn.Module):
         """The operations of all layers, see ``set_fused_ops``."""
         return self.block(self.global_layers[-1]).attention.fused_ops
 
-    def head(self, hidden_SD: Tensor) -> Tensor:
+    def head(self, hidden_SD: Tensor, out_SV: Tensor | None = None) -> Tensor:
         """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last
-        stage.
+        stage. With ``out_SV`` they are written there.
         """
         assert self.norm is not None
         assert self.output is not None
         logits_SV: Tensor = self.output(
             self.fused_ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps)
         )
-        return _cap(logits_SV.float(), self.args.final_logit_softcapping)
+        out_SV = logits_SV.float() if out_SV is None else out_SV.copy_(logits_SV)
+        if (limit := self.args.final_logit_softcapping) is not None:
+            out_SV.copy_(_cap(out_SV, limit))
+        return out_SV
 
     def block(self, layer: int) -> TransformerBlock:
         """Return a layer by its global number."""
@@ -226,11 +229,11 @@ class StageModel(nn.Module):
         self._expert_tokens.clear()
 
 
-def _cap(logits_SV: Tensor, limit: float | None) -> Tensor:
+def _cap(logits_SV: Tensor, limit: float) -> Tensor:
     """Return ``limit`` * tanh(x / limit) of each logit: tanh x = 2 sigmoid(2 x) - 1, see
     ``sigmoid`` for why so.
     """
-    return logits_SV if limit is None else (2 * sigmoid(logits_SV * (2 / limit)) - 1) * limit
+    return (2 * sigmoid(logits_SV * (2 / limit)) - 1) * limit
 
 
 def _embedding(args: ModelArgs) -> nn.Embedding:

@@ -167,6 +167,11 @@ class CudaGraphRunner:
         self._incoming_BD = torch.zeros(
             num_incoming, plan.args.dim, dtype=self._dtype, device=self._device
         )
+        # Of all graphs: memory that a graph returns is never given to another one, and the sizes of
+        # 256 decodes would keep ten times the largest one's logits.
+        self._logits_BV = torch.empty(
+            max_rows if plan.is_last else 0, plan.args.vocab_size, device=self._device
+        )
         self._graphs: dict[Size, Compute] = {}
         self._has_failed = False
 
@@ -270,4 +275,7 @@ class CudaGraphRunner:
         attend = CachedAttention(self._cache, metadata, self._kernels)
         is_padding_B = slots_B == self._table.rings[0].scratch_slot
         hidden_BD = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)
-        return self._model.head(hidden_BD) if self._plan.is_last else hidden_BD
+        if not self._plan.is_last:
+            return hidden_BD
+        logits_BV: Tensor = self._model.head(hidden_BD, self._logits_BV[:num_rows])
+        return logits_BV

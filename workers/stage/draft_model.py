@@ -16,7 +16,6 @@ from tramontane.proto.step import Chunk, DecodeColumns, DraftRequest, MicroBatch
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
 
-MAX_BATCH_TOKENS = 512  # of one micro-batch; longer texts are cut
 # of one call, about: what is left of long texts is computed by the next calls
 MAX_CALL_TOKENS = 1024
 NOT_BEGUN = -1
@@ -199,7 +198,7 @@ class DraftModel:
             while num_left > 0 and (
                 growing := [each for each in sequences if len(each.text) < each.goal]
             ):
-                pieces = _next_pieces(growing)
+                pieces = _next_pieces(growing, self._worker.plan.max_num_batched_tokens)
                 self._step(pieces)
                 num_left -= sum(piece.end - piece.start for piece in pieces)
         except BaseException:
@@ -275,15 +274,15 @@ class DraftModel:
         )
 
 
-def _next_pieces(sequences: Sequence[_Sequence]) -> list[_Piece]:
+def _next_pieces(sequences: Sequence[_Sequence], max_tokens: int) -> list[_Piece]:
     """Return what the next micro-batch computes: the known tokens of each sequence, as many as
     there is room for.
 
     Those that lack the fewest come first, so that they draft while long texts are computed.
-    Sequences that lack 500, 1 and 30 tokens: 481, 1 and 30 of them now, and then the last 19, with
-    a decode of the other two.
+    Sequences that lack 500, 1 and 30 tokens, 512 at most: 481, 1 and 30 of them now, and then the
+    last 19, with a decode of the other two.
     """
-    pieces, num_left = [], MAX_BATCH_TOKENS
+    pieces, num_left = [], max_tokens
     for sequence in sorted(sequences, key=lambda each: len(each.text) - each.num_cached):
         start = sequence.num_cached
         end = min(len(sequence.text), start + num_left)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE
-from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
+from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
@@ -167,12 +167,8 @@ class PiecewiseGraphRunner:
         """
         begin, sizes = time.monotonic(), piece_sizes(self._plan.max_num_batched_tokens)
         self._memory = _Memory.of(self._plan, sizes[-1], self._device)
-        try:
-            for size in reversed(sizes):
-                self._pieces[size] = self._capture(partial(self._compute, size))
-            reason = try_or_reason(self._try_sizes)
-        except RuntimeError as error:  # the device cannot capture it, or has no memory left for it
-            reason = one_line(error)
+        # the device cannot capture it, or has no memory left for it, or computes other numbers
+        reason = try_or_reason(partial(self._record, sizes)) or try_or_reason(self._try_sizes)
         self._model.clear_expert_load()  # of what was tried
         if reason:
             self._pieces, self._memory = {}, None
@@ -185,6 +181,10 @@ class PiecewiseGraphRunner:
         text = "%s recorded %d CUDA graphs in %.1f s, for steps with prompts of up to %d tokens"
         number = sum(map(len, self._pieces.values()))
         logger.info(text, self._plan.label, number, time.monotonic() - begin, sizes[-1])
+
+    def _record(self, sizes: range) -> None:
+        for size in reversed(sizes):
+            self._pieces[size] = self._capture(partial(self._compute, size))
 
     def has_size_for(self, num_tokens: int) -> bool:
         """Return whether a step of so many tokens can be computed."""

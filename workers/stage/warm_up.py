@@ -4,15 +4,18 @@ is done only once.
 The first product of a shape loads its kernel from the library (CUDA loads modules when they are
 first used), the first kernel of Triton's or Inductor's for a kind of arguments is compiled, and
 memory is taken from the device. CUDA graphs do all that for steps of nothing but decodes; these
-steps do it for prompts of every length, alone and next to decodes, and for sampling.
+steps do it for prompts of every length, alone and next to decodes, and for sampling. Where a
+sequence wants its expert choices no graph is replayed, so such steps are computed too.
 """
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 from tramontane.proto.plan import CachePlan, StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_DECODES, Chunk, DecodeColumns, MicroBatch
+from tramontane.workers.stage.piecewise_graphs import MAX_TOKENS
 
 SHORTEST = 16  # tokens of a prompt
 MAX_DECODES = 2  # decodes next to a prompt
@@ -24,7 +27,8 @@ def warm_up_runs(plan: StagePlan, epoch: int) -> list[list[MicroBatch]]:
 
     Prompts of 16, 32, 64, ... tokens alone, then the longest in two chunks, then a part of it next
     to decodes. Where a sequence has room for 100 positions the prompts have 16, 32, 64 and 100
-    tokens.
+    tokens. Of a model with experts those that graphs of pieces would compute come again, each with
+    a decode after it.
     """
     longest = _longest(plan)
     lengths = [
@@ -59,6 +63,12 @@ def warm_up_runs(plan: StagePlan, epoch: int) -> list[list[MicroBatch]]:
                 run.step([(len(decoding), 0, middle)], GREEDY, DecodeColumns(decoding, ones, ones)),
             ]
         )
+    if plan.args.moe is not None:
+        choices = replace(GREEDY, return_experts=tuple(plan.layers))
+        for length in (each for each in lengths if each <= MAX_TOKENS):
+            run = _Run(plan.cache, epoch)
+            decode = DecodeColumns((0,), (length - 1,), (1,))
+            runs.append([run.step([(0, 0, length)], choices), run.step([], GREEDY, decode)])
     return runs
 
 

@@ -11,8 +11,9 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline import draft_model
 from tramontane.cluster.pipeline.draft_model import plan_draft_model, validate_draft_model
 from tramontane.cluster.pipeline.engine import pipeline_spec
-from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError
-from tramontane.cluster.planning.plan_search import plan_pipeline
+from tramontane.cluster.planning.gpu_placement import draft_shares_gpu
+from tramontane.cluster.planning.hardware import Gpu, Hardware
+from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan
 from tramontane.cluster.planning.planner import PlanRequest, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -95,11 +96,53 @@ def test_the_smallest_gpu_is_its_own(tmp_path: Path) -> None:
         plan_pipeline(each, args, _gpus(24, 80, 24)) for each in (config, EngineConfig())
     )
     assert (len(with_drafts.stages), len(without.stages)) == (2, 3)
-    with pytest.raises(
-        TooFewNodesError,
-        match="a draft model and at least one stage of each of 2 pipelines need a GPU each",
-    ):
-        plan_pipeline(config.model_copy(update={"replicas": 2}), args, _gpus(80, 80, 80))
+    assert plan_draft_model(config, args, with_drafts, _gpus(24, 80, 24)).max_num_seqs > 1
+    assert [draft_shares_gpu(config, _gpus(*[24] * number)) for number in (2, 1)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "of_stages", "of_draft"),
+    [
+        ({}, (80,), (60,), 20),
+        ({"stages_per_gpu": 2}, (80,), (30, 30), 20),
+        ({"stages": 2}, (80, 40), (80, 30), 10),
+        ({"stages": 3, "stages_per_gpu": 2}, (80, 80), (40, 40, 30), 20),
+        ({"replicas": 2}, (80, 80, 80), (60,), 20),
+        ({"gpu_memory": (40 * GIB,)}, (80,), (30,), 10),
+        ({"stages": 1}, (80, 40), (80,), 40),
+    ],
+)
+def test_it_shares_the_gpu_of_the_last_stage_where_none_is_left(
+    requests: list[PlanRequest],
+    keys: dict[str, object],
+    sizes: tuple[int, ...],
+    of_stages: tuple[int, ...],
+    of_draft: int,
+) -> None:
+    config, hardware = _config(Path("x"), "y").model_copy(update=keys), _gpus(*sizes)
+    plan, slots = search_plan(config, ARGS, hardware)
+    assert [slot.budget.memory / GIB for slot in slots] == list(of_stages)
+    drafting = plan_draft_model(config, SMALL, plan, hardware)
+    assert [budget.memory / GIB for budget in requests[0].budgets] == [of_draft]
+    assert drafting.max_num_batched_tokens == 512 < plan.stages[0].max_num_batched_tokens
+
+
+def test_stages_and_the_draft_model_next_to_them_have_one_bundle_and_equal_shares() -> None:
+    spec = PipelineSpec(
+        "p", tiny_plan(ARGS, 3), Path("x"), threads_per_stage=2, use_gpus=True, stages_per_gpu=2
+    )
+    own, shared = (
+        replace(spec, draft_model=DraftModelSpec(tiny_plan(SMALL).stages[0], Path("y"), (), shares))
+        for shares in (False, True)
+    )
+    assert own.bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}]
+    assert (own.bundle_of_draft_model, own.gpu_share) == (2, 0.5)
+    assert shared.bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1}]
+    assert (shared.bundle_of_draft_model, shared.gpu_share) == (1, 0.3333)
+    assert len(shared.node_selectors) == 2
+    assert shared.describe_workers() == (
+        "3 stages, 2 to a GPU and a draft model, on the last stage's GPU"
+    )
 
 
 def test_threads_and_memory_are_shared_with_it(tmp_path: Path) -> None:

@@ -472,9 +472,7 @@ def test_a_draft_model_leaves_room_for_its_process() -> None:
     )
     # 16 MiB for a sequence
     small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)
-    stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu,)))
-    runtime = config_runtime(
-        config, small, "float32", target.max_num_seqs, target.max_num_batched_tokens
-    ).total
+    stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu, gpu)))
+    runtime = config_runtime(config, small, "float32", 1000, stage.max_num_batched_tokens).total
     assert runtime > 4 * GIB * (1 - MEMORY_SHARE)
     assert 0.98 * (4 * GIB - runtime) < stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime

@@ -58,8 +58,8 @@ def test_every_named_symbol_is_in_a_table() -> None:
 
 
 class _Uses:
-    """What a source uses of the table: its constants, attributes of any objects, and keywords of
-    any calls.
+    """What a source uses of the table: its constants, attributes of any objects, methods of any
+    classes, which may replace those of Ray's, and keywords of any calls.
     """
 
     def __init__(self, *trees: ast.AST) -> None:
@@ -71,6 +71,13 @@ class _Uses:
         ]
         self.constants = {alias.name for node in imports for alias in node.names}
         self.attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        bodies = (node.body for node in nodes if isinstance(node, ast.ClassDef))
+        self.attributes |= {
+            each.name
+            for body in bodies
+            for each in body
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         self.keywords = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
         through_module = (
             node
@@ -130,6 +137,9 @@ ROWS = tuple(symbol for each in TABLES for symbol in each)
 ACCESSORS = inspect.getsource(accessors)
 PLANTED = """
 def planted(handle: Any) -> Any:
+    class Planted:
+        def _overridden(self) -> None: ...
+
     return handle._planted(_also=1)
 """
 
@@ -153,7 +163,9 @@ def test_every_row_is_used() -> None:
 
 def test_every_accessor_has_a_row() -> None:
     assert _accessors_without_a_row(ACCESSORS, ROWS) == []
-    assert _accessors_without_a_row(ACCESSORS + PLANTED, ROWS) == ["planted", "_also", "_planted"]
+    assert _accessors_without_a_row(ACCESSORS + PLANTED, ROWS) == [
+        *("planted", "_also", "_overridden", "_planted")
+    ]
 
 
 @pytest.mark.nightly

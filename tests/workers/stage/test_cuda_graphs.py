@@ -207,6 +207,28 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(
     assert recorder.num_replayed == num_steps > 0
 
 
+def test_graphs_of_all_sizes_write_their_logits_to_the_same_memory() -> None:
+    """Each would keep its own: of 256 decodes and 131,072 tokens they are 128 MiB, of all sizes 1.1
+    GiB.
+    """
+    outs: list[Tensor] = []
+
+    def record(compute: Compute) -> Compute:
+        outs.append(compute())
+        return compute
+
+    args = tiny_args(n_layers=2, moe=False)
+    plan = tiny_plan(args, 2, max_num_seqs=5)
+    backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=record)
+    for worker in split_model(random_model(args), plan, backend=backend):
+        outs.clear()
+        worker.prepare()
+        assert [len(each) for each in outs] == [8, 4, 2, 1]
+        if worker.plan.is_last:
+            assert len({each.untyped_storage().data_ptr() for each in outs}) == 1
+            assert outs[0].untyped_storage().nbytes() == 8 * args.vocab_size * 4
+
+
 @pytest.mark.parametrize(
     ("num_decodes", "num_rows"),
     [

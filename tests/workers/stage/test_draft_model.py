@@ -35,9 +35,20 @@ TINY = tiny_args(n_layers=1, window=8, moe=False, max_seq_len=64)
 
 
 def _plan(
-    kind: str, page_size: int = 16, max_num_seqs: int = 8, num_drafts: int = 4
+    kind: str,
+    page_size: int = 16,
+    max_num_seqs: int = 8,
+    num_drafts: int = 4,
+    max_num_batched_tokens: int = 512,
 ) -> PipelinePlan:
-    return tiny_plan(ATTENTION_KINDS[kind], 1, page_size, max_num_seqs, num_drafts=num_drafts)
+    return tiny_plan(
+        ATTENTION_KINDS[kind],
+        1,
+        page_size,
+        max_num_seqs,
+        num_drafts=num_drafts,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
 
 
 def _worker(plan: PipelinePlan) -> StageWorker:
@@ -221,12 +232,10 @@ def test_drafts_are_those_of_a_fresh_model(
     max_tokens: int,
 ) -> None:
     """Whatever was drafted before, for whichever sequences."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_model, "MAX_BATCH_TOKENS", max_tokens)
-        model = DraftModel(_worker(_plan(kind, page_size, max_num_seqs, num_drafts)))
-        caller = _Caller(model, max_num_seqs, _reference(kind))
-        for wanted, ended in calls:
-            caller.call(wanted, ended)
+    plan = _plan(kind, page_size, max_num_seqs, num_drafts, max_tokens)
+    caller = _Caller(DraftModel(_worker(plan)), max_num_seqs, _reference(kind))
+    for wanted, ended in calls:
+        caller.call(wanted, ended)
 
 
 # ---- what is computed
@@ -273,9 +282,8 @@ def test_a_call_is_bounded_and_the_next_ones_compute_the_rest(
     """
     text = tuple(random_ids(60, 1))
     unbounded = _tiny().draft([_begin(1, text)])
-    monkeypatch.setattr(draft_model, "MAX_BATCH_TOKENS", 10)
     monkeypatch.setattr(draft_model, "MAX_CALL_TOKENS", 25)
-    model = _tiny()
+    model = _tiny(max_num_batched_tokens=10)
     drafts = model.draft([_begin(1, text), _begin(2)])
     assert drafts[0] == ()
     assert drafts[1] == _tiny().draft([_begin(2)])[0]

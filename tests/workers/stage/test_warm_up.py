@@ -12,7 +12,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation, Outcome
+from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
 from tramontane.workers.stage.warm_up import warm_up_runs
 
@@ -34,8 +34,9 @@ def _lengths(plan: StagePlan) -> list[tuple[int, ...]]:
 
 def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> None:
     alone = [(n,) for n in (16, 16, 32, 32, 64, 64, 100, 100)]
-    assert _lengths(_plan()) == [*alone, (50,), (50,), (1, 1), (50,)]
-    last = warm_up_runs(_plan(), 0)[-1][-1]
+    dense = _plan(tiny_args(n_layers=2, windows=(None, 24), max_seq_len=100, moe=False))
+    assert _lengths(dense) == [*alone, (50,), (50,), (1, 1), (50,)]
+    last = warm_up_runs(dense, 0)[-1][-1]
     assert last.decodes.seq_ids == (0, 1)
     samplings = {
         chunk.sampling.temperature > 0
@@ -98,7 +99,9 @@ def test_a_cache_with_few_pages_has_all_that_are_written() -> None:
 
 def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
     assert not any(
-        batch.decodes.seq_ids for run in warm_up_runs(_plan(max_num_seqs=1), 0) for batch in run
+        batch.decodes.seq_ids and batch.chunks
+        for run in warm_up_runs(_plan(max_num_seqs=1), 0)
+        for batch in run
     )
 
 
@@ -149,9 +152,9 @@ def test_prompts_for_which_there_is_no_memory_are_left_out(
 
     monkeypatch.setattr(StageWorker, "step", with_little_memory)
     worker.warm_up()
-    assert computed == [16, 16, 32, 32, 50, 50, 2, 52]
+    assert computed == [16, 16, 32, 32, 50, 50, 2, 52, 16, 1, 32, 1]
     assert [record.args for record in caplog.records] == [
-        (plan.stages[0].label, n) for n in (64, 64, 100, 100)
+        (plan.stages[0].label, n) for n in (64, 64, 100, 100, 64, 100)
     ]
     worker.fence(0)
     assert worker.table.slots == {}
@@ -185,3 +188,34 @@ def test_a_stage_on_a_gpu_warms_up_when_it_is_loaded(
     StageWorker.load(plan, RandomWeights(), "cpu")
     assert len(warmed) == warms_up
     assert watched == ([plan.label] if device == "cuda" else [])
+
+
+def test_prompts_and_decodes_that_want_expert_choices_are_computed_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that is asked for them first must not compile what its graphs have made needless."""
+    args = tiny_args(n_layers=2, max_seq_len=1000)
+    assert args.moe
+    (worker,) = split_model(random_model(args), tiny_plan(args, 1, max_num_seqs=3))
+    computed, launch = list[tuple[int, bool]](), StageWorker.launch
+
+    def with_recorder(
+        self: StageWorker, batch: MicroBatch, incoming: Activation | None
+    ) -> PendingOutcome:
+        done = launch(self, batch, incoming)
+        if self.table.expert_layers:
+            computed.append((batch.num_tokens, bool(batch.chunks)))
+        return done
+
+    monkeypatch.setattr(StageWorker, "launch", with_recorder)
+    worker.warm_up()
+    longest = max(n for n, _ in computed)
+    lengths = [n for n in (16, 32, 64, 128, 256) if n < longest] + [longest]
+    assert computed == [each for n in lengths for each in ((n, True), (1, False))]
+    dense = tiny_args(n_layers=2, moe=False)
+    assert not any(
+        chunk.sampling and chunk.sampling.return_experts
+        for run in warm_up_runs(_plan(dense), 0)
+        for batch in run
+        for chunk in batch.chunks
+    )
