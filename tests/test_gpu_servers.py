@@ -228,8 +228,9 @@ def test_figures_of_a_load(gpu_server: ModuleType) -> None:
         load.Trace(0.0, [1.0, 1.0, 4.0], [5, 6, 7]),
         load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7]),
     ]
-    row = load.load_row(load.Load(3, 10, 3), [*good, load.Trace(0.0, [1.0], [5], "503")], 6.0)
-    assert (row["failed"], row["errors"]) == (1, ["503"])
+    bad = [load.Trace(0.0, [1.0], [5], "503"), load.Trace(0.0, [1.0], [5])]
+    row = load.load_row(load.Load(4, 10, 3), [*good, *bad], 6.0)
+    assert (row["failed"], row["errors"]) == (2, ["503"]), "the last one ended early"
     assert (row["out_per_s"], row["all_per_s"]) == (1.0, round(26 / 6, 1))
     assert row["first_ms"] == [2000, 2000]
     assert row["token_ms"] == [2000, 2000], "1.5 and 2 s"
@@ -250,8 +251,43 @@ def test_the_longest_gap_after_a_fault(
 def test_where_texts_part(gpu_server: ModuleType) -> None:
     import gpu_server_load as load
 
-    row = load.compared([[1, 2, 3], [1, 2], [4]], [[1, 2, 3], [1, 3], []])
-    assert row == {"equal": 1, "texts": 3, "first_difference": [0, 1]}
+    row = load.compared([[1, 2, 3], [1, 2], [4], [7, 8]], [[1, 2, 3], [1, 3], [], [7]])
+    assert row == {"equal": 1, "texts": 4, "first_difference": [0, 1, 1]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("found", "must_be_equal", "holds"),
+    [
+        ([[1, 2], [3, 4]], True, True),
+        ([[1, 2], [3, 5]], False, True),
+        ([[1, 2], [3, 5]], True, False),
+        ([[1, 2], [3]], False, False),
+    ],
+)
+def test_a_kill_that_loses_a_token_or_changes_one_is_an_error(
+    gpu_server: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[list[int]],
+    must_be_equal: bool,
+    holds: bool,
+) -> None:
+    import gpu_server_load as load
+
+    answers = iter([[[1, 2], [3, 4]], found])
+    monkeypatch.setattr(gpu_server, "stage_pids", lambda _: [1, 2])
+    monkeypatch.setattr(gpu_server, "gpu_memory", lambda: None)
+    monkeypatch.setattr(
+        gpu_server,
+        "run_streams",
+        lambda *_: [load.Trace(0.0, [1.0] * len(ids), ids) for ids in next(answers)],
+    )
+    report = gpu_server.Report(None, True, False)
+    report.of_size = lambda _real, _small: 2
+    gpu_server.kill_under_load(report, None, 0, must_be_equal)
+    (row,) = report.rows
+    assert (row["holds"], row["that_survived"], row["streams"]) == (holds, 2, 2)
+    assert row["incomplete"] == sum(len(ids) != 2 for ids in found)
 
 
 @pytest.mark.nightly
@@ -305,10 +341,29 @@ def test_sampled_and_greedy_with_the_same_prompts(table: ModuleType) -> None:
     first: dict[str, Any] = {
         "what": "first token, alone, ms",
         "of_16": [9.0, 4.0],
+        "of_256": [9.0, None],
         "of_1024": [40.0, 46.5],
     }
     first["phases_of_1024"] = {"ingress": [9.0, 3.0], "stages": [31.0, 30.0]}
-    figures = {each.name: each for each in table.part_figures([*rows, first])}
+    fault = {"what": "kill -9 of stage process 1", "incomplete": 1, "streams": 16, "equal": 14}
+    fault |= {"that_survived": 3, "pause_s": [2.0, 4.5]}
+    equal = {"what": "tokens", "of": "two stages", "equal": 15, "texts": 16}
+    found = [*table.part_figures([*rows, first, fault, equal])]
+    figures = {each.name: each for each in found}
+    assert [name for name in figures if "over greedy" in name or "alone" in name] == [
+        "first token of 16, alone",
+        "first token of 1024, alone",
+        "sampled over greedy, cached prompts",
+    ], "none of what is missing, and one ratio"
+    assert figures["pause, kill -9 of stage process 1"][1:] == (
+        4.5,
+        "s",
+        "1 of 16 incomplete, 14 texts equal, 3 survived",
+    )
+    assert figures["equal texts, two stages"][1:] == (15, "", "of 16")
+    assert [each.name for each in found if each.name.startswith("gap")] == [
+        "gap between events over a token, 64 streams"
+    ]
     assert figures["sampled over greedy, cached prompts"].value == 0.9
     assert figures["first token of 1024, alone"][1:] == (
         46.5,

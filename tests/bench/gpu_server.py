@@ -42,6 +42,7 @@ from gpu_server_load import (
     Prompt,
     Sampling,
     Trace,
+    after_fault,
     compared,
     load_row,
     random_prompts,
@@ -333,15 +334,10 @@ def kill_under_load(
 
     found = run_streams(report.url, work, new_tokens, GREEDY, kill)
     pauses = sorted(each.longest_gap(killed_at) for each in found)
-    row = compared([each.ids for each in expected], [each.ids for each in found])
-    incomplete = sum(len(each.ids) != new_tokens for each in found)
-    different = row["texts"] - row["equal"] if must_be_equal else 0
+    row = after_fault(expected, found, new_tokens)
     report.check(
         f"kill -9 of stage process {victim}",
-        incomplete + different,
-        streams=len(work),
-        errors=[each.error for each in found if each.error][:2],
-        incomplete=incomplete,
+        row["incomplete"] + (row["texts"] - row["equal"] if must_be_equal else 0),
         pause_s=[round(statistics.median(pauses), 2), round(pauses[-1], 2)],
         processes_before=len(before),
         that_survived=len([pid for pid in before if pid in stage_pids(server)]),

@@ -194,6 +194,20 @@ def compared(expected: Sequence[Prompt], found: Sequence[Prompt]) -> dict[str, A
     }
 
 
+def after_fault(
+    expected: Sequence[Trace], found: Sequence[Trace], new_tokens: int
+) -> dict[str, Any]:
+    """Say which streams, during which a fault was made, are incomplete or have other tokens than
+    without it.
+    """
+    return {
+        "streams": len(found),
+        "errors": [each.error for each in found if each.error][:2],
+        "incomplete": sum(len(each.ids) != new_tokens for each in found),
+        **compared([each.ids for each in expected], [each.ids for each in found]),
+    }
+
+
 def _first_difference(x: Prompt, y: Prompt) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y))

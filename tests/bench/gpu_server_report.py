@@ -135,11 +135,7 @@ def part_figures(rows: Sequence[Row]) -> Iterator[Figure]:
             yield figure
     for name, greedy in rates.items():
         sampled = rates.get(name.replace("load, cached prompts,", "load, cached prompts, sampled,"))
-        if (
-            name.startswith("load, cached prompts, ")
-            and "sampled" not in name
-            and sampled is not None
-        ):
+        if name.startswith("load, cached prompts, ") and sampled is not None:
             yield Figure(
                 "sampled over greedy, cached prompts",
                 sampled / greedy,
