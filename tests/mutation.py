@@ -49,7 +49,8 @@ NOT_COPIED = shutil.ignore_patterns(
 AREAS = {
     "scheduling": ("router/scheduling/*.py",),
     "remote routers": tuple(
-        f"cluster/serving/{name}.py" for name in ("remote_routers", "retry_policy", "token_channel")
+        f"cluster/serving/{name}.py"
+        for name in ("pipeline_client", "router_streams", "retry_policy", "token_channel")
     ),
     "batch": ("router/batch/*.py",),
     "experts": ("workers/experts/*.py", "cluster/actors/expert_*.py"),

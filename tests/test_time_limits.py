@@ -13,9 +13,10 @@ from tramontane.cluster.pipeline import stage_chain
 from tramontane.cluster.serving import (
     app,
     draining,
-    remote_routers,
+    pipeline_client,
     retry_policy,
     router_queries,
+    router_streams,
     server,
     token_channel,
 )
@@ -44,7 +45,7 @@ ASCENDING: dict[str, list[float]] = {
     "a stream of tokens is silent after several missing signs of life, and before its router is": [
         2 * token_channel.KEEPALIVE_INTERVAL_S,
         token_channel.SILENCE_TIMEOUT_S,
-        remote_routers.ACCEPT_TIMEOUT_S,
+        pipeline_client.ACCEPT_TIMEOUT_S,
     ],
     "an ingress sends a sign of life before its stream counts as idle": [
         token_channel.KEEPALIVE_INTERVAL_S,
@@ -53,14 +54,14 @@ ASCENDING: dict[str, list[float]] = {
     ],
     "a request can ask several silent routers before it is refused": [
         retry_policy.RETRY_INTERVAL_S,
-        3 * remote_routers.ACCEPT_TIMEOUT_S,
+        3 * pipeline_client.ACCEPT_TIMEOUT_S,
         retry_policy.ADMISSION_TIMEOUT_S,
         retry_policy.NEW_VERSION_TIMEOUT_S,
         stage_chain.LOAD_TIMEOUT_S,
     ],
     "a silent router is avoided for longer than it took to notice": [
-        remote_routers.ACCEPT_TIMEOUT_S,
-        remote_routers.SILENT_ROUTER_TTL_S,
+        pipeline_client.ACCEPT_TIMEOUT_S,
+        router_streams.SILENT_ROUTER_TTL_S,
     ],
     "a dead replica is replaced before requests are given up": [
         DEAD_REPLICA_S,

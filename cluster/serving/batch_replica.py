@@ -23,7 +23,7 @@ from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.proxy import bind_internal_port_to_node
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import (
     load_chat_format,
@@ -237,7 +237,9 @@ class BatchReplica:
         node = ray.get_runtime_context().get_node_id()
         max_unaccepted, mark = model.max_sequences * config.max_pipelines, short_digest(fingerprint)
         routing = prefix_aware_routing(config, mark)
-        self._routers = RouterClient(router, max_unaccepted, model=mark, node=node, routing=routing)
+        self._routers = PipelineClient(
+            router, max_unaccepted, model=mark, node=node, routing=routing
+        )
         start_periodic_thread(
             EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export
         )

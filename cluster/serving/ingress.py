@@ -36,7 +36,7 @@ from tramontane.cluster.serve_patches.proxy import (
     track_response_queues,
 )
 from tramontane.cluster.serving.batch_replica import batch_service
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
@@ -74,7 +74,7 @@ class IngressReplica(GrpcServicer):
         pacer = _pacer(config)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
         routing = prefix_aware_routing(config, digest)
-        self._routers = RouterClient(
+        self._routers = PipelineClient(
             router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing
         )
         application = serve.get_replica_context().app_name
@@ -115,17 +115,17 @@ class IngressReplica(GrpcServicer):
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         extra_routes = [
             *BatchEndpoints(self._batches, bodies).routes(),
-            *ActivityEndpoint(self._routers.activity).routes(),
-            *MetricsEndpoint(self._routers.activity, model.name).routes(),
+            *ActivityEndpoint(self._routers.queries.activity).routes(),
+            *MetricsEndpoint(self._routers.queries.activity, model.name).routes(),
         ]
         return HttpAppConfig(
             model=model,
             source=self._source,
             is_ready=self._routers.is_ready,
-            expert_load=self._routers.expert_load,
+            expert_load=self._routers.queries.expert_load,
             max_body_bytes=config.max_body_bytes,
             pacer=pacer,
-            move_experts=self._routers.move_experts if config.move_experts else None,
+            move_experts=self._routers.queries.move_experts if config.move_experts else None,
             chat=load_chat_format(config, model),
             keys=keys,
             extra_routes=extra_routes,

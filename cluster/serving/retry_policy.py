@@ -98,9 +98,9 @@ class FailoverBudget:
         await asyncio.sleep(next(self._delays))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request that no router is known to work on."""
+    """A request that no router is known to work on: on its way to one, or between two attempts."""
 
     num_sequences: int
     since: float  # by the event loop's clock
@@ -115,8 +115,7 @@ class AdmissionWindow:
 
     def __init__(self, max_unaccepted: int) -> None:
         self._max_unaccepted = max_unaccepted
-        self.unaccepted: dict[int, WaitingRequest] = {}  # by request
-        self._pausing: list[WaitingRequest] = []  # requests that wait for their next attempt
+        self._waiting: set[WaitingRequest] = set()
         # the routers' common error and its expiry, by owner
         self._full: dict[int, tuple[errors.QueueFullError, float]] = {}
 
@@ -124,11 +123,10 @@ class AdmissionWindow:
         """Raise OverloadedError if too many wait, or if all routers have just refused this
         owner.
         """
-        waiting = (*self.unaccepted.values(), *self._pausing)
-        num_waiting = sum(each.num_sequences for each in waiting)
+        num_waiting = sum(each.num_sequences for each in self._waiting)
         # larger requests are refused for good elsewhere
         if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:
-            oldest = min(each.since for each in waiting)
+            oldest = min(each.since for each in self._waiting)
             raise errors.OverloadedError(
                 "too many requests are on their way to a pipeline", _retry_after_s(oldest)
             )
@@ -137,25 +135,30 @@ class AdmissionWindow:
             if asyncio.get_running_loop().time() < expires_at:
                 raise errors.QueueFullError(str(error), error.retry_after_s)
 
+    def add(self, request: WaitingRequest) -> None:
+        """Count a request until it is removed."""
+        self._waiting.add(request)
+
+    def remove(self, request: WaitingRequest) -> None:
+        """Count it no more."""
+        self._waiting.remove(request)
+
     @contextmanager
     def waiting(self, request: WaitingRequest) -> Iterator[None]:
-        """Count a request that waits for its next attempt while the block runs."""
-        self._pausing.append(request)
+        """Count a request while the block runs."""
+        self.add(request)
         try:
             yield
         finally:
-            self._pausing.remove(request)
+            self.remove(request)
 
     def mark_full(self, owner: int, error: errors.QueueFullError) -> None:
         """Note that all routers have just refused this owner."""
         self._full[owner] = error, asyncio.get_running_loop().time() + FULL_TTL_S
 
-    def on_request_end(self, number: int) -> None:
-        """Note that no router has the request any more. One that had accepted it has a free slot or
-        queue entry now.
-        """
-        if self.unaccepted.pop(number, None) is None:
-            self._full.clear()
+    def forget_full(self) -> None:
+        """Note that a router has a free slot or queue entry now."""
+        self._full.clear()
 
 
 class RecentRefusals:

@@ -1,5 +1,5 @@
-"""Queries of an ingress to every router: readiness, activity, expert load; and the order to move
-experts.
+"""Calls of an ingress to routers, one or all: readiness, activity, expert load, digests of
+prefixes, and the order to move experts.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def prefix_aware_routing(config: EngineConfig, model: str) -> PrefixAwareRouting
 
 
 class RouterQueries:
-    """Queries to the routers behind a Ray Serve handle."""
+    """Calls to the routers behind a Ray Serve handle."""
 
     def __init__(self, handle: "DeploymentHandle[Any]") -> None:
         self._handle = handle
@@ -67,6 +67,11 @@ class RouterQueries:
                 self._query_readiness(), context=request_context("")
             )
         return await asyncio.shield(self._readiness)
+
+    def close(self) -> None:
+        """Cancel a query of the readiness."""
+        if self._readiness is not None:
+            self._readiness.cancel()
 
     async def _query_readiness(self) -> bool:
         return any(await self._broadcast("is_ready", is_sufficient=bool))
@@ -150,7 +155,7 @@ class RouterQueries:
                 num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
         return num_moved, num_pipelines
 
-    async def _wait_until_retiring(self, replica: str, grace_s: float) -> None:
+    async def wait_until_retiring(self, replica: str, grace_s: float) -> None:
         """Return once Ray Serve has routed nothing to this router for ``grace_s``, because it is to
         stop and another one runs.
         """
@@ -166,7 +171,7 @@ class RouterQueries:
         """Return whether another router gets a call that is meant for this one."""
         with suppress(Exception):  # routers may fail to answer for any reason
             async with asyncio.timeout(READY_TIMEOUT_S):
-                _, responder = await cancellable(self._method("is_ready", ONLY + replica).remote())
+                _, responder = await cancellable(self.method("is_ready", ONLY + replica).remote())
                 return bool(responder != replica)
         return False
 
@@ -177,14 +182,14 @@ class RouterQueries:
         called: set[str] = set()
         while True:
             answer, replica = await cancellable(
-                self._method(method, exclude(called)).remote(*arguments)
+                self.method(method, exclude(called)).remote(*arguments)
             )
             if replica in called:  # there is no other one
                 return
             called.add(replica)
             yield answer
 
-    def _method(
+    def method(
         self, name: str, constraint: str, *, stream: bool = False, by_reference: bool = False
     ) -> "DeploymentHandle[Any]":
         """Return the handle of a method; see ``least_loaded_router`` for ``constraint``.

@@ -17,7 +17,7 @@ from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -250,10 +250,10 @@ async def _answer(replica: Replica, method: str, *args: Any) -> Any:
 @asynccontextmanager
 async def harness(
     replicas: list[Replica], running: str, routing: PrefixAwareRouting | None = None
-) -> AsyncIterator[RouterClient]:
+) -> AsyncIterator[PipelineClient]:
     """The routers named in ``running`` are driven; the others are as after a failure."""
     handle: Any = Handle(replicas)
-    routers = RouterClient(handle, max_unaccepted=100, routing=routing)
+    routers = PipelineClient(handle, max_unaccepted=100, routing=routing)
     async with driven([each for each in replicas if each.name in running]):
         await asyncio.sleep(0.01)
         try:
@@ -275,7 +275,7 @@ async def driven(replicas: list[Replica]) -> AsyncIterator[None]:
 
 
 async def request_tokens(
-    routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)
+    routers: PipelineClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)
 ) -> int:
     """How many tokens came."""
     specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences

@@ -274,8 +274,8 @@ class CudaGraphRunner:
         )
         attend = CachedAttention(self._cache, metadata, self._kernels)
         is_padding_B = slots_B == self._table.rings[0].scratch_slot
-        hidden_BD = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)
+        out_BD: Tensor = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)
         if not self._plan.is_last:
-            return hidden_BD
-        logits_BV: Tensor = self._model.head(hidden_BD, self._logits_BV[:num_rows])
+            return out_BD
+        logits_BV: Tensor = self._model.head(out_BD, self._logits_BV[:num_rows])
         return logits_BV

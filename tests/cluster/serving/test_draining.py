@@ -23,7 +23,7 @@ from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.proto.errors import DrainingError, PipelineError
 
 
@@ -102,13 +102,13 @@ def test_the_command_counts_what_is_left(
 def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         handle: Any = Handle([Replica("a", no_gate)])
-        routers = RouterClient(handle, max_unaccepted=10)
+        routers = PipelineClient(handle, max_unaccepted=10)
         routers.drain()
         config = HttpAppConfig(
             model=MODEL,
             source=routers,
             is_ready=routers.is_ready,
-            expert_load=routers.expert_load,
+            expert_load=routers.queries.expert_load,
             max_body_bytes=2**16,
             pacer=Pacer(10**9),
         )

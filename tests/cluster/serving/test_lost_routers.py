@@ -16,7 +16,7 @@ from scripted_chain import ReportingChain, answer
 
 from tramontane.cluster.serving import retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.retry_policy import (
     FailoverBudget,
     WaitingRequest,
@@ -154,11 +154,17 @@ class Response:
         return self._task.__await__()
 
 
+def _accepted_by(routers: PipelineClient) -> set[str]:
+    """Return the routers that send tokens now."""
+    calls = routers._streams.calls.values()
+    return {call.stream.replica for call in calls if call.stream is not None}
+
+
 @asynccontextmanager
 async def _harness(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
     routing: Any = Routing(rng)
     routing.replicas += [Replica(f"r{n}", rng) for n in range(num_replicas)]
-    routers = RouterClient(routing, max_unaccepted=1000)
+    routers = PipelineClient(routing, max_unaccepted=1000)
     yield routing, routers
     routers.close()
     await asyncio.gather(*(replica.kill() for replica in routing.replicas))
@@ -233,8 +239,8 @@ def test_requests_continue_however_often_a_router_is_lost(
             for specs, task in zip(requests, requested, strict=True):
                 _check(specs, await task)
             assert routers.num_requests == 0
-            assert not routers._streams_of
-            assert not routers._window.unaccepted
+            assert not routers._streams.calls
+            assert not routers._window._waiting
 
     asyncio.run(scenario())
 
@@ -253,7 +259,7 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(
             num_killed = 0
             while not requested.done():
                 # which is known to work on it
-                if routing.replicas[0].name in dict(routers._streams_of.values()).values():
+                if routing.replicas[0].name in _accepted_by(routers):
                     await routing.replicas[0].kill()
                     num_killed += 1
                     routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
@@ -280,9 +286,9 @@ def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
             routing.replicas[0]._running.cancel()
             with pytest.raises(PipelineUnavailableError):
                 await _output(others, [new])
-            routers = RouterClient(routing, max_unaccepted=1)
+            routers = PipelineClient(routing, max_unaccepted=1)
             # another request's sequence is on its way
-            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)
+            routers._window.add(WaitingRequest(1, 0.0))
             with pytest.raises(OverloadedError):
                 await _output(routers, [new])
             output, fresh = (
@@ -436,7 +442,7 @@ async def _left_without_a_router(
     requested = asyncio.create_task(
         _output(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))])
     )
-    while not routers._streams_of:
+    while not _accepted_by(routers):
         await asyncio.sleep(0)
     routing.replicas = []
     await dies.kill()
@@ -529,7 +535,7 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(
     async def scenario() -> None:
         async with _harness(1, random.Random(0)) as (routing, _):
             routing.replicas[0].is_superseded = True
-            routers = RouterClient(routing, max_unaccepted=2)
+            routers = PipelineClient(routing, max_unaccepted=2)
             requested = [asyncio.create_task(_output(routers, [spec])) for spec in specs[:2]]
             for turn in range(50):
                 await asyncio.sleep(0)
@@ -558,7 +564,7 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_anothe
         async with _harness(1, random.Random(0)) as (routing, _):
             (leaving,) = routing.replicas
             leaving.is_stuck = True
-            routers = RouterClient(routing, max_unaccepted=10, handover_grace_s=0.0)
+            routers = PipelineClient(routing, max_unaccepted=10, handover_grace_s=0.0)
             requested = asyncio.create_task(_output(routers, [spec]))
             for _turn in range(100):
                 await asyncio.sleep(0)

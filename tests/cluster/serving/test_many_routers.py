@@ -16,8 +16,13 @@ import pytest
 from simulated_routers import LIMITS, Handle, Replica, driven, fill, harness, request_tokens, stuck
 from virtual_time import block_loop, run_in_virtual_time
 
-from tramontane.cluster.serving import least_loaded_router, remote_routers, retry_policy
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving import (
+    least_loaded_router,
+    pipeline_client,
+    retry_policy,
+    router_streams,
+)
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, with_idle_timeout
 from tramontane.proto.errors import (
     OverloadedError,
@@ -43,12 +48,12 @@ def _num_calls(replicas: list[Replica]) -> int:
 @asynccontextmanager
 async def _ingress(
     replicas: list[Replica], num_running: int | None = None
-) -> AsyncIterator[RouterClient]:
+) -> AsyncIterator[PipelineClient]:
     """An ingress and all routers, of which the last ``num_running`` are driven; the others are as
     after a failure.
     """
     handle: Any = Handle(replicas)
-    routers = RouterClient(handle, max_unaccepted=10_000)
+    routers = PipelineClient(handle, max_unaccepted=10_000)
     async with driven(replicas[-(num_running or len(replicas)) :]):
         await asyncio.sleep(0.01)
         try:
@@ -57,7 +62,7 @@ async def _ingress(
             routers.close()
 
 
-async def _occupy(replicas: list[Replica], routers: RouterClient) -> "list[asyncio.Task[int]]":
+async def _occupy(replicas: list[Replica], routers: PipelineClient) -> "list[asyncio.Task[int]]":
     """Give each of these routers one request of this ingress that does not end, so that the others
     are the least loaded.
     """
@@ -232,7 +237,7 @@ def test_a_router_whose_streams_cannot_be_opened_is_left_for_another(
         async with _ingress([a, b]) as routers:
             for _ in range(5):
                 assert await request_tokens(routers) == 5
-            assert 0 < a.call_counts["subscribe"] <= 5 * remote_routers.MAX_STREAM_ATTEMPTS
+            assert 0 < a.call_counts["subscribe"] <= 5 * pipeline_client.MAX_STREAM_ATTEMPTS
 
     run_in_virtual_time(scenario())
 
@@ -433,7 +438,7 @@ def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
                     await asyncio.sleep(0.01)
             assert a.router.num_requests == b.router.num_requests == 1
             a.is_cut_off = True
-            await asyncio.sleep(remote_routers.SILENCE_TIMEOUT_S + 2.0)
+            await asyncio.sleep(router_streams.SILENCE_TIMEOUT_S + 2.0)
             assert b.router.num_requests == 2, (
                 "what the silent router had is given to the other one"
             )
@@ -447,7 +452,7 @@ def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
             for _ in range(20):
                 assert await request_tokens(routers) == 5
             assert a.call_counts["generate"] == before
-            await asyncio.sleep(remote_routers.SILENT_ROUTER_TTL_S)
+            await asyncio.sleep(router_streams.SILENT_ROUTER_TTL_S)
             for _ in range(20):
                 assert await request_tokens(routers) == 5
             assert a.call_counts["generate"] > before
@@ -476,7 +481,7 @@ def test_a_request_that_a_broken_stream_may_have_accepted_continues_at_once() ->
             await replica.lose_stages()  # micro-batches that wait at the gate are given up
             replica.chain.may_fence.set()
             assert await asyncio.gather(first, requested) == [5, 5]
-            assert asyncio.get_running_loop().time() - began < remote_routers.ACCEPT_TIMEOUT_S / 2
+            assert asyncio.get_running_loop().time() - began < pipeline_client.ACCEPT_TIMEOUT_S / 2
 
     run_in_virtual_time(scenario())
 
@@ -495,7 +500,7 @@ def test_a_request_whose_call_has_ended_is_not_on_its_way_to_a_router(
         replica = Replica("a")
         monkeypatch.setattr(replica, "generate", done)
         handle: Any = Handle([replica])
-        routers = RouterClient(handle, max_unaccepted=1)
+        routers = PipelineClient(handle, max_unaccepted=1)
         requested = asyncio.create_task(request_tokens(routers))
         await asyncio.sleep(1.0)
         routers.check_capacity(1)

@@ -17,8 +17,8 @@ from simulated_routers import Handle, Replica, driven, fill, stuck
 from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.serving import remote_routers, router_queries
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving import pipeline_client, router_queries
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
@@ -47,13 +47,13 @@ def _replicas(names: str, limits: SchedulerLimits = LIMITS) -> list[Replica]:
 @asynccontextmanager
 async def _ingress(
     replicas: list[Replica], *, shares: bool = False
-) -> AsyncIterator[tuple[RouterClient, PrefixAwareRouting]]:
+) -> AsyncIterator[tuple[PipelineClient, PrefixAwareRouting]]:
     """An ingress that follows the digests, and routers that are all driven."""
     handle: Any = Handle(replicas)
     config = EngineConfig.build(None, {"share_prefixes": shares})
     routing = router_queries.prefix_aware_routing(config, "")
     assert routing is not None
-    routers = RouterClient(handle, max_unaccepted=1000, routing=routing)
+    routers = PipelineClient(handle, max_unaccepted=1000, routing=routing)
     async with driven(list(replicas)):
         await asyncio.sleep(0.01)
         try:
@@ -315,7 +315,7 @@ def test_a_request_that_is_too_large_for_grpc_goes_to_the_chosen_pipeline_by_ref
                 each.by_reference.clear()
             with pytest.raises(RequestError):
                 # of 5 bytes each
-                await _ask(routers, [2**20] * (remote_routers.MAX_GRPC_BYTES // 5))
+                await _ask(routers, [2**20] * (pipeline_client.MAX_GRPC_BYTES // 5))
             assert {by for each in replicas for by in each.by_reference["generate"]} == {True}
 
     run_in_virtual_time(scenario())
@@ -335,7 +335,7 @@ def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(
             before = asyncio.all_tasks()
             handle: Any = Handle(replicas)
             routing = PrefixAwareRouting(lambda _: "", asyncio.get_running_loop().time)
-            routers = RouterClient(handle, max_unaccepted=10, routing=routing)
+            routers = PipelineClient(handle, max_unaccepted=10, routing=routing)
             await asyncio.sleep(10.0)
             assert asyncio.all_tasks() == before, "nothing is queried without requests"
             for _ in range(3):

@@ -19,7 +19,7 @@ from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.serving import token_channel
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.token_channel import (
     DONE,
     IDLE_TIMEOUT_S,
@@ -111,7 +111,7 @@ class StepByStep(ScriptedChain):
 @asynccontextmanager
 async def _remote(
     chain: StepByStep, max_num_seqs: int = 8, nodes: DeadNodeWatcher | None = None, node: str = ""
-) -> AsyncIterator[tuple[RouterClient, Router, Handle]]:
+) -> AsyncIterator[tuple[PipelineClient, Router, Handle]]:
     """With micro-batches so small that not all sequences can be in flight."""
     router = Router(
         Scheduler(CACHE, SchedulerLimits(max_num_seqs, 2, 256, 1000), FixedInFlightPolicy(3, 2)),
@@ -119,7 +119,7 @@ async def _remote(
     )
     running = asyncio.create_task(router.run())
     handle = Handle(IngressStreams("replica", nodes=nodes), router)
-    routers = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
+    routers = PipelineClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
     yield routers, router, handle
     routers.close()
     running.cancel()
@@ -143,7 +143,7 @@ def test_requests_of_an_ingress_whose_node_has_died_are_aborted(
             router,
             handle,
         ):
-            staying = RouterClient(
+            staying = PipelineClient(
                 cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near"
             )
             going, lost = (
@@ -170,7 +170,7 @@ def test_an_ingress_says_how_often_it_writes_to_each_stream() -> None:
         pacer.num_streams = 3
         async with _remote(StepByStep()) as (_, _, handle):
             handle_of_any = cast("DeploymentHandle[Any]", handle)
-            routers = RouterClient(
+            routers = PipelineClient(
                 handle_of_any, max_unaccepted=100, write_interval_s=lambda: pacer.longest_interval_s
             )
             clients = [asyncio.create_task(_num_tokens(routers, LONG)) for _ in range(2)]
@@ -264,7 +264,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def _num_tokens(routers: RouterClient, *specs: SequenceRequest) -> int:
+async def _num_tokens(routers: PipelineClient, *specs: SequenceRequest) -> int:
     async with aclosing(routers.generate(specs)) as batches:
         return sum([len(batch.events) async for batch in batches])
 
@@ -387,7 +387,9 @@ def test_a_request_whose_stream_breaks_continues_over_a_new_one() -> None:
         async with _remote(chain) as (routers, router, handle):
             requested = asyncio.create_task(_num_tokens(routers, LONG))
             await _until(lambda: len(chain.submitted) > 0)
-            (stream,) = [task for task in routers._tasks if task.get_coro().__name__ == "_listen"]
+            (stream,) = [
+                task for task in routers._tasks._tasks if task.get_coro().__name__ == "_listen"
+            ]
             stream.cancel()
             chain.complete(1000)
             assert await requested == 200

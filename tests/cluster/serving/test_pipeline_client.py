@@ -26,7 +26,12 @@ from simulated_routers import (
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import MeasuredLoad
-from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
+from tramontane.cluster.serving import (
+    pipeline_client,
+    retry_policy,
+    router_streams,
+    token_channel,
+)
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import (
     ANY,
@@ -35,7 +40,7 @@ from tramontane.cluster.serving.least_loaded_router import (
     exclude,
     prefer,
 )
-from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.router_queries import (
     prefix_aware_routing as prefix_aware_routing_of,
 )
@@ -87,7 +92,7 @@ def test_the_expert_load_of_every_router_is_requested() -> None:
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
         async with harness(replicas, running="") as routers:
-            assert await routers.expert_load() == MeasuredLoad((), 0)
+            assert await routers.queries.expert_load() == MeasuredLoad((), 0)
             replicas[0].load, replicas[2].load, replicas[3].load = (
                 ((1, 2), (3, 4)),
                 ((10, 20), (30, 40)),
@@ -95,11 +100,11 @@ def test_the_expert_load_of_every_router_is_requested() -> None:
             )
             for each in replicas:
                 each.call_counts.clear()
-            assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
+            assert await routers.queries.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
             assert [each.call_counts["expert_load"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.load, each.is_dead = (), True
-            assert await routers.expert_load() == MeasuredLoad((), 0)
+            assert await routers.queries.expert_load() == MeasuredLoad((), 0)
 
     asyncio.run(scenario())
 
@@ -111,12 +116,12 @@ def test_the_activity_of_every_router_is_requested() -> None:
         replicas = [Replica(name) for name in "abcd"]
         async with harness(replicas, running="") as routers:
             replicas[0].pipeline, replicas[2].pipeline = "app-2", "app-1"
-            reported = await routers.activity({"app-1": 2})
+            reported = await routers.queries.activity({"app-1": 2})
             assert reported == [pipeline_activity("app-1", after=2), pipeline_activity("app-2")]
             assert [each.call_counts["activity"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.is_dead = True
-            assert await routers.activity({}) == []
+            assert await routers.queries.activity({}) == []
 
     asyncio.run(scenario())
 
@@ -157,8 +162,8 @@ def test_reports_of_others_are_kept_where_a_router_does_not_answer(
                     each.name in silent,
                 )
             well = [each.name for each in replicas if not each.is_cut_off]
-            assert [reported.name for reported in await routers.activity({})] == well
-            assert (await routers.expert_load()).num_pipelines == len(well)
+            assert [reported.name for reported in await routers.queries.activity({})] == well
+            assert (await routers.queries.expert_load()).num_pipelines == len(well)
             assert not await routers.is_ready()
             assert [each.call_counts["activity in vain"] for each in replicas] == [
                 each.is_cut_off for each in replicas
@@ -172,7 +177,7 @@ def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -
         silent = Replica("a")
         silent.is_cut_off = True
         async with harness([silent], running="a") as routers:
-            request_task = asyncio.create_task(routers.activity({}))
+            request_task = asyncio.create_task(routers.queries.activity({}))
             while not silent.call_counts["activity"]:
                 await asyncio.sleep(0)
             request_task.cancel()
@@ -361,13 +366,13 @@ def test_a_request_that_no_router_takes_is_not_kept_forever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
-    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(pipeline_client, "ACCEPT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(retry_policy, "ADMISSION_TIMEOUT_S", 0.05)
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
-        routers = RouterClient(handle, max_unaccepted=10)
+        routers = PipelineClient(handle, max_unaccepted=10)
         with pytest.raises(PipelineError, match="no pipeline was ready in time"):
             await request_tokens(routers)
         waiting = [asyncio.create_task(request_tokens(routers, num_sequences=5)) for _ in range(2)]
@@ -392,7 +397,7 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
         loop, now = asyncio.get_running_loop(), 1000.0
         monkeypatch.setattr(loop, "time", lambda: now)
         handle: Any = Handle([])
-        routers = RouterClient(handle, max_unaccepted=10)
+        routers = PipelineClient(handle, max_unaccepted=10)
 
         def check() -> None:
             with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
@@ -400,17 +405,17 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
             assert refused.value.retry_after_s == expected_s
 
         async def number_after(last: int) -> int:
-            while max(routers._outputs, default=-1) <= last:
+            while max(routers._streams.calls, default=-1) <= last:
                 await asyncio.sleep(0)
-            return max(routers._outputs)
+            return max(routers._streams.calls)
 
         routers.check_capacity(10)
         running_requests = asyncio.create_task(request_tokens(routers))
         number = await number_after(-1)
         now += waited_s
         check()
-        routers._outputs[number].put(PipelineError("no router has answered in time"))
-        while not routers._window._pausing:
+        routers._streams.calls[number].put(PipelineError("no router has answered in time"))
+        while number in routers._streams.calls:
             await asyncio.sleep(0)
         check()
         await number_after(number)
@@ -427,8 +432,8 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
 
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_routers, "SILENCE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(router_streams, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pipeline_client, "ACCEPT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(token_channel, "KEEPALIVE_INTERVAL_S", 0.02)
 
 
@@ -468,7 +473,7 @@ def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
             running_requests = asyncio.create_task(request_tokens(routers))
             while not lost.router.num_requests:
                 await asyncio.sleep(0)
-            handle: Any = routers._handle
+            handle: Any = routers.queries._handle
             handle.replicas.append(other)
             lost.is_cut_off = True
             assert await running_requests == 5
@@ -481,7 +486,7 @@ def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
 def test_a_request_that_was_taken_may_wait_as_long_as_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(pipeline_client, "ACCEPT_TIMEOUT_S", 0.05)
     opened = asyncio.Event()
 
     async def gate(_batch: MicroBatch) -> None:
@@ -510,7 +515,9 @@ def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
         replica = Replica("b")
         async with harness([replica], running="b") as routers:
             assert await request_tokens(routers) == 5
-            assert [message async for message in replica.subscribe(routers._name, "a")] == []
+            assert [
+                message async for message in replica.subscribe(routers._streams.name, "a")
+            ] == []
             assert await request_tokens(routers) == 5
             assert replica.call_counts["subscribe"] == 1
 
@@ -550,7 +557,7 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray Serve's gRPC takes 4 MiB."""
-    monkeypatch.setattr(remote_routers, "MAX_GRPC_BYTES", 330)
+    monkeypatch.setattr(pipeline_client, "MAX_GRPC_BYTES", 330)
 
     async def scenario() -> None:
         replica = Replica("a")
