@@ -37,6 +37,7 @@ def _chosen(cores: tuple[int, ...], num_seqs: int, gpus: int = 1, **keys: int) -
         *(((16,), 63, 2), ((16,), 128, 2), ((16,), 256, 2)),
         *(((2,), 256, 1), ((4,), 256, 1), ((7,), 256, 1), ((8,), 256, 2), ((128,), 256, 2)),
         *(((16, 16), 256, 3), ((4, 4), 256, 2), ((2, 2), 256, 1)),  # each node has a proxy
+        ((7, 7), 256, 2),  # three cores of each are not four
     ],
 )
 def test_where_there_are_gpus_and_cores_tokens_are_written_when_they_come(

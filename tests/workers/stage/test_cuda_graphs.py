@@ -286,20 +286,24 @@ class _FakeCuda:
         self.current, self.breaks = self.stream("usual"), breaks
         self.graphs: list[SimpleNamespace] = []
         self.replayed: list[int] = []
+        self.waits: list[tuple[str, str]] = []  # of a stream for another one
+        self.recorded_with: list[dict[str, object]] = []
         fakes: dict[str, object] = {
-            "graph_pool_handle": lambda: (0, 0),
+            "graph_pool_handle": lambda: (7, 7),
             "Stream": lambda: self.stream("warm-up"),
             "current_stream": lambda: self.current,
             "set_stream": self.set_stream,
             "stream": self.on,
             "CUDAGraph": self.graph,
-            "graph": lambda graph, *_, **__: self.recording(graph),
+            "graph": self.recording,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
     def stream(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_stream=lambda _other: None)
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.waits.append((name, other.name))
+        )
 
     def set_stream(self, stream: SimpleNamespace) -> None:
         self.current = stream
@@ -318,7 +322,10 @@ class _FakeCuda:
             self.current = before
 
     @contextmanager
-    def recording(self, graph: SimpleNamespace) -> Iterator[None]:
+    def recording(
+        self, graph: SimpleNamespace, pool: object, stream: SimpleNamespace, **options: object
+    ) -> Iterator[None]:
+        self.recorded_with.append({"pool": pool, "stream": stream.name} | options)
         assert not self.current.name.startswith("recording"), (
             "one recording begins when the last one has ended"
         )
@@ -343,6 +350,8 @@ def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(
         CudaGraphCapture()(compute)
     assert seen == ["warm-up", "warm-up", "recording 0"]
     assert cuda.current.name == "usual"
+    # the warm-up reads what was copied before, and what comes later may read what it has written
+    assert cuda.waits == [("warm-up", "usual"), ("usual", "warm-up")]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -365,6 +374,8 @@ def test_pieces_are_recorded_one_after_the_other(
     of_graphs = ["recording 0"] if breaks else ["recording 0", "recording 1", "recording 2"]
     assert seen == ["warm-up"] * 6 + of_graphs
     assert cuda.replayed == ([] if breaks else [0, 1, 2])
+    common = {"pool": (7, 7), "stream": "warm-up", "capture_error_mode": "thread_local"}
+    assert cuda.recorded_with == [common] * len(of_graphs), "one memory pool and one stream"
     assert cuda.current.name == "usual"
 
 

@@ -337,31 +337,38 @@ class _Broken(Replays):
     second size.
     """
 
-    def __init__(self, *, refuses: bool) -> None:
+    def __init__(self, refusal: Exception | None) -> None:
         super().__init__()
-        self._refuses = refuses
+        self._refusal = refusal
 
     def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
         pieces = super().in_pieces(compute)
-        if self._refuses and self.num_recorded > len(pieces):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self._refusal is not None and self.num_recorded > len(pieces):
+            raise self._refusal
         first, *others = pieces
-        return [first, *others[:-2], others[-1], others[-1]] if not self._refuses else pieces
+        return pieces if self._refusal else [first, *others[:-2], others[-1], others[-1]]
 
 
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        (None, "differs by"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+        (SyntaxError("at 7:4:\nx\nunsupported type"), "at 7:4: ... unsupported type"),
+    ],
+    ids=["other numbers", "no memory", "a compiler's error"],
+)
 def test_pieces_that_do_not_work_are_not_used_and_that_is_said_once(
-    refuses: bool, caplog: pytest.LogCaptureFixture
+    refusal: Exception | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = _plan(tiny_args(n_layers=2, moe=False))
     with caplog.at_level(logging.WARNING, logger=LOGGER):
-        workers = _workers(plan, _backend(_Broken(refuses=refuses)))
+        workers = _workers(plan, _backend(_Broken(refusal)))
         found = run_in_process(plan, workers, SHORT, GREEDY, budget=BUDGET)
     assert found == run_in_process(
         plan, _workers(plan, _backend(None)), SHORT, GREEDY, budget=BUDGET
     )
     (record,) = caplog.records
-    why = "CUDA out of memory" if refuses else "differs by"
     said = "launches steps with prompts kernel by kernel: their CUDA graphs cannot be used"
     assert said in record.getMessage()
     assert why in record.getMessage()
@@ -415,13 +422,21 @@ def _biased(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
 def test_a_stage_that_is_loaded_has_recorded_its_pieces(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Replays()
-    monkeypatch.setattr(stage_worker, "backend_for", lambda *_: _backend(recorder))
+    recorder, sizes = Replays(), list[int]()
+    backend = replace(
+        _backend(recorder),
+        piecewise_capture=lambda compute: (
+            sizes.append(compute.args[0]),
+            recorder.in_pieces(compute),
+        )[1],
+    )
+    monkeypatch.setattr(stage_worker, "backend_for", lambda *_: backend)
     plan = _plan(tiny_args(n_layers=2, moe=False))
     with caplog.at_level(logging.INFO, logger=LOGGER):
         worker = StageWorker.load(plan.stages[0], RandomWeights())
     assert worker.pieces is not None
     assert worker.pieces.sizes == [64, 128]
+    assert sizes == [128, 64], "the smaller one fits into the larger one's memory"
     (record,) = (each for each in caplog.records if each.name == LOGGER)
     assert "recorded 6 CUDA graphs" in record.getMessage()
     assert record.getMessage().endswith("for steps with prompts of up to 128 tokens")
