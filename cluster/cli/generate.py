@@ -135,9 +135,9 @@ async def run_generate(
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
         seconds = ready_s, run.first_token_s
-        counts = engine.router.scheduler.draft_counts
+        now = engine.router.snapshot()
         drafts = (
-            (counts.num_draft_tokens, counts.num_accepted_tokens)
+            (now.num_draft_tokens, now.num_accepted_draft_tokens)
             if config.speculative_config
             else None
         )

@@ -4,11 +4,9 @@ metrics.
 
 from tramontane.cluster.observability import metrics as table
 from tramontane.cluster.observability.metrics import DeltaCounter, MetricFactory
-from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.router import Router
-from tramontane.router.engine.stats import PipelineStats, SampleBuffer
+from tramontane.router.engine.stats import PipelineSnapshot, SampleBuffer
 from tramontane.router.openai.request_context import RequestStats
-from tramontane.router.scheduling.scheduler import Scheduler
 
 
 class PipelineMetrics:
@@ -43,11 +41,10 @@ class PipelineMetrics:
                 counter.reset()
         self._export_counts(router)
         self._set(table.RUNNING, float(router.is_ready))
-        self._export_queue(router.scheduler)
+        self._export_queue(router.snapshot())
 
     def _export_counts(self, router: Router) -> None:
-        counts: PipelineStats = router.stats
-        progress: HealthTracker = router.health
+        counts, now = router.stats, router.snapshot()
         for stage_id in range(len(counts.busy_s)):
             stage = {"stage": str(stage_id)}
             self._inc(table.STAGE_BUSY, counts.busy_s[stage_id], **stage)
@@ -59,29 +56,25 @@ class PipelineMetrics:
         self._inc(table.SCHEDULED, counts.prefill_tokens, phase="prefill")
         self._inc(table.SCHEDULED, counts.decode_tokens, phase="decode")
         self._inc(table.MICRO_BATCHES, counts.num_micro_batches)
-        self._inc(table.PREFIX_QUERIES, router.scheduler.allocator.num_queried)
-        self._inc(table.PREFIX_HITS, router.scheduler.allocator.num_hit)
-        drafts = router.scheduler.draft_counts
-        self._inc(table.SPEC_DRAFTS, drafts.num_drafts)
-        self._inc(table.SPEC_DRAFT_TOKENS, drafts.num_draft_tokens)
-        self._inc(table.SPEC_ACCEPTED, drafts.num_accepted_tokens)
-        self._inc(table.PREEMPTIONS, router.scheduler.num_preempted)
-        self._inc(table.RECOVERIES, progress.num_recoveries)
-        self._inc(table.PAUSES, progress.paused_s)
+        self._inc(table.PREFIX_QUERIES, now.num_prefix_queries)
+        self._inc(table.PREFIX_HITS, now.num_prefix_hits)
+        self._inc(table.SPEC_DRAFTS, now.num_drafts)
+        self._inc(table.SPEC_DRAFT_TOKENS, now.num_draft_tokens)
+        self._inc(table.SPEC_ACCEPTED, now.num_accepted_draft_tokens)
+        self._inc(table.PREEMPTIONS, now.num_preempted)
+        self._inc(table.RECOVERIES, now.num_recoveries)
+        self._inc(table.PAUSES, now.paused_s)
         for tokens in counts.micro_batch_tokens.take():
             self._tokens.observe(tokens, self._tags)
 
-    def _export_queue(self, scheduler: Scheduler) -> None:
-        self._set(table.NUM_RUNNING, scheduler.num_running)
-        self._set(table.NUM_WAITING, scheduler.num_waiting)
-        allocator = scheduler.allocator
-        for kind, num_free, num_cached in zip(
-            allocator.cache.classes, allocator.num_free, allocator.num_cached, strict=True
-        ):
+    def _export_queue(self, now: PipelineSnapshot) -> None:
+        self._set(table.NUM_RUNNING, now.num_running)
+        self._set(table.NUM_WAITING, now.num_waiting)
+        for kind in now.pages:
             window = str(kind.window or "none")
             self._set(table.PAGES, kind.num_pages, window=window)
-            self._set(table.PAGES_HELD, kind.num_pages - num_free, window=window)
-            self._set(table.PAGES_CACHED, num_cached, window=window)
+            self._set(table.PAGES_HELD, kind.num_pages - kind.num_free, window=window)
+            self._set(table.PAGES_CACHED, kind.num_cached, window=window)
 
     def _inc(self, metric: table.Metric, value: float, **labels: str) -> None:
         self._counters[metric].update(value, self._tags | labels)

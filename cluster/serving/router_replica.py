@@ -217,22 +217,21 @@ class RouterReplica:
         """
         if not self._router.is_attached:
             return None, self._name
-        scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
-        allocator = scheduler.allocator
+        now, plan, name = self._router.snapshot(), self._spec.plan, self._spec.name
         activity = PipelineActivity(
             name=name,
             stages=[StageInfo(label=stage.label, stage=stage.stage_id) for stage in plan.stages],
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            pages_held=allocator.num_held,
-            pages=allocator.num_pages,
-            pages_cached=sum(allocator.num_cached),
-            prefix_cache_queries=allocator.num_queried,
-            prefix_cache_hits=allocator.num_hit,
-            draft_tokens=scheduler.draft_counts.num_draft_tokens,
-            accepted_tokens=scheduler.draft_counts.num_accepted_tokens,
-            epoch=scheduler.epoch,
-            recoveries=self._router.health.num_recoveries,
+            running=now.num_running,
+            waiting=now.num_waiting,
+            pages_held=now.num_pages_held,
+            pages=now.num_pages,
+            pages_cached=now.num_pages_cached,
+            prefix_cache_queries=now.num_prefix_queries,
+            prefix_cache_hits=now.num_prefix_hits,
+            draft_tokens=now.num_draft_tokens,
+            accepted_tokens=now.num_accepted_draft_tokens,
+            epoch=now.epoch,
+            recoveries=now.num_recoveries,
             **self._activity.as_data(len(plan.stages), after.get(name)),
         )
         return activity, self._name
@@ -303,19 +302,19 @@ class RouterReplica:
         """Return what the pipeline holds now, for tests and diagnosis. Without ``stages`` these are
         not called.
         """
-        scheduler = self._router.scheduler
-        scheduler.check_integrity()
+        self._router.scheduler.check_integrity()
+        now = self._router.snapshot()
         return {
             "pipeline": self._spec.name,
-            "epoch": scheduler.epoch,
+            "epoch": now.epoch,
             "requests": self._router.num_requests,
-            "sequences": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "pages_held": scheduler.allocator.num_held,
-            "steps": scheduler.num_steps,
-            "preempted": scheduler.num_preempted,
-            "policy_failure": scheduler.policy.failure,
-            "recoveries": self._router.health.num_recoveries,
+            "sequences": now.num_running,
+            "waiting": now.num_waiting,
+            "pages_held": now.num_pages_held,
+            "steps": now.num_steps,
+            "preempted": now.num_preempted,
+            "policy_failure": now.policy_failure,
+            "recoveries": now.num_recoveries,
             "last_recovery": (
                 self._router.health.last_recovery and asdict(self._router.health.last_recovery)
             ),

@@ -49,7 +49,7 @@ from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.in_flight import InFlightBatches
 from tramontane.router.engine.request_output import OutputQueue
-from tramontane.router.engine.stats import PipelineStats
+from tramontane.router.engine.stats import PageCounts, PipelineSnapshot, PipelineStats
 from tramontane.router.scheduling.poison_detector import FailedBatch
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
@@ -339,6 +339,28 @@ class Router:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(set(self._requests.values()))
+
+    def snapshot(self) -> PipelineSnapshot:
+        """Return what this router and its scheduler hold now. May be called in any thread."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        drafts, kinds = scheduler.draft_counts, allocator.cache.classes
+        counts = zip(kinds, allocator.num_free, allocator.num_cached, strict=True)
+        return PipelineSnapshot(
+            epoch=scheduler.epoch,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            pages=tuple(PageCounts(each.window, each.num_pages, *rest) for each, *rest in counts),
+            num_steps=scheduler.num_steps,
+            num_preempted=scheduler.num_preempted,
+            num_prefix_queries=allocator.num_queried,
+            num_prefix_hits=allocator.num_hit,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_draft_tokens=drafts.num_accepted_tokens,
+            num_recoveries=self.health.num_recoveries,
+            paused_s=self.health.paused_s,
+            policy_failure=scheduler.policy.failure,
+        )
 
     def _new_sequence(self, spec: SequenceRequest) -> LiveSequence:
         max_len = min(

@@ -90,6 +90,55 @@ class PipelineStats:
         return max(self.active_s - self.busy_s[stage_id], 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Cache pages of one window class, of each stage that has such layers. ``num_cached``: those of
+    the free ones that hold prefixes. ``window``: positions, None for all.
+    """
+
+    window: int | None
+    num_pages: int
+    num_free: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSnapshot:
+    """What one pipeline's router and scheduler hold at a moment, and what they have counted since
+    the router began; for metrics, ``/activity`` and tests. See ``Router.snapshot``.
+    """
+
+    epoch: int
+    num_running: int  # sequences
+    num_waiting: int
+    pages: tuple[PageCounts, ...]
+    num_steps: int
+    num_preempted: int
+    num_prefix_queries: int  # tokens of prompts that were looked up among cached prefixes
+    num_prefix_hits: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_recoveries: int
+    paused_s: float
+    policy_failure: str
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all window classes."""
+        return sum(each.num_pages for each in self.pages)
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that sequences hold."""
+        return sum(each.num_pages - each.num_free for each in self.pages)
+
+    @property
+    def num_pages_cached(self) -> int:
+        """Pages that no sequence holds, with prefixes."""
+        return sum(each.num_cached for each in self.pages)
+
+
 # Utilization of the stages, by the stages' own clocks.
 
 

@@ -29,6 +29,7 @@ from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersede
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as Prompt
 
@@ -40,12 +41,14 @@ TURNS = 20  # of the event loop
 class StubRouter:
     """A router in the state that the test gives it; ``end`` ends its run."""
 
+    snapshot: Any = Router.snapshot
+
     def __init__(self, scheduler: Scheduler, previous: Any, changes: dict[str, Any]) -> None:
         self.scheduler, self.previous = scheduler, previous
         self.is_ready, self.is_healthy = True, True
         self.failure: BaseException | None = None
         self.loss: PipelineError | None = None
-        self.health = SimpleNamespace(is_failing=False, num_recoveries=3)
+        self.health = SimpleNamespace(is_failing=False, num_recoveries=3, paused_s=0.0)
         self.fingerprint, self.num_refreshed = "fp_a", 0
         self._ended = asyncio.Event()
         self._defect: Exception | None = None
@@ -551,7 +554,7 @@ def test_a_pipeline_reports_what_it_is_and_does(around: Surroundings) -> None:
             "Stage 2/2 layers 4-7",
         ]
         assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
-        assert shown.pages == around.plan.cache.classes[0].num_pages
+        assert shown.pages == sum(each.num_pages for each in around.plan.cache.classes)
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
         around.router.is_ready = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
