@@ -20,7 +20,7 @@ from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.grpc.messages import parse_generate
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.page_allocator import PageAllocator
@@ -40,7 +40,7 @@ def _results(folder: Path, prompt: Given) -> list[str | tuple[int, ...]]:
     config = EngineConfig(model=folder, max_model_len=CONTEXT)
 
     def complete(request: CompletionRequest) -> tuple[int, ...]:
-        [spec] = asyncio.run(Completion.prepare(served, request, 0.0)).specs()
+        [spec] = asyncio.run(prepare_completion(served, request, 0.0)).generation.specs()
         return spec.prompt_ids
 
     is_text = isinstance(prompt, str)

@@ -216,7 +216,6 @@ IMPORTS_MORE = {
     "cluster.serving.ingress": 23,
     "cluster.serving.router_replica": 23,
     "cluster.serving.server": 25,
-    "router.chat_apis.blocks": 16,
     "router.openai.chat_completion": 17,
     "workers.stage.device_backend": 20,
     "workers.stage.stage_worker": 32,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -13,106 +13,13 @@ from tramontane.cluster.common.load_meter import FULL_LOAD, Load
 from tramontane.cluster.http.errors import error_shape, format_event, log_and_respond
 from tramontane.cluster.http.failover import MESSAGE_UPDATES, SCOPE_RESUME
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.body_bounds import SMALL_BODY, run_off_loop
-from tramontane.router.openai.chat_completion import ChatCompletion
-from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.responses import Event, encode_and_free, to_json
+from tramontane.router.openai.formatter import AnswerFormatter
+from tramontane.router.openai.responses import CompletionChange, encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 FINGERPRINT_HEADER = "x-tramontane-fingerprint"
-Changes = AsyncGenerator[list[Any], None]
-
-
-class StreamingAnswer(Protocol):
-    """An answer that can be streamed."""
-
-    def stream(self, source: TokenSource) -> Changes:
-        """Yield changes of the choices each time some are ready."""
-        ...
-
-    def take_updates(self) -> list[ChoiceUpdate]:
-        """Return what another ingress needs to continue after the last changes."""
-        ...
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all choices have ended."""
-        ...
-
-    @property
-    def change_bytes(self) -> int:
-        """About how many bytes of JSON the next events are, without what a few tokens add."""
-        ...
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of the pipeline that made the last tokens, if it is known."""
-        ...
-
-    @property
-    def next_number(self) -> int:
-        """Number of the next event, where the API numbers events."""
-        ...
-
-    @property
-    def ending(self) -> bytes:
-        """What follows the last event."""
-        ...
-
-    def opening(self) -> list[Event]:
-        """Return the events before those of the first changes; none if the client has received
-        them.
-        """
-        ...
-
-    def events(self, changes: list[Any]) -> list[Event]:
-        """Return the events of these changes; with the last changes also those that end the
-        stream.
-        """
-        ...
-
-
-class ChunkStream:
-    """A completion or a chat as a stream of OpenAI's chunks, which have no names, and
-    ``[DONE]``.
-    """
-
-    ending = b"data: [DONE]\n\n"
-    next_number = 0
-
-    def __init__(self, answer: Completion | ChatCompletion) -> None:
-        self._answer = answer
-        self.stream, self.take_updates = answer.stream, answer.take_updates
-
-    @property
-    def is_finished(self) -> bool:
-        """See ``StreamingAnswer``."""
-        return self._answer.is_finished
-
-    @property
-    def change_bytes(self) -> int:
-        """See ``StreamingAnswer``."""
-        return self._answer.change_bytes
-
-    @property
-    def fingerprint(self) -> str | None:
-        """See ``StreamingAnswer``."""
-        return self._answer.fingerprint
-
-    def opening(self) -> list[Event]:
-        """Return the event that names the role, of a chat."""
-        first = self._answer.opening() if isinstance(self._answer, ChatCompletion) else None
-        return [] if first is None else [Event("", first)]
-
-    def events(self, changes: list[Any]) -> list[Event]:
-        """Return the chunk of these changes, and at the end the one with the usage if the client
-        wants it.
-        """
-        events = [Event("", self._answer.chunk(changes))]
-        if self.is_finished and self._answer.includes_usage:
-            events.append(Event("", self._answer.last_chunk()))
-        return events
+Changes = AsyncGenerator[list[CompletionChange], None]
 
 
 def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
@@ -217,8 +124,8 @@ class SseResponse(StreamingResponse):
 
 async def sse_events(
     pacer: Pacer,
-    answer: StreamingAnswer,
-    first: list[Any],
+    answer: AnswerFormatter,
+    first: list[CompletionChange],
     changes: Changes,
     request_id: str,
     path: str = "",
@@ -226,22 +133,24 @@ async def sse_events(
     """Yield writes, each with all events that are ready. ``first`` are the first changes, ``path``
     is the request's.
     """
-    clock = asyncio.get_running_loop().time
+    clock, generation = asyncio.get_running_loop().time, answer.generation
     with pacer.open_stream():
         try:
             async with aclosing(changes):
                 ready = await _write(answer, first, is_first=True)
-                while not answer.is_finished:
-                    yield SseChunk(ready, answer.take_updates())
+                while not generation.is_finished:
+                    yield SseChunk(ready, generation.take_updates())
                     await pacer.wait_turn(clock())
                     ready = await _write(answer, await anext(changes))
-            yield SseChunk(ready, answer.take_updates(), is_last=True)
+            yield SseChunk(ready, generation.take_updates(), is_last=True)
         except TramontaneError as error:
             body = bytes(log_and_respond(error, request_id, path).body)
             yield SseChunk(error_shape(path).event(body, answer.next_number), [], is_last=True)
 
 
-async def _write(answer: StreamingAnswer, changes: list[Any], *, is_first: bool = False) -> bytes:
+async def _write(
+    answer: AnswerFormatter, changes: list[CompletionChange], *, is_first: bool = False
+) -> bytes:
     """Return one write: the events of these changes, after those that open the stream, and with the
     last ones its end.
     """
@@ -249,7 +158,7 @@ async def _write(answer: StreamingAnswer, changes: list[Any], *, is_first: bool 
     def events(encode: Callable[[dict[str, Any]], bytes]) -> bytes:
         all_events = [*(answer.opening() if is_first else ()), *answer.events(changes)]
         pieces = [format_event(encode(event.data), event.name) for event in all_events]
-        return b"".join(pieces) + (answer.ending if answer.is_finished else b"")
+        return b"".join(pieces) + (answer.ending if answer.generation.is_finished else b"")
 
     if answer.change_bytes <= SMALL_BODY:  # nearly always
         return events(lambda data: to_json(data).encode())

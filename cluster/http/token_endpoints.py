@@ -5,6 +5,7 @@ chats in another shape.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -15,34 +16,32 @@ from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
-    ChunkStream,
     Pacer,
     SseResponse,
-    StreamingAnswer,
     fingerprint_header,
     sse_events,
 )
 from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.chat_apis.blocks import BlockAnswer
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_answer import MessagesAnswers, count_tokens
+from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_message
 from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
-from tramontane.router.chat_apis.responses_answer import ResponsesAnswers
+from tramontane.router.chat_apis.responses_answer import prepare_response
 from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.fim import FimCompletion, FimRequest, parse_fim
+from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
+from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.request_context import (
     TIMEOUT_HEADER,
     RequestStats,
     RequestTokenSource,
     parse_timeout,
 )
-from tramontane.router.openai.responses import CHOICES_DEPTH, encode_and_free
+from tramontane.router.openai.responses import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -100,52 +99,26 @@ class TokenEndpoints:
 
     async def completions(self, request: Request) -> Response:
         """Answer ``POST /v1/completions``."""
-
-        def prepare(
-            parsed: CompletionRequest, arrived_at: float, resumed: ResumeState
-        ) -> Awaitable[Completion]:
-            return Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
-
+        prepare = partial(prepare_completion, self._model)
         return await self._complete(request, parse_completion, prepare)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/chat/completions``."""
-
-        def prepare(
-            parsed: ChatRequest, arrived_at: float, resumed: ResumeState
-        ) -> Awaitable[ChatCompletion]:
-            return ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
-
+        prepare = partial(prepare_chat, self._model, self._chat)
         return await self._complete(request, parse_chat, prepare)
 
     async def fim_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/fim/completions``."""
-
-        def prepare(
-            parsed: FimRequest, arrived_at: float, resumed: ResumeState
-        ) -> Awaitable[ChatCompletion]:
-            return FimCompletion.of_request(self._model, parsed, arrived_at, resumed)
-
-        return await self._complete(request, parse_fim, prepare)
+        return await self._complete(request, parse_fim, partial(prepare_fim, self._model))
 
     async def responses(self, request: Request) -> Response:
         """Answer ``POST /v1/responses``."""
-
-        def prepare(
-            parsed: Conversation, arrived_at: float, resumed: ResumeState
-        ) -> Awaitable[ResponsesAnswers]:
-            return ResponsesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
-
+        prepare = partial(prepare_response, self._model, self._chat)
         return await self._complete(request, parse_responses, prepare)
 
     async def messages(self, request: Request) -> Response:
         """Answer ``POST /v1/messages``."""
-
-        def prepare(
-            parsed: Conversation, arrived_at: float, resumed: ResumeState
-        ) -> Awaitable[MessagesAnswers]:
-            return MessagesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
-
+        prepare = partial(prepare_message, self._model, self._chat)
         return await self._complete(request, parse_messages, prepare)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -158,9 +131,7 @@ class TokenEndpoints:
         self,
         request: Request,
         parse: Callable[[bytes], Body],
-        prepare: Callable[
-            [Body, float, ResumeState], Awaitable[Completion | ChatCompletion | BlockAnswer]
-        ],
+        prepare: Callable[[Body, float, ResumeState], Awaitable[AnswerFormatter]],
     ) -> Response:
         """Answer a request for tokens, whole or as a stream."""
         arrived_at = time.monotonic()
@@ -173,9 +144,7 @@ class TokenEndpoints:
         answer = await prepare(parsed, arrived_at, resumed)
         if not parsed.stream:
             return await _whole_answer(answer, source, request)
-        return await self._stream(
-            request, answer if isinstance(answer, BlockAnswer) else ChunkStream(answer), source
-        )
+        return await self._stream(request, answer, source)
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
         """Make the request's source before its body is read.
@@ -194,28 +163,26 @@ class TokenEndpoints:
         return source
 
     async def _stream(
-        self, request: Request, answer: StreamingAnswer, source: TokenSource
+        self, request: Request, answer: AnswerFormatter, source: TokenSource
     ) -> Response:
         """Wait for the first tokens, which decide between a stream and an error with a status of
         its own.
         """
-        changes = answer.stream(source)
+        changes = answer.generation.stream(source)
         first = await anext(changes)
         events = sse_events(
             self._pacer, answer, first, changes, request_id(request), request.url.path
         )
-        return SseResponse(events, changes, answer.fingerprint)
+        return SseResponse(events, changes, answer.generation.fingerprint)
 
 
-async def _whole_answer(
-    completion: Completion | ChatCompletion | BlockAnswer, source: TokenSource, request: Request
-) -> Response:
-    answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
-    list_depth = BlockAnswer.list_depth if isinstance(completion, BlockAnswer) else CHOICES_DEPTH
-    body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer, list_depth))
-    return Response(
-        body, media_type="application/json", headers=fingerprint_header(completion.fingerprint)
+async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: Request) -> Response:
+    whole = await answer.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
+    body = await run_off_loop(
+        answer.answer_bytes, lambda: encode_and_free(whole, answer.list_depth)
     )
+    headers = fingerprint_header(answer.generation.fingerprint)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

@@ -40,11 +40,11 @@ from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
-from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.fim import FimCompletion, FimRequest, parse_fim
+from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
@@ -124,7 +124,7 @@ class LineExecutor:
         """Return the response of ``/v1/completions``."""
         request = parse_completion(body)
         self._check(request)
-        return await (await Completion.prepare(self.model, request, time.monotonic())).run(
+        return await (await prepare_completion(self.model, request, time.monotonic())).run(
             self.source
         )
 
@@ -132,17 +132,15 @@ class LineExecutor:
         """Return the response of ``/v1/chat/completions``."""
         request = parse_chat(body)
         self._check(request)
-        return await (
-            await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())
-        ).run(self.source)
+        return await (await prepare_chat(self.model, self.chat, request, time.monotonic())).run(
+            self.source
+        )
 
     async def fim_completion(self, body: bytes) -> dict[str, Any]:
         """Return the response of ``/v1/fim/completions``."""
         request = parse_fim(body)
         self._check(request)
-        return await (await FimCompletion.of_request(self.model, request, time.monotonic())).run(
-            self.source
-        )
+        return await (await prepare_fim(self.model, request, time.monotonic())).run(self.source)
 
     def _check(self, request: CompletionRequest | ChatRequest | FimRequest) -> None:
         if request.stream:

@@ -102,7 +102,7 @@ class PendingCall:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.put, error)
 
     def close(self) -> None:
-        """Note that nobody waits for tokens any more."""
+        """Note that the request takes no more tokens from this call."""
         self._cancel_timer()
         if self.is_accepted:
             self._window.forget_full()  # the router has a free slot or queue entry now

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tramontane.proto.request import FinishReason
-from tramontane.router.chat_apis.blocks import (
-    Block,
-    BlockAnswer,
-    Step,
+from tramontane.router.chat_apis.block_formatter import (
+    BlockFormatter,
     encode_conversation,
-    prepare_chat,
+    prepare_blocks,
 )
+from tramontane.router.chat_apis.blocks import Block, Step
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_request import check_input
 from tramontane.router.openai.responses import Answer, Event, to_json
@@ -99,22 +98,10 @@ class AnthropicError(Answer):
     error: AnthropicErrorDetails
 
 
-class MessagesAnswers(BlockAnswer):
-    """The message that answers one request."""
+class MessagesFormatter(BlockFormatter):
+    """Writes the message that answers one request."""
 
-    @classmethod
-    async def prepare(
-        cls,
-        model: ServedModel,
-        template: ChatTemplate,
-        conversation: Conversation,
-        arrived_at: float,
-        state: ResumeState,
-    ) -> "MessagesAnswers":
-        """Render, tokenize and validate. Raises RequestError for what can never run."""
-        return cls(await prepare_chat(model, template, conversation, arrived_at, state))
-
-    def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+    def whole_blocks(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the whole message. A call that was cut off is left out: its input is no JSON
         yet.
         """
@@ -139,7 +126,7 @@ class MessagesAnswers(BlockAnswer):
         ]
 
     def _output_usage(self, *, is_whole: bool) -> dict[str, Any]:
-        usage = self._chat.usage
+        usage = self.generation.usage
         num_thought = (
             usage.completion_tokens_details.reasoning_tokens
             if usage.completion_tokens_details is not None
@@ -151,7 +138,7 @@ class MessagesAnswers(BlockAnswer):
         }
 
     def _message(self, content: list[dict[str, Any]], *, is_whole: bool) -> dict[str, Any]:
-        head, usage = self._chat.head, self._chat.usage
+        head, usage = self.generation.head, self.generation.usage
         return {
             "id": f"msg_{str(head['id']).partition('-')[2]}",
             "type": "message",
@@ -174,6 +161,17 @@ class MessagesAnswers(BlockAnswer):
         if self._choice.finish is FinishReason.STOP and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": reasons.get(reason or "", "end_turn"), "stop_sequence": None}
+
+
+async def prepare_message(
+    model: ServedModel,
+    template: ChatTemplate,
+    conversation: Conversation,
+    arrived_at: float,
+    state: ResumeState,
+) -> MessagesFormatter:
+    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    return MessagesFormatter(await prepare_blocks(model, template, conversation, arrived_at, state))
 
 
 async def count_tokens(

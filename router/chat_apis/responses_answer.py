@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tramontane.proto.request import FinishReason
-from tramontane.router.chat_apis.blocks import Block, BlockAnswer, Step, prepare_chat
+from tramontane.router.chat_apis.block_formatter import BlockFormatter, prepare_blocks
+from tramontane.router.chat_apis.blocks import Block, Step
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.generation import Generation
 from tramontane.router.openai.responses import Answer, Bulk, Event, Usage
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
@@ -236,38 +237,22 @@ def next_number(num_tokens: int, num_blocks: int) -> int:
     return OPENING_EVENTS + num_tokens + (BLOCK_EVENTS + 1) * num_blocks
 
 
-class ResponsesAnswers(BlockAnswer):
-    """The response to one request."""
+class ResponsesFormatter(BlockFormatter):
+    """Writes the response to one request."""
 
-    def __init__(self, chat: ChatCompletion, conversation: Conversation) -> None:
-        super().__init__(chat, conversation.echo_bytes)
+    def __init__(self, generation: Generation, conversation: Conversation) -> None:
+        super().__init__(generation, conversation.echo_bytes)
         self._echo = conversation.echo
-        self._id = str(chat.head["id"]).partition("-")[2]
-        is_resumed = chat.has_begun
-        self._number = (
-            next_number(self._choice.num_tokens, len(self._blocks.all)) if is_resumed else 0
-        )
-
-    @classmethod
-    async def prepare(
-        cls,
-        model: ServedModel,
-        template: ChatTemplate,
-        conversation: Conversation,
-        arrived_at: float,
-        state: ResumeState,
-    ) -> "ResponsesAnswers":
-        """Render, tokenize and validate. Raises RequestError for what can never run."""
-        return cls(
-            await prepare_chat(model, template, conversation, arrived_at, state), conversation
-        )
+        self._id = str(generation.head["id"]).partition("-")[2]
+        num_tokens, num_blocks = self._choice.num_tokens, len(self._blocks.all)
+        self._number = next_number(num_tokens, num_blocks) if generation.has_begun else 0
 
     @property
     def next_number(self) -> int:
         """Number of the next event."""
         return self._number
 
-    def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+    def whole_blocks(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the whole response."""
         items: list[dict[str, Any]] = []
         scores = output_logprobs(logprobs)
@@ -367,7 +352,7 @@ class ResponsesAnswers(BlockAnswer):
         return "incomplete" if self._choice.finish is FinishReason.LENGTH else "completed"
 
     def _response(self, status: Status, items: list[dict[str, Any]]) -> dict[str, Any]:
-        head = self._chat.head
+        head = self.generation.head
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -380,7 +365,7 @@ class ResponsesAnswers(BlockAnswer):
             else None,
             "model": head["model"],
             "output": items,
-            "usage": None if status == "in_progress" else usage_of(self._chat.usage),
+            "usage": None if status == "in_progress" else usage_of(self.generation.usage),
             **self._echo,
         }
 
@@ -388,6 +373,18 @@ class ResponsesAnswers(BlockAnswer):
         event = Event(kind, {"type": kind, **fields, "sequence_number": self._number})
         self._number += 1
         return event
+
+
+async def prepare_response(
+    model: ServedModel,
+    template: ChatTemplate,
+    conversation: Conversation,
+    arrived_at: float,
+    state: ResumeState,
+) -> ResponsesFormatter:
+    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    generation = await prepare_blocks(model, template, conversation, arrived_at, state)
+    return ResponsesFormatter(generation, conversation)
 
 
 def error_event(body: bytes, number: int) -> Event:

@@ -106,7 +106,7 @@ def _check_json(text: str, name: str) -> None:
 
 
 def to_generate_response(changes: Iterable[Mapping[str, Any]]) -> pb.GenerateResponse:
-    """Convert what ``Completion.stream`` yields."""
+    """Convert what ``Generation.stream`` yields."""
     return pb.GenerateResponse(
         pieces=[
             pb.Piece(
@@ -140,8 +140,8 @@ def token_logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
 
 
 def to_score_response(result: Mapping[str, Any]) -> SerializedMessage:
-    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as
-    ``encode_and_free`` does.
+    """Convert what ``CompletionFormatter.run`` returns for a request of ``parse_score``, and free
+    it as ``encode_and_free`` does.
 
     A piece is a ScoreResponse of its own: protobuf merges messages that follow each other, so that
     their tokens are one list.

@@ -38,8 +38,9 @@ from tramontane.router.grpc.messages import (
     to_score_response,
 )
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest
+from tramontane.router.openai.formatter import CompletionFormatter
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 
@@ -279,35 +280,36 @@ class GrpcServicer:
         self, request: pb.GenerateRequest, grpc_context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the continuation of a prompt."""
-        completion, source = await self._prepare(parse_generate, request, grpc_context)
+        answer, source = await self._prepare(parse_generate, request, grpc_context)
+        generation = answer.generation
         clock = asyncio.get_running_loop().time
         has_begun, fingerprint = False, None
         with ExitStack() as open_streams:
-            async with aclosing(completion.stream(source)) as stream:
+            async with aclosing(generation.stream(source)) as stream:
                 async for changes in stream:
                     if not has_begun:  # while it waited, nothing was written to it
                         has_begun = True
                         open_streams.enter_context(self._pace.open_stream())
                     response = await run_off_loop(
-                        completion.change_bytes, partial(to_generate_response, changes)
+                        generation.change_bytes, partial(to_generate_response, changes)
                     )
-                    if completion.is_finished:
-                        response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
-                        response.timings.MergeFrom(pb.Timings(**completion.timings.as_json()))
-                    if completion.fingerprint != fingerprint:
-                        fingerprint = completion.fingerprint
+                    if generation.is_finished:
+                        response.usage.MergeFrom(pb.Usage(**generation.usage.as_json()))
+                        response.timings.MergeFrom(pb.Timings(**generation.timings.as_json()))
+                    if generation.fingerprint != fingerprint:
+                        fingerprint = generation.fingerprint
                         _name_fingerprint(fingerprint, grpc_context)
                     yield response
-                    if not completion.is_finished:
+                    if not generation.is_finished:
                         await self._pace.wait_turn(clock())
 
     @_respond(SerializedMessage)
     async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> SerializedMessage:
         """Return the log-probabilities of a prompt, as a ScoreResponse."""
-        completion, source = await self._prepare(parse_score, request, grpc_context)
-        result = await completion.run(source)
-        _name_fingerprint(completion.fingerprint, grpc_context)
-        return await run_off_loop(completion.answer_bytes, lambda: to_score_response(result))
+        answer, source = await self._prepare(parse_score, request, grpc_context)
+        result = await answer.run(source)
+        _name_fingerprint(answer.generation.fingerprint, grpc_context)
+        return await run_off_loop(answer.answer_bytes, lambda: to_score_response(result))
 
     @_respond(pb.ModelsResponse)
     async def Models(self, request: pb.ModelsRequest, grpc_context: Context) -> pb.ModelsResponse:
@@ -377,7 +379,7 @@ class GrpcServicer:
 
     async def _prepare(
         self, parse: Callable[[Q], CompletionRequest], request: Q, context: Context
-    ) -> tuple[Completion, RequestTokenSource]:
+    ) -> tuple[CompletionFormatter, RequestTokenSource]:
         """Parse, bound and tokenize a request, which then runs by its token source. Raises
         TramontaneError.
         """
@@ -388,7 +390,7 @@ class GrpcServicer:
             self._source, self._identity(context), request_id=self._id_of(context)
         )
         source.check_capacity(parsed.num_sequences)
-        return await Completion.prepare(self._model, parsed, arrived_at), source
+        return await prepare_completion(self._model, parsed, arrived_at), source
 
     def _check(self, request: Request, context: Context) -> None:
         if logger.isEnabledFor(logging.INFO):

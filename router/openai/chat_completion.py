@@ -1,18 +1,16 @@
-"""``/v1/chat/completions`` without HTTP: a conversation becomes a prompt, whose completion becomes
-the answer.
+"""``/v1/chat/completions`` without HTTP: from a parsed conversation to the ``Generation`` that
+answers it, and the answer as OpenAI's object or chunks.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tramontane.proto.errors import ParameterError, RequestError
-from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.chat_request import ChatRequest
-from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceBuilder
-from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
+from tramontane.router.openai.choice_text import ChatDetokenizer
+from tramontane.router.openai.formatter import ChunkFormatter
+from tramontane.router.openai.generation import Generation, GenerationRequest, LogprobsFormat
 from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.responses import (
     AnswerMessage,
@@ -23,17 +21,17 @@ from tramontane.router.openai.responses import (
     ChatChunkChoice,
     CompletionChange,
     Delta,
+    Event,
     FunctionCall,
     ToolCall,
-    Usage,
 )
-from tramontane.router.openai.resume_state import (
-    ChoiceUpdate,
-    ProgressCallback,
-    ResumeState,
-    no_progress,
+from tramontane.router.openai.resume_state import ResumeState
+from tramontane.router.openai.served_model import (
+    ServedModel,
+    tokenize_prompts,
+    validate_logprobs,
+    validate_sampling,
 )
-from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import encode_chat
 from tramontane.router.structured.grammar import ThoughtRules, build_grammar, visible_tools
 from tramontane.router.structured.guided import answer_constraint
@@ -45,6 +43,8 @@ from tramontane.router.tokenization.reasoning_parser import (
     is_open_after,
 )
 from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
+
+CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,179 +117,53 @@ class _Detokenizers:
         )
 
 
-class ChatCompletion:
-    """One chat request in progress, with the interface of the ``Completion`` that it wraps."""
+class ChatFormatter(ChunkFormatter):
+    """Writes the answer of ``/v1/chat/completions``. ``opening_text``: of the client, with which
+    every answer begins.
+    """
 
-    def __init__(
-        self,
-        completion: Completion,
-        choices: Sequence[ChatDetokenizer],
-        *,
-        has_begun: bool,
-        opening_text: str = "",
-    ) -> None:
-        self._completion, self._choices, self.has_begun = completion, choices, has_begun
-        self._num_choices = len(choices)
-        self._opening_text = opening_text  # of the client, with which every answer begins
+    chunk_model = ChatChunk
 
-    @classmethod
-    async def prepare(
-        cls,
-        model: ServedModel,
-        template: ChatTemplate,
-        request: ChatRequest,
-        arrived_at: float,
-        resume_state: ResumeState | None = None,
-        detokenizer: type[ChatDetokenizer] = ChatDetokenizer,
-    ) -> "ChatCompletion":
-        """Render, tokenize and validate. Raises RequestError for what can never run.
-        ``detokenizer``: of every choice.
-        """
-        if request.n > model.max_sequences:
-            limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
-            raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
-        tools = visible_tools(request.tools, request.tool_choice)
-        variables, effort = request.chat_template_kwargs, request.reasoning_effort
-        ids = await encode_chat(model, template, request.conversation(), tools, variables, effort)
-        max_new_tokens = model.max_model_len - len(ids)
-        if max_new_tokens < 1:
-            raise ParameterError(
-                f"the messages take {len(ids)} tokens; with a context of {model.max_model_len}"
-                f" positions they may take at most {model.max_model_len - 1}",
-                "messages",
-            )
-        form = template.reasoning_format
-        is_open = (
-            form is not None
-            and model.tokenizer is not None
-            and is_open_after(form, model.tokenizer, ids)
-        )
-        drops_space = (
-            model.tokenizer is not None
-            and model.tokenizer.strips_space
-            and not request.continues_message
-        )
-        grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
-        state = resume_state or ResumeState()
-        detokenizers = _Detokenizers(model, template, request, detokenizer, is_open, bool(grammar))
-        choices = [detokenizers.make(state.id, index) for index in range(request.n)]
-        builder = ChoiceBuilder(
-            choices,
-            chat_logprobs,
-            merge_chat_logprobs,
-            grammar,
-            "chatcmpl",
-            "chat.completion.chunk",
-            ChatChunk,
-        )
-        completion_request = _to_completion_request(request, ids, max_new_tokens)
-        completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
-        return cls(
-            completion, choices, has_begun=bool(state.choices), opening_text=request.echoed_prefix
-        )
+    def __init__(self, generation: Generation, opening_text: str = "") -> None:
+        super().__init__(generation)
+        self._opening_text = opening_text
 
-    async def run(
-        self, source: TokenSource, report: ProgressCallback = no_progress
-    ) -> dict[str, Any]:
-        """Return the whole answer, as ``Completion.run`` does."""
-        inner = self._completion
-        choices = [self._to_choice(choice) for choice in await inner.collect(source, report)]
-        head = inner.head | {"object": "chat.completion"}
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return OpenAI's object."""
+        generation = self.generation
+        head = generation.head | {"object": "chat.completion"}
         return ChatAnswer(
-            **head, choices=choices, usage=inner.usage, timings=inner.timings
+            **head,
+            choices=[self._whole_choice(choice) for choice in choices],
+            usage=generation.usage,
+            timings=generation.timings,
         ).as_json()
 
-    async def stream(self, source: TokenSource) -> AsyncGenerator[list[ChatChange], None]:
-        """Yield changes as ``Completion.stream`` does."""
-        async with aclosing(self._completion.stream(source)) as batches:
-            async for changes in batches:
-                yield [self._to_delta(change) for change in changes]
-
-    @property
-    def is_finished(self) -> bool:
-        """True once every choice has finished."""
-        return self._completion.is_finished
-
-    @property
-    def includes_usage(self) -> bool:
-        """See ``Completion``."""
-        return self._completion.includes_usage
-
-    @property
-    def fingerprint(self) -> str | None:
-        """See ``Completion``."""
-        return self._completion.fingerprint
-
-    @property
-    def choices(self) -> Sequence[ChatDetokenizer]:
-        """The choices, as far as they have come."""
-        return self._choices
-
-    @property
-    def head(self) -> Mapping[str, Any]:
-        """Fields of every answer and chunk."""
-        return self._completion.head
-
-    @property
-    def usage(self) -> Usage:
-        """See ``Completion``."""
-        return self._completion.usage
-
-    @property
-    def change_bytes(self) -> int:
-        """See ``Completion``."""
-        return self._completion.change_bytes
-
-    @property
-    def answer_bytes(self) -> int:
-        """See ``Completion``."""
-        return self._completion.answer_bytes
-
-    def take_updates(self) -> list[ChoiceUpdate]:
-        """Return what another ingress needs, as ``Completion.take_updates`` does."""
-        return self._completion.take_updates()
-
-    def opening(self) -> dict[str, Any] | None:
-        """Return the first event, which names the role; None if the client has received it."""
-        if self.has_begun:
-            return None
+    def opening(self) -> list[Event]:
+        """Return the chunk that names the role."""
+        if self.generation.has_begun:
+            return []
         delta = Delta(role="assistant", content=self._opening_text)
-        choices = (
-            ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None)
-            for i in range(self._num_choices)
-        )
-        return self._completion.chunk([choice.as_json() for choice in choices], has_tokens=False)
+        choices = [
+            ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None).as_json()
+            for i in range(self.generation.request.num_sequences)
+        ]
+        return [Event("", self.chunk(choices, has_tokens=False))]
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one server-sent event."""
-        return self._completion.chunk(choices)
-
-    def last_chunk(self) -> dict[str, Any]:
-        """Return the event with the usage."""
-        return self._completion.last_chunk()
-
-    def _to_delta(self, change: CompletionChange) -> ChatChange:
-        choice = self._choices[change["index"]]
+    def choice(self, change: CompletionChange) -> ChatChange:
+        """Return what a chunk adds to one choice: text, thoughts and calls."""
+        text = self.generation.texts[change["index"]]
+        assert isinstance(text, ChatDetokenizer)
         delta: dict[str, Any] = {"content": change["text"]} if change["text"] else {}
-        if reasoning := choice.take_reasoning():
+        if reasoning := text.take_reasoning():
             delta["reasoning_content"] = delta["reasoning"] = reasoning
-        if calls := choice.take_calls():
+        if calls := text.take_calls():
             delta["tool_calls"] = [call.as_openai() for call in calls]
-        chat_change: ChatChange = {
-            "index": change["index"],
-            "delta": delta,
-            "logprobs": change["logprobs"],
-            "finish_reason": choice.finish_reason if change["finish_reason"] else None,
-        }
-        if "token_ids" in change:
-            chat_change["token_ids"], chat_change["prompt_token_ids"] = (
-                change["token_ids"],
-                change["prompt_token_ids"],
-            )
-        return chat_change
+        return chat_change(change, delta, text.finish_reason if change["finish_reason"] else None)
 
-    def _to_choice(self, merged: dict[str, Any]) -> ChatChoice:
-        choice, text = self._choices[merged["index"]], merged.pop("text")
+    def _whole_choice(self, merged: dict[str, Any]) -> ChatChoice:
+        choice, text = self.generation.texts[merged["index"]], merged.pop("text")
+        assert isinstance(choice, ChatDetokenizer)
         calls = [
             ToolCall(
                 id=call.id,
@@ -305,6 +179,101 @@ class ChatCompletion:
             fields["reasoning_content"] = fields["reasoning"] = choice.take_reasoning() or None
         message = AnswerMessage(role="assistant", content=content, refusal=None, **fields)
         return ChatChoice(**merged | {"message": message, "finish_reason": choice.finish_reason})
+
+
+def chat_change(
+    change: CompletionChange, delta: dict[str, Any], finish_reason: str | None
+) -> ChatChange:
+    """Return what a chunk adds to a choice, with this delta."""
+    made: ChatChange = {
+        "index": change["index"],
+        "delta": delta,
+        "logprobs": change["logprobs"],
+        "finish_reason": finish_reason,
+    }
+    if "token_ids" in change:
+        made["token_ids"], made["prompt_token_ids"] = (
+            change["token_ids"],
+            change["prompt_token_ids"],
+        )
+    return made
+
+
+async def prepare_chat(
+    model: ServedModel,
+    template: ChatTemplate,
+    request: ChatRequest,
+    arrived_at: float,
+    resume_state: ResumeState | None = None,
+) -> ChatFormatter:
+    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    generation = await prepare_conversation(model, template, request, arrived_at, resume_state)
+    return ChatFormatter(generation, request.echoed_prefix)
+
+
+async def prepare_conversation(
+    model: ServedModel,
+    template: ChatTemplate,
+    request: ChatRequest,
+    arrived_at: float,
+    resume_state: ResumeState | None = None,
+    detokenizer: type[ChatDetokenizer] = ChatDetokenizer,
+) -> Generation:
+    """Return the generation of a conversation's answer. ``detokenizer``: of every choice."""
+    if request.n > model.max_sequences:
+        limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
+        raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
+    tools = visible_tools(request.tools, request.tool_choice)
+    variables, effort = request.chat_template_kwargs, request.reasoning_effort
+    ids = await encode_chat(model, template, request.conversation(), tools, variables, effort)
+    room = _room(model, ids)
+    form, tokenizer = template.reasoning_format, model.tokenizer
+    is_open = form is not None and tokenizer is not None and is_open_after(form, tokenizer, ids)
+    drops_space = tokenizer is not None and tokenizer.strips_space and not request.continues_message
+    grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
+    state = resume_state or ResumeState()
+    detokenizers = _Detokenizers(model, template, request, detokenizer, is_open, bool(grammar))
+    texts = [detokenizers.make(state.id, index) for index in range(request.n)]
+    generation = await _to_generation(model, request, ids, room, grammar)
+    kind = "chatcmpl", "chat.completion.chunk"
+    return Generation(model, generation, texts, arrived_at, state, kind)
+
+
+def _room(model: ServedModel, ids: Sequence[int]) -> int:
+    """Return how many tokens the context has room for after a prompt. Raises ParameterError if
+    there is none.
+    """
+    room = model.max_model_len - len(ids)
+    if room < 1:
+        raise ParameterError(
+            f"the messages take {len(ids)} tokens; with a context of {model.max_model_len}"
+            f" positions they may take at most {model.max_model_len - 1}",
+            "messages",
+        )
+    return room
+
+
+async def _to_generation(
+    model: ServedModel, request: ChatRequest, ids: tuple[int, ...], room: int, grammar: str
+) -> GenerationRequest:
+    """Validate what depends on the model, and return what is to be generated for a prompt."""
+    validate_sampling(model, request)
+    prompt_ids = await tokenize_prompts(model, (ids,))
+    max_tokens = room if request.max_new_tokens is None else request.max_new_tokens
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    if num_top is not None:
+        num_new = request.n * min(max_tokens, room)
+        validate_logprobs(num_new, num_top, is_streamed=request.stream)
+    return GenerationRequest(
+        prompt_ids=tuple(prompt_ids),
+        n=request.n,
+        sampling=replace(request.to_sampling_params(max_tokens), logprobs=num_top, grammar=grammar),
+        seed=request.given_seed,
+        returns_token_ids=request.return_token_ids,
+        includes_usage=request.includes_usage,
+        counts_in_chunks=request.counts_in_chunks,
+        logprobs_format=CHAT_LOGPROBS,
+    )
 
 
 async def _grammar(
@@ -325,17 +294,4 @@ async def _grammar(
             thoughts=None if form is None else ThoughtRules(form, is_open),
             drops_space=drops_space,
         )
-    )
-
-
-def _to_completion_request(
-    request: ChatRequest, ids: tuple[int, ...], max_new_tokens: int
-) -> CompletionRequest:
-    """Return the request for the chat's prompt. The fields that it shares have been validated."""
-    sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
-    return CompletionRequest.model_construct(
-        prompt=(ids,),
-        max_tokens=max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        **sampling,
     )

@@ -1,22 +1,12 @@
-"""Detokenization of one choice: from tokens to the text that the client receives, and to the fields
-of the whole choice.
-"""
+"""Detokenization of one choice: from tokens to the text that the client receives."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import (
-    TokenLogprobs,
-    TokenWithLogprobs,
-    completion_logprobs,
-    merge_logprobs,
-)
-from tramontane.router.openai.responses import ChatChunk, CompletionChunk
+from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.structured.grammar import Constraint, build_grammar
 from tramontane.router.structured.guided import answer_constraint
@@ -293,39 +283,3 @@ async def completion_grammar(tokenizer: Tokenizer | None, request: CompletionReq
     return await run_in_grammar_pool(
         lambda: build_grammar(constraint, num_sequences=request.num_sequences)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceBuilder:
-    """How an endpoint's answers differ from another's. Defaults are those of completions."""
-
-    choices: Sequence[ChoiceDetokenizer]  # one per sequence
-    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = (
-        completion_logprobs
-    )
-    merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
-    grammar: str = ""  # of all choices
-    id_prefix: str = "cmpl"
-    object: str = "text_completion"
-    chunk: type[CompletionChunk] | type[ChatChunk] = CompletionChunk
-
-    def merge_changes(
-        self, changes: Sequence[Mapping[str, Any]], request: CompletionRequest
-    ) -> dict[str, Any]:
-        """Return the fields of one whole choice, given all of its changes."""
-        layers = request.return_experts
-        text = "".join(change["text"] for change in changes)
-        merged = {**changes[0], "text": text, "finish_reason": changes[-1]["finish_reason"]}
-        if "token_ids" in merged:
-            merged["token_ids"] = [
-                token_id for change in changes for token_id in change["token_ids"]
-            ]
-        if request.logprobs is not None:
-            merged["logprobs"] = self.merge_logprobs(change["logprobs"] for change in changes)
-        for name in ("prompt_experts", "experts") if layers else ():
-            parts = [change.get(name, {}) for change in changes]
-            merged[name] = {
-                str(layer): [ids for part in parts for ids in part.get(str(layer), ())]
-                for layer in layers
-            }
-        return merged

@@ -1,7 +1,6 @@
 """Completion requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
 import codecs
-import secrets
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -212,8 +211,7 @@ class SamplingFields(NeutralFields, GuidedFields):
             )
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters of the first choice; the others differ in ``choice``. Without a
-        seed each call draws one.
+        """Return the parameters that all APIs have in common, of all choices.
 
         Raises RequestError if min_tokens is above ``max_tokens``.
         """
@@ -222,7 +220,7 @@ class SamplingFields(NeutralFields, GuidedFields):
             self.temperature,
             self.top_p,
             self.top_k,
-            secrets.randbits(63) if self.given_seed is None else self.given_seed,
+            self.given_seed,
             ignore_eos=self.ignore_eos,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,

@@ -42,7 +42,7 @@ class ResumeState:
 
     ``choices`` are those of which the client has received anything, if only that they finished. An
     answer that is not streamed is buffered by the proxy: then ``choices`` is what the proxy has
-    received, and ``parts`` all changes so far (see ``Completion.stream``).
+    received, and ``parts`` all changes so far (see ``Generation.stream``).
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # without the endpoint's prefix

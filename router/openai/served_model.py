@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
 from tramontane.proto.request import validate_prompt
-from tramontane.router.openai.completion_request import CompletionRequest
+from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.responses import Answer
 from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, encode_prompt
@@ -155,8 +155,6 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
             f" {model.max_sequences}",
             "prompt",
         )
-    if model.tokenizer is None and request.stop:
-        raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
     if request.return_experts and not model.expert_layers:
         raise ParameterError("return_experts: this model has no experts", "return_experts")
     if wrong := [layer for layer in request.return_experts if layer not in model.expert_layers]:
@@ -165,6 +163,13 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
             f" {model.expert_layers.start} to {model.expert_layers.stop - 1} have some",
             "return_experts",
         )
+    validate_sampling(model, request)
+
+
+def validate_sampling(model: ServedModel, request: SamplingFields) -> None:
+    """Validate what requests of all APIs have. Raises ParameterError."""
+    if model.tokenizer is None and request.stop:
+        raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
     if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
         raise ParameterError(
             f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of"
@@ -200,8 +205,16 @@ def validate_answer_size(
         name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
         _check_num_logprobs(name, num_prompt, num_top, MAX_WHOLE_LOGPROBS)
     if request.logprobs is not None:
-        limit = MAX_STREAMED_LOGPROBS if request.stream else MAX_WHOLE_LOGPROBS
-        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, limit)
+        num_new = num_tokens - num_prompt
+        validate_logprobs(num_new, request.logprobs, is_streamed=request.stream)
+
+
+def validate_logprobs(num_new_tokens: int, num_top: int, *, is_streamed: bool) -> None:
+    """Validate the log-probabilities of so many new tokens of all choices. Raises
+    ParameterError.
+    """
+    limit = MAX_STREAMED_LOGPROBS if is_streamed else MAX_WHOLE_LOGPROBS
+    _check_num_logprobs("logprobs", num_new_tokens, num_top, limit)
 
 
 def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:

@@ -33,6 +33,7 @@ from tramontane.router.grpc import messages as grpc_messages
 from tramontane.router.grpc import servicer as servicer_module
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, _parser
 from tramontane.router.grpc.servicer import GrpcServicer
+from tramontane.router.openai import generation as generation_module
 from tramontane.router.openai import tokenize
 from tramontane.router.openai.body_bounds import (
     MAX_GROUPS,
@@ -41,8 +42,7 @@ from tramontane.router.openai.body_bounds import (
     SMALL_BODY,
     count_elements,
 )
-from tramontane.router.openai.choice_text import ChoiceBuilder
-from tramontane.router.openai.completion import BYTES_PER_VALUE, Completion
+from tramontane.router.openai.generation import BYTES_PER_VALUE, Generation
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 from tramontane.router.tokenization.tokenizer import PIECE_CHARS
@@ -239,17 +239,15 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         monkeypatch.setattr(owner, name, watched)
 
-    def size_of(completion: Completion, batch: RequestOutput, yielded: set[int]) -> int:
-        repeated = (
-            len({event.seq_id for event in batch.events} - yielded)
-            * len(completion._prompt_ids[0])
-            * 8
-        )
-        wants_prompt = completion._request.echo or completion._request.return_token_ids
+    def size_of(generation: Generation, batch: RequestOutput) -> int:
+        request, choices = generation.request, generation._choices
+        new = {event.seq_id for event in batch.events if choices[event.seq_id].is_new}
+        repeated = len(new) * len(request.prompt_ids[0]) * 8
+        wants_prompt = bool(request.echoed) or request.returns_token_ids
         return batch.num_values * BYTES_PER_VALUE + repeated * wants_prompt
 
-    watch(Completion, "_process", size_of)
-    watch(ChoiceBuilder, "merge_changes", lambda _self, changes, _request: len(repr(changes)) // 2)
+    watch(Generation, "_process", size_of)
+    watch(generation_module, "merge_changes", lambda _request, changes: len(repr(changes)) // 2)
     watch(token_endpoints, "encode_and_free", lambda answer, _depth: len(repr(answer)) // 2)
     watch(sse, "encode_and_free", lambda chunk: len(repr(chunk)) // 2)
     num_tokens = lambda changes: sum(len(change["logprobs"]["tokens"]) for change in changes)  # noqa: E731

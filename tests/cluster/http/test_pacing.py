@@ -9,9 +9,9 @@ from fixed_load import FixedLoad
 from scripted_token_source import MODEL, ScriptedSource
 from virtual_time import run_in_virtual_time
 
-from tramontane.cluster.http.sse import ChunkStream, Pacer, sse_events
+from tramontane.cluster.http.sse import Pacer, sse_events
 from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 
 
@@ -41,8 +41,8 @@ def test_the_less_the_load_the_sooner_a_token_is_written(
         request = parse_completion(
             json.dumps({"prompt": "a", "max_tokens": 4, "stream": True}).encode()
         )
-        answer = ChunkStream(await Completion.prepare(MODEL, request, 0.0))
-        changes = answer.stream(EverySecond())
+        answer = await prepare_completion(MODEL, request, 0.0)
+        changes = answer.generation.stream(EverySecond())
         pacer.num_streams = 19
         async for chunk in sse_events(pacer, answer, await anext(changes), changes, "r"):
             written += [now()] * chunk.data.count(b"data: {")

@@ -22,10 +22,15 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.chat_apis.blocks import Block, BlockAnswer, Blocks, Piece, Step
-from tramontane.router.chat_apis.messages_answer import MessagesAnswers, parse_input
+from tramontane.router.chat_apis.block_formatter import BlockFormatter
+from tramontane.router.chat_apis.blocks import Block, Blocks, Piece, Step
+from tramontane.router.chat_apis.messages_answer import parse_input, prepare_message
 from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
-from tramontane.router.chat_apis.responses_answer import ResponsesAnswers, error_event, next_number
+from tramontane.router.chat_apis.responses_answer import (
+    error_event,
+    next_number,
+    prepare_response,
+)
 from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.responses import Event
 from tramontane.router.openai.resume_state import ResumeState
@@ -130,7 +135,7 @@ ANSWERS = {
 STATE = partial(ResumeState, id="0" * 32, created=7, seed=1)
 
 
-async def _prepared(api: str, state: ResumeState, max_tokens: int) -> BlockAnswer:
+async def _prepared(api: str, state: ResumeState, max_tokens: int) -> BlockFormatter:
     hello: dict[str, Any] = {"role": "user", "content": "Hello!"}
     if api == "responses":
         function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -140,7 +145,7 @@ async def _prepared(api: str, state: ResumeState, max_tokens: int) -> BlockAnswe
             "max_output_tokens": max_tokens,
             "stream": True,
         }
-        return await ResponsesAnswers.prepare(
+        return await prepare_response(
             MODEL, FORMAT, parse_responses(json.dumps(body).encode()), 0.0, state
         )
     tool = {"name": "f", "input_schema": {"type": "object"}}
@@ -151,7 +156,7 @@ async def _prepared(api: str, state: ResumeState, max_tokens: int) -> BlockAnswe
         "stop_sequences": ["STOP"],
         "stream": True,
     }
-    return await MessagesAnswers.prepare(
+    return await prepare_message(
         MODEL, FORMAT, parse_messages(json.dumps(body).encode()), 0.0, state
     )
 
@@ -164,13 +169,13 @@ async def _streamed(
     for life in (dies_after, 1000):
         answer = await _prepared(api, state, max_tokens)
         is_first = True
-        async for changes in answer.stream(BatchedSource(token_ids, sizes)):
+        async for changes in answer.generation.stream(BatchedSource(token_ids, sizes)):
             if not life:
                 break
             events += [*(answer.opening() if is_first else ()), *answer.events(changes)]
             is_first, life = False, life - 1
-            state.add(answer.take_updates())
-            if answer.is_finished:
+            state.add(answer.generation.take_updates())
+            if answer.generation.is_finished:
                 return events
     raise AssertionError("it did not finish")
 
@@ -229,9 +234,9 @@ def test_what_an_answer_repeats_of_its_request_counts_for_the_events_that_have_i
 
     async def scenario() -> None:
         conversation = parse_responses(json.dumps(body).encode())
-        answer = await ResponsesAnswers.prepare(MODEL, FORMAT, conversation, 0.0, STATE())
+        answer = await prepare_response(MODEL, FORMAT, conversation, 0.0, STATE())
         sizes: list[int] = []
-        async for changes in answer.stream(BatchedSource(ANSWERS["text"], [])):
+        async for changes in answer.generation.stream(BatchedSource(ANSWERS["text"], [])):
             sizes.append(answer.change_bytes)
             answer.opening()
             answer.events(changes)
@@ -264,7 +269,7 @@ def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: 
 
     async def scenario() -> None:
         source = WatchedSource(ANSWERS["text"], [])
-        changes = (await _prepared(api, STATE(), 100)).stream(source)
+        changes = (await _prepared(api, STATE(), 100)).generation.stream(source)
         for _ in range(num_read):
             await anext(changes)
         assert source.is_open

@@ -56,7 +56,7 @@ from tramontane.router.grpc.messages import (
 )
 from tramontane.router.grpc.servicer import GrpcServicer, coalesce, submit
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -180,7 +180,7 @@ def test_generate_streams_what_a_completion_is() -> None:
                 b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids":'
                 b" true}"
             )
-            whole = await (await Completion.prepare(MODEL, request, 0.0)).run(harness.router)
+            whole = await (await prepare_completion(MODEL, request, 0.0)).run(harness.router)
             pieces = [
                 piece
                 async for piece in harness.client.generate(
@@ -397,7 +397,7 @@ def test_a_response_format_is_the_grammar_that_it_is_over_http(
     """With the properties in the schema's order, which is not the alphabet's."""
 
     async def grammar(parsed: CompletionRequest) -> str:
-        [spec] = (await Completion.prepare(MODEL, parsed, 0.0)).specs()
+        [spec] = (await prepare_completion(MODEL, parsed, 0.0)).generation.specs()
         return spec.sampling.grammar
 
     over_http = parse_completion(
@@ -423,7 +423,7 @@ def test_a_suffix_is_one_over_http() -> None:
     request = parse_generate(generate_request("def f(", {"suffix": "return"}))
 
     async def prompt_ids() -> tuple[int, ...]:
-        [spec] = (await Completion.prepare(model, request, 0.0)).specs()
+        [spec] = (await prepare_completion(model, request, 0.0)).generation.specs()
         return spec.prompt_ids
 
     assert asyncio.run(prompt_ids()) == encode_fim(tokenizer, "def f(", "return")

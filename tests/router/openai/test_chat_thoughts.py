@@ -22,7 +22,7 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.responses import ChatAnswer, to_json
 from tramontane.router.openai.resume_state import ResumeState
@@ -68,7 +68,7 @@ class _Batches:
 
 def _prepare(thinker: ThinkingModel, body: dict[str, Any], state: ResumeState | None = None) -> Any:
     request = parse_chat(to_json(HELLO | body).encode())
-    return ChatCompletion.prepare(thinker.model, thinker.chat, request, 0.0, state)
+    return prepare_chat(thinker.model, thinker.chat, request, 0.0, state)
 
 
 def _whole(
@@ -122,16 +122,16 @@ async def _stream(
         if state.choices and all(choice.finish for choice in state.choices.values()):
             break
         answer = await _prepare(thinker, body, state)
-        async with aclosing(answer.stream(_Batches(token_ids, sizes))) as batches:
+        async with aclosing(answer.generation.stream(_Batches(token_ids, sizes))) as batches:
             number = 0
             async for changes in batches:
                 for change in changes:
-                    streamed.add(change)
-                state.add(answer.take_updates())
+                    streamed.add(answer.choice(change))
+                state.add(answer.generation.take_updates())
                 number += 1
                 if number == life:
                     break
-        streamed.usage = answer.last_chunk()["usage"]
+        streamed.usage = answer.usage_chunk()["usage"]
         state.num_lost_ingresses += 1
         if dies_after is None:
             break

@@ -26,8 +26,9 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.formatter import CompletionFormatter
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.responses import CompletionAnswer, CompletionChunk
 from tramontane.router.openai.resume_state import ChoiceState, ResumeState
@@ -192,8 +193,8 @@ def _request(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps({"prompt": PROMPT} | fields).encode())
 
 
-async def _prepared(model: ServedModel, **fields: Any) -> Completion:
-    return await Completion.prepare(model, _request(**fields), 0.0)
+async def _prepared(model: ServedModel, **fields: Any) -> CompletionFormatter:
+    return await prepare_completion(model, _request(**fields), 0.0)
 
 
 def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str, Any]:
@@ -213,11 +214,12 @@ def _stream(
 
     async def scenario() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         completion = await _prepared(model, stream=True, **fields)
-        chunks = [completion.chunk(choices) async for choices in completion.stream(source)]
+        stream = completion.generation.stream(source)
+        chunks = [completion.chunk(choices) async for choices in stream]
         assert source.num_open == 0
-        for chunk in (*chunks, completion.last_chunk()):
+        for chunk in (*chunks, completion.usage_chunk()):
             CompletionChunk.model_validate_json(json.dumps(chunk))
-        return chunks, completion.last_chunk()
+        return chunks, completion.usage_chunk()
 
     return asyncio.run(scenario())
 
@@ -418,7 +420,7 @@ def test_experts_of_too_many_tokens_are_refused(
         wide, prompt=[[1] * 10], n=2, max_tokens=max_tokens, return_experts=[0, 1, 2, 3]
     )
     if fits:
-        assert asyncio.run(preparing).specs()[0].sampling.return_experts == (0, 1, 2, 3)
+        assert asyncio.run(preparing).generation.specs()[0].sampling.return_experts == (0, 1, 2, 3)
     else:
         with pytest.raises(ParameterError, match=f"at most {2**19}") as refused:
             asyncio.run(preparing)
@@ -732,7 +734,7 @@ def test_what_is_accepted_crosses_the_wire(
             )
         except RequestError:
             return
-        specs = completion.specs()
+        specs = completion.generation.specs()
         assert wire.decode_specs(wire.encode_specs(specs)) == tuple(specs)
 
     asyncio.run(scenario())
@@ -771,13 +773,13 @@ def test_cached_tokens_add_up_to_the_prompts_at_most(
         completion = await _prepared(model, prompt=list(range(300, 306)), n=2)
         source = ScriptedSource([script] * 2, num_cached=num_cached)
         found = [
-            completion.usage.prompt_tokens_details.cached_tokens
-            async for _ in completion.stream(source)
+            completion.generation.usage.prompt_tokens_details.cached_tokens
+            async for _ in completion.generation.stream(source)
         ]
         assert found[:3] == expected
         assert set(found[3:]) == {expected[-1]}
-        assert completion.usage.prompt_tokens == 6
-        assert completion.timings.cached_tokens == expected[-1]
+        assert completion.generation.usage.prompt_tokens == 6
+        assert completion.generation.timings.cached_tokens == expected[-1]
 
     asyncio.run(scenario())
 
@@ -917,7 +919,7 @@ def test_too_many_sequences_are_refused_with_the_numbers(
 ) -> None:
     preparing = _prepared(model, prompt=["a"] * num_prompts, n=n)
     if fits:
-        assert len(asyncio.run(preparing).specs()) == MAX_SEQUENCES
+        assert len(asyncio.run(preparing).generation.specs()) == MAX_SEQUENCES
     else:
         with pytest.raises(
             ParameterError, match=f"{num_prompts * n} sequences.*at most {MAX_SEQUENCES}"
@@ -931,7 +933,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     assert model.tokenizer is not None
     longest = CONTEXT * model.tokenizer.max_piece_bytes
     monkeypatch.setattr(model.tokenizer, "encode", lambda text: (len(text) % 100,))
-    assert asyncio.run(_prepared(model, prompt="a" * longest)).specs()[0].prompt_ids == (
+    assert asyncio.run(_prepared(model, prompt="a" * longest)).generation.specs()[0].prompt_ids == (
         longest % 100,
     )
 
@@ -952,9 +954,9 @@ def test_a_long_text_has_the_same_tokens(
 ) -> None:
     text = ("la la, \u00e9 " * length)[:length]
     roomy = replace(model, max_model_len=10**6)
-    assert asyncio.run(_prepared(roomy, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(
-        text
-    )
+    assert asyncio.run(_prepared(roomy, prompt=text)).generation.specs()[
+        0
+    ].prompt_ids == tokenizer.encode(text)
 
 
 def test_many_short_texts_are_tokenized_outside_the_event_loop_like_a_long_one(
@@ -1003,7 +1005,7 @@ def test_closing_early_closes_the_source(
 ) -> None:
     async def scenario() -> None:
         source = ScriptedSource([script])
-        changes = (await _prepared(model)).stream(source)
+        changes = (await _prepared(model)).generation.stream(source)
         for _ in range(num_read):
             await anext(changes)
         assert source.num_open == 1
@@ -1037,7 +1039,7 @@ def test_a_failure_comes_after_the_tokens_and_closes_the_source(
         source = ScriptedSource([script], error=PipelineError("stage 1 died"))
         completion = await _prepared(model)
         texts = []
-        changes = completion.stream(source)
+        changes = completion.generation.stream(source)
         for _ in script:
             texts += [change["text"] for change in await anext(changes)]
         with pytest.raises(PipelineError, match="stage 1 died"):
@@ -1060,9 +1062,9 @@ def test_an_answer_of_which_choices_have_ended_continues_with_the_others(
 
     async def scenario() -> dict[int, list[int]]:
         request = _request(prompt="ROMEO:", n=3, max_tokens=4, return_token_ids=True)
-        completion = await Completion.prepare(model, request, 0.0, resume_state=state)
+        completion = await prepare_completion(model, request, 0.0, resume_state=state)
         found: dict[int, list[int]] = {}
-        async for changes in completion.stream(
+        async for changes in completion.generation.stream(
             ScriptedSource([(310 + index,) * 4 for index in left])
         ):
             for change in changes:

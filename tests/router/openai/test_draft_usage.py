@@ -16,7 +16,7 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.responses import CompletionAnswer, Usage
 from tramontane.router.openai.served_model import ServedModel
@@ -57,7 +57,7 @@ class DraftingSource:
 
 def _usage(source: DraftingSource, **fields: Any) -> dict[str, Any]:
     async def scenario() -> dict[str, Any]:
-        completion = await Completion.prepare(
+        completion = await prepare_completion(
             MODEL, parse_completion(json.dumps({"prompt": "a"} | fields).encode()), 0.0
         )
         answer = await completion.run(source)

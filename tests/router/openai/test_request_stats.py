@@ -17,7 +17,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.stats import PipelineStats, SampleBuffer
-from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.request_context import CountingTokenSource, RequestStats
 from tramontane.router.openai.served_model import ServedModel
@@ -181,7 +181,7 @@ def test_every_completion_is_counted_by_its_model() -> None:
 
     async def complete() -> None:
         request = parse_completion(b'{"prompt": [1, 2, 3], "max_tokens": 2}')
-        await (await Completion.prepare(model, request, arrived_at=0.0)).run(TwoTokens())
+        await (await prepare_completion(model, request, arrived_at=0.0)).run(TwoTokens())
 
     asyncio.run(complete())
     counts = model.counts

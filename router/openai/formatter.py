@@ -1,0 +1,127 @@
+"""Formatters: how an API writes the answer of a ``Generation``, whole or as server-sent events.
+
+OpenAI's chunks are here, as completions and chats have them; ``chat_apis`` has those of the
+Responses API and of Anthropic's messages.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from tramontane.proto.ports import TokenSource
+from tramontane.router.openai.generation import Generation
+from tramontane.router.openai.responses import (
+    CHOICES_DEPTH,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChange,
+    CompletionChoice,
+    CompletionChunk,
+    Event,
+)
+from tramontane.router.openai.resume_state import ProgressCallback, no_progress
+
+
+class AnswerFormatter(ABC):
+    """Writes the answer of one request."""
+
+    ending: ClassVar[bytes] = b""  # of a stream, after the last event
+    list_depth: ClassVar[int] = CHOICES_DEPTH  # of the list that makes a whole answer long
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    async def run(
+        self, source: TokenSource, report: ProgressCallback = no_progress
+    ) -> dict[str, Any]:
+        """Return the whole answer. See ``Generation.collect`` for ``report``."""
+        return self.whole(await self.generation.collect(source, report))
+
+    @abstractmethod
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the whole answer. ``choices``: see ``Generation.collect``."""
+
+    def opening(self) -> list[Event]:
+        """Return the events before those of the first changes; none if the client has received
+        them.
+        """
+        return []
+
+    @abstractmethod
+    def events(self, changes: Sequence[CompletionChange]) -> list[Event]:
+        """Return the events of these changes; with the last changes also those that end the
+        stream.
+        """
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next event, where the API numbers events."""
+        return 0
+
+    @property
+    def change_bytes(self) -> int:
+        """About how many bytes of JSON the next events are, without what a few tokens add."""
+        return self.generation.change_bytes
+
+    @property
+    def answer_bytes(self) -> int:
+        """About how many bytes of JSON the whole answer is."""
+        return self.generation.answer_bytes
+
+
+class ChunkFormatter(AnswerFormatter):
+    """Writes OpenAI's chunks, which have no names, and ``[DONE]``."""
+
+    ending = b"data: [DONE]\n\n"
+    chunk_model: ClassVar[type[CompletionChunk] | type[ChatChunk]] = CompletionChunk
+
+    def choice(self, change: CompletionChange) -> Mapping[str, Any]:
+        """Return what a chunk adds to one choice."""
+        return change
+
+    def events(self, changes: Sequence[CompletionChange]) -> list[Event]:
+        """Return the chunk of these changes, and at the end the one with the usage if the client
+        wants it.
+        """
+        events = [Event("", self.chunk([self.choice(change) for change in changes]))]
+        if self.generation.is_finished and self.generation.request.includes_usage:
+            events.append(Event("", self.usage_chunk()))
+        return events
+
+    def chunk(
+        self, choices: Sequence[Mapping[str, Any]], *, has_tokens: bool = True
+    ) -> dict[str, Any]:
+        """Return one chunk. With include_usage every chunk except the last has a usage of null.
+
+        With continuous_usage_stats each has the usage so far, without any new tokens if it comes
+        before those: ``has_tokens``.
+        """
+        generation, request = self.generation, self.generation.request
+        chunk: dict[str, Any] = {**generation.head, "choices": choices}
+        if request.counts_in_chunks:
+            chunk["usage"] = generation.usage_of(has_tokens=has_tokens).as_json()
+        elif request.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk, which has no choices but the usage."""
+        generation = self.generation
+        return self.chunk_model(
+            **generation.head, choices=[], usage=generation.usage, timings=generation.timings
+        ).as_json()
+
+
+class CompletionFormatter(ChunkFormatter):
+    """Writes the answer of ``/v1/completions``."""
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return OpenAI's object."""
+        generation = self.generation
+        return CompletionAnswer(
+            **generation.head,
+            # which share their long lists
+            choices=[CompletionChoice(**choice) for choice in choices],
+            usage=generation.usage,
+            timings=generation.timings,
+        ).as_json()
