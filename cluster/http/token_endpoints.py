@@ -157,6 +157,7 @@ class TokenEndpoints:
             request_identity(request),
             _deadline(request, resumed),
             request_id(request),
+            self._model.counts,
         )
         if not resumed.is_resumed:
             source.check_capacity(1)

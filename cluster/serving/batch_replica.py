@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +33,7 @@ from tramontane.cluster.serving.served_model import (
 from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Identity
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import JobStorage
@@ -45,6 +45,7 @@ from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
+from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
@@ -201,23 +202,6 @@ def batch_service(config: EngineConfig) -> BatchService:
     return SingleNodeBatchService(settings) if is_on_one_machine else BatchService(settings)
 
 
-class LowPriorityTokenSource:
-    """A ``TokenSource`` of one tenant, whose sequences wait for those of interactive requests."""
-
-    def __init__(self, source: TokenSource, tenant: str) -> None:
-        self._source, self._tenant = source, tenant
-
-    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        """Generate with the priority of batch work."""
-        return self._source.generate(
-            [replace(spec, priority=BATCH_PRIORITY, cache_salt=self._tenant) for spec in specs]
-        )
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Check the wrapped source's capacity."""
-        self._source.check_capacity(num_sequences, owner)
-
-
 class BatchReplica:
     """The Batch deployment: runs the jobs of its model. If it is killed, the next one continues
     them when its lease expires.
@@ -279,7 +263,9 @@ class BatchReplica:
         self, endpoint: Endpoint, body: dict[str, Any], tenant: str
     ) -> dict[str, Any]:
         executor = LineExecutor(
-            self._model, self._chat, LowPriorityTokenSource(self._routers, tenant)
+            self._model,
+            self._chat,
+            RequestTokenSource(self._routers, Identity(0, tenant), priority=BATCH_PRIORITY),
         )
         return await HANDLERS[endpoint](executor, json.dumps(body).encode())
 

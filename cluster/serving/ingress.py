@@ -40,7 +40,6 @@ from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
-from tramontane.router.openai.request_context import CountingTokenSource
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
@@ -81,7 +80,6 @@ class IngressReplica(GrpcServicer):
         # this replica replaces one that has died since
         if is_drained(application, number_deployment(application, build_id)):
             self._routers.drain()
-        source = CountingTokenSource(self._routers, model.counts)
         start_periodic_thread(
             EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export
         )
@@ -89,7 +87,7 @@ class IngressReplica(GrpcServicer):
         keys = ApiKeys(config.api_key, config.api_key_file)
         super().__init__(
             model,
-            source,
+            self._routers,
             self._batches.for_tenant,
             keys=keys,
             allow_peer=is_loopback if grpc_on_loopback_only else lambda _: True,

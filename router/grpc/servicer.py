@@ -387,7 +387,10 @@ class GrpcServicer:
         parsed = await run_off_loop(request.ByteSize(), lambda: parse(request))
         check_model_name(self._model, parsed.model)
         source = RequestTokenSource(
-            self._source, self._identity(context), request_id=self._id_of(context)
+            self._source,
+            self._identity(context),
+            request_id=self._id_of(context),
+            counts=self._model.counts,
         )
         source.check_capacity(parsed.num_sequences)
         return await prepare_completion(self._model, parsed, arrived_at), source

@@ -29,7 +29,9 @@ class RequestTokenSource:
     """A ``TokenSource`` for one request. ``deadline`` (of the event loop's clock) ends its work,
     also while it waits.
 
-    ``identity``: of the client, by its API key. ``request_id``: the id in the logs.
+    ``identity``: of the client, by its API key. ``request_id``: the id in the logs. ``counts``: of
+    refusals by ``check_capacity``; ``RequestStats.track`` counts later ones. ``priority``: see
+    ``SequenceRequest``.
     """
 
     def __init__(
@@ -38,17 +40,20 @@ class RequestTokenSource:
         identity: Identity,
         deadline: float = math.inf,
         request_id: str = "",
+        counts: "RequestStats | None" = None,
+        priority: int = 0,
     ) -> None:
-        self._source, self._identity, self._deadline, self._request_id = (
-            source,
-            identity,
-            deadline,
-            request_id,
-        )
+        self._source, self._identity, self._deadline = source, identity, deadline
+        self._request_id, self._counts, self._priority = request_id, counts, priority
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Raise if the source has no capacity for these sequences."""
-        self._source.check_capacity(num_sequences, owner or self._identity.owner)
+        try:
+            self._source.check_capacity(num_sequences, owner or self._identity.owner)
+        except Exception as error:
+            if self._counts is not None:
+                self._counts.record_refusal(error)
+            raise
 
     async def generate(
         self, specs: Sequence[SequenceRequest]
@@ -60,7 +65,13 @@ class RequestTokenSource:
             raise _deadline_error()
         owner, tenant = self._identity
         owned_specs = [
-            replace(spec, owner=owner, request_id=self._request_id, cache_salt=tenant)
+            replace(
+                spec,
+                owner=owner,
+                request_id=self._request_id,
+                cache_salt=tenant,
+                priority=self._priority,
+            )
             for spec in specs
         ]
         async with aclosing(self._source.generate(owned_specs)) as batches:
@@ -188,24 +199,3 @@ class RequestRecorder:
             counts.first_token_s.add(now - self._arrived_at)
             counts.queue_s.add(batch.times.queue_s)
         self._last_at, self.has_begun = now, True
-
-
-class CountingTokenSource:
-    """A ``TokenSource`` that counts refusals by ``check_capacity``. ``RequestStats.track`` counts
-    later ones.
-    """
-
-    def __init__(self, source: TokenSource, counts: RequestStats) -> None:
-        self._source, self._counts = source, counts
-
-    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        """Call the source."""
-        return self._source.generate(specs)
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Call the source, and count a refusal."""
-        try:
-            self._source.check_capacity(num_sequences, owner)
-        except Exception as error:
-            self._counts.record_refusal(error)
-            raise

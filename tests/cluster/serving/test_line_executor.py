@@ -10,9 +10,11 @@ import pytest
 from scripted_token_source import SAID, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster.serving.batch_replica import HANDLERS, LineExecutor, LowPriorityTokenSource
+from tramontane.cluster.serving.batch_replica import BATCH_PRIORITY, HANDLERS, LineExecutor
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.proto.jobs import Endpoint
+from tramontane.proto.request import Identity
+from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
@@ -71,7 +73,8 @@ def test_a_line_is_no_stream_and_names_no_other_model(path: Endpoint) -> None:
 
 def test_a_line_waits_for_others_and_shares_pages_with_its_own_tenant() -> None:
     source = ScriptedSource(SAYS)
-    executor = LineExecutor(MODEL, CHAT_FORMAT, LowPriorityTokenSource(source, "own"))
+    own = RequestTokenSource(source, Identity(0, "own"), priority=BATCH_PRIORITY)
+    executor = LineExecutor(MODEL, CHAT_FORMAT, own)
     for path, body in BODIES.items():
         asyncio.run(HANDLERS[path](executor, json.dumps(body).encode()))
     assert {

@@ -14,12 +14,18 @@ from tramontane.proto.errors import (
     PipelineError,
     QueueFullError,
 )
-from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    Identity,
+    RequestOutput,
+    RequestTimings,
+    TokenEvent,
+)
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.stats import PipelineStats, SampleBuffer
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
-from tramontane.router.openai.request_context import CountingTokenSource, RequestStats
+from tramontane.router.openai.request_context import RequestStats, RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel
 
 TIMES = RequestTimings(queue_s=0.25, prefill_s=0.0, decode_s=0.0)
@@ -205,7 +211,7 @@ class FullSource:
 
 def test_what_an_ingress_refuses_before_it_parses_is_counted_too() -> None:
     counts = RequestStats()
-    source = CountingTokenSource(FullSource(), counts)
+    source = RequestTokenSource(FullSource(), Identity(), counts=counts)
 
     async def tokens() -> list[RequestOutput]:
         async with aclosing(source.generate([])) as batches:
