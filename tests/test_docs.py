@@ -20,7 +20,6 @@ from typer.main import get_command
 from unwanted_words import PARTS, WORDS, find_unwanted
 
 from tramontane.cluster.cli.main import app
-from tramontane.router.engine import router
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120
@@ -593,10 +592,20 @@ def test_every_figure_has_the_instructions_of_its_processor() -> None:
     assert figures_without_instructions(_read(ROOT / "docs" / "benchmarks.md")) == []
 
 
-def test_the_routers_docstring_names_files_that_exist() -> None:
-    docstring = router.__doc__ or ""
-    assert missing_files(docstring, ROOT) == []
-    assert len(re.findall(r"^ ?\d+\. \w+/\S+\.py ", docstring, re.MULTILINE)) > 10
+@pytest.mark.parametrize("room", ["proto", "workers", "router", "cluster"])
+def test_docstrings_name_files_that_exist(room: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): missing_files(_docstrings(path), ROOT)
+        for path in sorted((ROOT / room).rglob("*.py"))
+    }
+    assert found
+    assert not {name: missing for name, missing in found.items() if missing}
+
+
+def _docstrings(path: Path) -> str:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(_read(path))) if isinstance(node, kinds))
+    return "\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 # Planted faults
@@ -840,7 +849,7 @@ def test_a_planted_flag_in_backticks_is_found(text: str, wrong: list[str]) -> No
 
 @pytest.mark.nightly
 def test_a_planted_file_in_a_docstring_is_found() -> None:
-    planted = (router.__doc__ or "").replace("engine/in_flight.py", "engine/in_fligth.py")
+    planted = "See ``router/engine/in_fligth.py`` and ``router/engine/in_flight.py``."
     assert missing_files(planted, ROOT) == ["router/engine/in_fligth.py"]
 
 

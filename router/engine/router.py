@@ -1,23 +1,7 @@
 """The router: drives one pipeline.
 
-One step, from a waiting sequence to a token at the client:
-
- 1. router/engine/router.py              ``Router.run`` keeps the pipeline full.
- 2. router/scheduling/scheduler.py       ``Scheduler.schedule`` makes the next micro-batch.
- 3. router/scheduling/waiting_queue.py   The next sequence: by priority, then fair between API keys.
- 4. router/scheduling/running_set.py     It gets a slot and a reservation of pages, for which less
-                                         urgent ones are preempted.
- 5. router/scheduling/balanced_policy.py How many decodes and how many prompt tokens go into it.
- 6. router/engine/in_flight.py           The micro-batch is submitted, with a deadline.
- 7. cluster/pipeline/stage_chain.py      It is encoded; every stage gets an actor call at once.
- 8. cluster/actors/stage_actor.py        The Ray actor of a stage decodes it.
- 9. workers/stage/step_executor.py       The executor receives hidden states and sends its own on.
-10. workers/stage/stage_worker.py        The stage makes its page table and the attention metadata.
-11. workers/model/transformer.py         The stage runs its layers.
-12. workers/sampling/token_sampler.py    The last stage samples a token for each row that needs one.
-13. router/engine/active_request.py      ``Router._deliver`` has the scheduler make events of the
-                                         tokens; ``deliver`` sends them to the request's sink,
-                                         where the client's stream reads them.
+``Router.run`` keeps the pipeline full: it has the scheduler make the next micro-batch, submits it
+to the stages, and gives the sampled tokens of a result to the sinks of their requests.
 """
 
 import asyncio
