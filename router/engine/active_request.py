@@ -1,7 +1,7 @@
 """One client's request while a router works on it.
 
 An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities
-and expert choices back until a token goes out with them, and knows when what happened.
+and expert choices back until a token goes out with them, and records timestamps.
 ``QueueWaitTracker`` derives Retry-After from that.
 """
 

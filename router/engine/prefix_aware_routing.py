@@ -2,9 +2,9 @@
 how busy it is.
 
 Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals.
-A request goes to the pipeline that is predicted to be done with it first: the seconds of work that
-the pipeline has, and of the tokens it would have to compute. A prefix that another pipeline has
-counts twice there: it is computed again, and the copy takes the place of as many other tokens.
+A request goes to the pipeline that is predicted to finish it first: the seconds of the pipeline's
+pending work, and of the tokens that it would have to compute. Tokens of a prefix that only another
+pipeline has count twice: they are computed again, and the copy displaces other cached tokens.
 
 A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has
 none of them and work for 1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a
@@ -116,8 +116,8 @@ class KeyIndex:
                 self._holders.pop(key, None)
 
     def longest(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Return up to which of these keys of a prompt each pipeline has it, by bit: of a and c,
-        with b elsewhere, up to 3.
+        """Return, by the bit of a pipeline, the position of the last of these keys of a prompt's
+        blocks that it holds; earlier keys may be missing. Of the keys a b c it holds a and c: 3.
         """
         found: dict[int, int] = {}
         missing = -1

@@ -55,8 +55,8 @@ BYTES_PER_TOKEN = 8  # of JSON, for a token of a prompt, as an id or as text
 
 
 class Completion:
-    """One request in progress: its sequences and their growing texts. What ``resume_state`` has
-    sent is not sent again.
+    """One request in progress: its sequences and their growing texts. Text that another ingress has
+    already sent (``resume_state``) is skipped.
     """
 
     def __init__(
