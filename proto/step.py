@@ -213,8 +213,8 @@ class StepResult:
         )
 
     def with_tokens(self, accepted: Sequence[int]) -> "StepResult":
-        """Return the result with the tokens that sequences have accepted: those of rows in vain are
-        no tokens per second.
+        """Return the result with the tokens that sequences have accepted: rejected draft tokens do
+        not count towards tokens per second.
         """
         return (
             self if len(accepted) == self.num_sampled else replace(self, token_ids=tuple(accepted))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -20,7 +21,6 @@ from typer.main import get_command
 from unwanted_words import PARTS, WORDS, find_unwanted
 
 from tramontane.cluster.cli.main import app
-from tramontane.router.engine import router
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120
@@ -42,6 +42,8 @@ DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 MEASURED = re.compile(
     rf"{DATE.pattern}|\bcommits? [0-9a-f]{{7}}\b|(?<![*\w])recorded 20", re.IGNORECASE
 )
+# also the abbreviated name of a commit, and a date
+NUMBER = re.compile(r"20\d\d-\d\d-\d\d|\b[0-9a-f]{7,8}\b|\d(?:[\d,.]*\d)?")
 UNKNOWN = "instructions not recorded"  # the words for it, and no others
 INSTRUCTIONS = re.compile(
     rf"\b(?:AVX2|AVX-512|avx512_\w+|NEON|SVE|NVIDIA [A-Z]+\d+|modelled)\b|\b{UNKNOWN}\b",
@@ -468,7 +470,7 @@ def figures_without_instructions(text: str) -> list[str]:
     GPU.
 
     A paragraph with a date or a commit names both. A table has them in a paragraph of its section,
-    above it.
+    above it, or both in each of its rows.
     """
     found, is_known = [], False
     for number, block in _blocks(text):
@@ -476,7 +478,7 @@ def figures_without_instructions(text: str) -> list[str]:
         if block.startswith("## "):
             is_known = False
         elif block.startswith("|"):
-            if not is_known:
+            if not is_known and not _rows_have_instructions(text, number):
                 found.append(
                     f"line {number}: a table without the processor's instructions above it"
                 )
@@ -487,6 +489,57 @@ def figures_without_instructions(text: str) -> list[str]:
             )
         is_known |= has_instructions or "Nothing in this table has been measured" in block
     return found
+
+
+def _rows_have_instructions(text: str, number: int) -> bool:
+    """Whether all rows of the table that begins at this line name date and instructions."""
+    rows = list(takewhile(lambda line: line.startswith("|"), text.splitlines()[number + 1 :]))
+    return all(INSTRUCTIONS.search(row) and DATE.search(row) for row in rows)
+
+
+def other_figures(page: Path, text: str) -> list[str]:
+    """Rows of tables that lead to no section of a report, or have numbers that it has not."""
+    found = []
+    for number, row in _rows(text):
+        links = [link for _, link in links_of(row) if link.startswith("reports/")]
+        path, _, anchor = (links or ["#"])[0].partition("#")
+        if not links or not (section := _section(_read(page.parent / path), anchor)):
+            found.append(f"line {number}: no section of a report")
+            continue
+        # also a link's path has numbers
+        shown = LINK.sub(lambda link: link[0][: link[0].rindex("](")], row)
+        if missing := [each for each in NUMBER.findall(shown) if each not in _numbers(section)]:
+            found.append(f"line {number}: {' '.join(missing)} of {links[0]}")
+    return found
+
+
+def _rows(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the rows of all tables without their heads."""
+    lines = dict(enumerate(text.splitlines(), 1))
+    for number, line in lines.items():
+        is_head = lines.get(number + 1, "").startswith("|--")
+        if line.startswith("| ") and not is_head:
+            yield number, line
+
+
+def _section(text: str, anchor: str) -> str:
+    """Return the text below the heading with this anchor, with the headings below it."""
+    lines, level = text.splitlines(), 0
+    section: list[str] = []
+    for line in lines:
+        heading = HEADING.match(line)
+        depth = len(line) - len(line.lstrip("#"))
+        if heading and level and depth <= level:
+            break
+        if level:
+            section.append(line)
+        elif heading and _slug(heading[1]) == anchor:
+            level = depth
+    return "\n".join(section)
+
+
+def _numbers(text: str) -> set[str]:
+    return set(NUMBER.findall(text))
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
@@ -526,6 +579,7 @@ def _names(*paths: Path) -> list[str]:
 
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 TEXTS = _names(
     *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")), *DOCS
 )
@@ -561,7 +615,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_every_page_is_in_an_index() -> None:
-    indexes = [ROOT / "docs" / "index.md", ROOT / "docs" / "decisions" / "README.md"]
+    folders = (ROOT / "docs" / "decisions", ROOT / "docs" / "reports")
+    indexes = [ROOT / "docs" / "index.md", *(folder / "README.md" for folder in folders)]
     assert DOCS
     assert (
         _names(*unlinked(DOCS, {index: _read(index) for index in indexes if index.exists()})) == []
@@ -589,14 +644,33 @@ class TestPage:
         assert banned_words(_read(ROOT / page)) == []
 
 
-def test_every_figure_has_the_instructions_of_its_processor() -> None:
-    assert figures_without_instructions(_read(ROOT / "docs" / "benchmarks.md")) == []
+@pytest.mark.parametrize(
+    "page", _names(BENCHMARKS, *BENCHMARKS.parent.glob("reports/benchmarks-*"))
+)
+def test_every_figure_has_the_instructions_of_its_processor(page: str) -> None:
+    assert figures_without_instructions(_read(ROOT / page)) == []
 
 
-def test_the_routers_docstring_names_files_that_exist() -> None:
-    docstring = router.__doc__ or ""
-    assert missing_files(docstring, ROOT) == []
-    assert len(re.findall(r"^ ?\d+\. \w+/\S+\.py ", docstring, re.MULTILINE)) > 10
+def test_the_benchmarks_are_short_and_have_the_figures_of_the_reports() -> None:
+    text = _read(BENCHMARKS)
+    assert size_problems(text) == []
+    assert other_figures(BENCHMARKS, text) == []
+
+
+@pytest.mark.parametrize("room", ["proto", "workers", "router", "cluster"])
+def test_docstrings_name_files_that_exist(room: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): missing_files(_docstrings(path), ROOT)
+        for path in sorted((ROOT / room).rglob("*.py"))
+    }
+    assert found
+    assert not {name: missing for name, missing in found.items() if missing}
+
+
+def _docstrings(path: Path) -> str:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(_read(path))) if isinstance(node, kinds))
+    return "\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 # Planted faults
@@ -840,7 +914,7 @@ def test_a_planted_flag_in_backticks_is_found(text: str, wrong: list[str]) -> No
 
 @pytest.mark.nightly
 def test_a_planted_file_in_a_docstring_is_found() -> None:
-    planted = (router.__doc__ or "").replace("engine/in_flight.py", "engine/in_fligth.py")
+    planted = "See ``router/engine/in_fligth.py`` and ``router/engine/in_flight.py``."
     assert missing_files(planted, ROOT) == ["router/engine/in_fligth.py"]
 
 
@@ -955,6 +1029,29 @@ def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
 )
 def test_every_paragraph_with_figures_is_checked(text: str, wrong: list[str]) -> None:
     assert figures_without_instructions(text) == wrong
+
+
+@pytest.mark.nightly
+def test_a_planted_row_with_another_figure_is_found() -> None:
+    text = _read(BENCHMARKS)
+    (number, row), *_ = _rows(text)
+    for there, planted, why in [
+        ("| 264;", "| 265;", "265 of reports/benchmarks-demo.md#demo-run"),
+        ("5abc307", "5abc308", "5abc308 of reports/benchmarks-demo.md#demo-run"),
+        ("2026-11-24", "2026-11-25", "2026-11-25 of reports/benchmarks-demo.md#demo-run"),
+        ("#demo-run", "#no-run", "no section of a report"),
+    ]:
+        assert there in row
+        changed = text.replace(row, row.replace(there, planted))
+        assert other_figures(BENCHMARKS, changed) == [f"line {number}: {why}"]
+
+
+@pytest.mark.nightly
+def test_a_planted_row_without_instructions_is_found() -> None:
+    text = "## A\n\n| a | recorded |\n|---|---|\n| 1 | avx2, 2026-11-22 |\n| 2 | {} |\n"
+    assert figures_without_instructions(text.format("modelled, 2026-11-22")) == []
+    for planted in ("2026-11-22", "avx2"):
+        assert len(figures_without_instructions(text.format(planted))) == 1
 
 
 @pytest.mark.nightly

@@ -212,7 +212,7 @@ IMPORTS_MORE = {
     "cluster.http.app": 20,
     "cluster.http.token_endpoints": 23,
     "cluster.pipeline.engine": 30,
-    "cluster.serving.batch_replica": 28,
+    "cluster.serving.batch_replica": 29,
     "cluster.serving.ingress": 23,
     "cluster.serving.router_replica": 23,
     "cluster.serving.server": 25,

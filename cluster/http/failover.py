@@ -33,7 +33,7 @@ MESSAGE_NODE = "tramontane.node"
 # a message: updates of choices, and parts of a response that is not streamed
 MESSAGE_PROGRESS = "tramontane.progress"
 MESSAGE_UPDATES = "tramontane.updates"  # in each message of a stream: the updates that it makes
-PROGRESS_INTERVAL_S = 1.0  # as much is computed again when an ingress dies
+PROGRESS_INTERVAL_S = 1.0  # the most work that the loss of an ingress repeats
 # of log-probabilities in one report, which Ray Serve pickles within some milliseconds
 MAX_PROGRESS_BYTES = 2**18
 # the client's own timeout has passed: another ingress could not help

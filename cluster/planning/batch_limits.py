@@ -30,12 +30,15 @@ from tramontane.proto.plan import LimitChoice, PipelinePlan
 
 TOKENS_ON_GPUS = (8192, 4096, 2048)
 SEQS_ON_GPUS = tuple(range(MAX_SEQS_ON_GPUS, SEQS_ON_CPUS - 1, -32))
-ROOM = 1024  # tokens for which each sequence has pages, if more of them are to run at once
-MAX_RUNTIME_SHARE = 0.15  # of a stage's memory, beyond which no more tokens or sequences are chosen
-MAX_STEP_S = 0.15  # of a micro-batch of prompts: as long waits a sequence that decodes next to them
+# more sequences are chosen only if each of them has pages for so many tokens
+ROOM = 1024
+# largest share of a stage's memory that the runtime may take by larger limits
+MAX_RUNTIME_SHARE = 0.15
+# longest time of a micro-batch of prompts: a sequence that decodes next to them waits for so long
+MAX_STEP_S = 0.15
 
-# Dense products in bfloat16, in TFLOP/s, by a part of a GPU's name, of which the first that fits
-# counts: NVIDIA's data sheets.
+# Dense products in bfloat16, in TFLOP/s, from NVIDIA's data sheets. The first entry whose text is a
+# word of the GPU's name counts.
 MATRIX_TFLOPS = (
     *(
         ("B300", 2250),
@@ -65,8 +68,8 @@ MATRIX_TFLOPS = (
         ("RTX 3090", 71),
     ),
 )
-# Of the data sheet's rate that prompts have reached: 38,751 tokens/s of Mistral 7B on an H100 are
-# 562 of 989 TFLOP/s.
+# Share of the data sheet's rate that prompts have reached: 38,751 tokens/s of Mistral 7B on an H100
+# are 562 of 989 TFLOP/s.
 REACHED_SHARE = 0.57
 
 
@@ -87,8 +90,8 @@ def least_limits(config: EngineConfig) -> Limits:
 
 
 def matrix_tflops(gpu_names: Iterable[str]) -> int | None:
-    """Return the TFLOP/s of the slowest of these GPUs; None if one of them is not known, or there
-    is none.
+    """Return the TFLOP/s of the slowest of these GPUs; None without GPUs, or if the rate of a GPU
+    is not known.
     """
     rates = [
         next((rate for part, rate in MATRIX_TFLOPS if re.search(rf"\b{part}\b", name)), None)
@@ -107,7 +110,7 @@ def with_chosen_limits(
 ) -> PipelinePlan:
     """Return the plan for GPUs again, with limits chosen where ``config`` has none.
 
-    ``plan`` has ``least_limits``; ``request_for`` returns what is planned with others. ``tflops``:
+    ``plan`` has ``least_limits``; ``request_for`` returns the request with others. ``tflops``:
     the GPUs' matrix rate, None if it is not known, so that memory alone decides. With Mistral 7B in
     bfloat16 and 80 GiB of an H100 a micro-batch of 8192 tokens would take 0.21 s and one of 4096
     tokens 0.10 s; 256 sequences have room for 1800 tokens each.
@@ -121,8 +124,8 @@ def with_chosen_limits(
     ]
     sizes = [config.max_num_batched_tokens] if config.max_num_batched_tokens else sizes
     numbers = [config.max_num_seqs] if config.max_num_seqs else list(SEQS_ON_GPUS)
-    # Sequences first, next to the smallest micro-batches; then micro-batches next to so many
-    # sequences.
+    # First the number of sequences, with the smallest micro-batches; then the size of
+    # micro-batches, with that number of sequences.
     found = next(
         filter(None, (_roomy_plan(args, request_for(Limits(n, sizes[-1]))) for n in numbers)), None
     )
@@ -137,8 +140,8 @@ def with_chosen_limits(
 
 
 def _roomy_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan | None:
-    """Return the plan if every sequence has pages for ``ROOM`` tokens, and the runtime takes no
-    more than its share.
+    """Return the plan if every sequence has pages for ``ROOM`` tokens, and the runtime takes at
+    most ``MAX_RUNTIME_SHARE`` of the memory.
     """
     if not _takes_at_most(MAX_RUNTIME_SHARE, request):
         return None
@@ -151,8 +154,8 @@ def _roomy_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan | None:
 
 
 def _costless_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan | None:
-    """Return the plan if the runtime takes no more than the tenth of the memory that no cache gets
-    in any case.
+    """Return the plan if the runtime fits into the tenth of the memory that caches never get, so
+    that it costs no pages.
     """
     return make_plan(args, request) if _takes_at_most(1 - MEMORY_SHARE, request) else None
 
@@ -167,8 +170,8 @@ def _takes_at_most(share: float, request: PlanRequest) -> bool:
 def _seconds_per_token(
     config: EngineConfig, args: ModelArgs, plan: PipelinePlan, tflops: int | None
 ) -> float | None:
-    """Return what a prompt's token takes on a GPU: two operations for each parameter that it uses,
-    in all stages there.
+    """Return the seconds of a prompt's token in all stages of a GPU: two operations for each
+    parameter that the token uses.
     """
     if tflops is None:
         return None

@@ -159,7 +159,7 @@ def _smallest_satisfying(holds: Callable[[int], bool], maximum: int) -> int | No
     """
     if maximum < 1 or not holds(maximum):
         return None
-    low, high = 0, maximum  # it does not hold for low, and does for high
+    low, high = 0, maximum  # the condition holds for high, and not for low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -186,7 +186,7 @@ def plan_as_data(
     experts: ExpertPlanReport | None = None,
     index_bytes: int = 0,
 ) -> dict[str, object]:
-    """Return what the tables of ``tramontane plan`` show, for JSON; sizes in bytes."""
+    """Return the values of the tables of ``tramontane plan``, for JSON; sizes in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
         "matrix_dtype": plan.stages[0].weight_format.matrix_dtype,

@@ -1,9 +1,9 @@
-"""Assignment of experts to expert actors, by load and within memory, and a report of how even it
-is. Pure arithmetic.
+"""Assignment of experts to expert actors, by load and within memory, and a report of how evenly
+the actors share the work. Pure arithmetic.
 
-All experts are equally large, so an actor's memory is a number of experts, its capacity. Its work
-is the load of its experts, assumed to be even or as it was measured; the copies of an expert share
-its load.
+All experts are equally large, so the capacity of an actor's memory is a number of experts. An
+actor's work is the load of its experts, assumed to be even or as measured; the copies of an expert
+share the expert's load.
 """
 
 from collections import Counter, defaultdict
@@ -18,20 +18,22 @@ from tramontane.proto.units import format_bytes
 from tramontane.proto.weight_format import Quantization, WeightFormat
 from tramontane.workers.weights.tensor_specs import expert_tensors
 
-TOTAL_LOAD_WEIGHT = 8  # of an actor's load in all layers, relative to its load in one layer
-# times its layer's mean load: such an expert gets replicas, unless their number is configured
+# weight of an actor's load in all layers, relative to its load in one layer
+TOTAL_LOAD_WEIGHT = 8
+# an expert whose load is so many times its layer's mean gets replicas, unless their number is
+# configured
 HOT_EXPERT_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRequest:
-    """What to assign: ``replicas`` copies of every expert, or, if None, of hot ones while memory is
-    left.
+    """The experts to assign: ``replicas`` copies of every expert; if None, further copies of hot
+    experts while memory is left.
 
     ``loads``: tokens that each expert was given; None assumes even load.
     """
 
-    budgets: tuple[StageBudget, ...]  # of the actors, in order
+    budgets: tuple[StageBudget, ...]  # one per actor, in order
     dtype: str
     quantize: Quantization | None = None
     replicas: int | None = None
@@ -117,7 +119,7 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
         else _replicas(loads, num_actors, spare)
     )
     assignment = _assign(loads, copies, capacities) or _assign_by_memory(copies, capacities)
-    # spare memory may be of no use where it is: an actor holds at most one copy of an expert
+    # not all spare memory can be used: an actor holds at most one copy of an expert
     while assignment is None:
         copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
         assignment = _assign(loads, copies, capacities) or _assign_by_memory(copies, capacities)
@@ -147,10 +149,10 @@ def replan(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
 
 
 def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
-    """Return the plans to follow one after the other, the last of them ``new``.
+    """Return the plans to follow one after the other; the last plan is ``new``.
 
-    Actors have memory for what each plan adds to the one before it, as they unload experts only
-    afterwards, and every expert stays loaded somewhere throughout.
+    Actors load the new experts of a plan before they unload old experts, and have memory for both.
+    So every expert stays loaded on some actor throughout.
 
     Two actors that hold two experts each, A: 0 and 1, B: 2, become A: 0 and 2, B: 1: first B loads
     1 (A has no memory for 2), so that A can unload it; then A loads 2. Raises PlanError if no actor
@@ -165,7 +167,7 @@ def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
         loaded = [
             own | set(sorted(goal - own)[: capacity - len(own)]) for own, goal, capacity in actors
         ]
-        # experts that are in place
+        # experts that are loaded where the new plan has them
         settled = set().union(*(own & goal for own, goal in zip(loaded, wanted, strict=True)))
         after = [
             {each for each in own if each in goal or each not in settled}
@@ -255,11 +257,11 @@ def _shape(loads: dict[ExpertId, float]) -> str:
 
 
 def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict[ExpertId, int]:
-    """Return the copies of each expert: one more for that with most load per copy, while it is hot
-    and memory is spare.
+    """Return the number of copies of each expert: the expert with most load per copy gets one more,
+    while it is hot and memory is spare.
 
     Copies with less than an actor's even share of the layer gain nothing. 8 experts on 4 actors,
-    two of them with half of the load each: the mean is 1/8, hot is above 3/16, an even share is
+    two experts with half of the load each: the mean is 1/8, hot is above 3/16, an even share is
     1/4, so both get 2 copies with 1/4 each.
     """
     num_experts = Counter(each.layer for each in loads)
@@ -285,8 +287,8 @@ def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict
 def _assign(
     loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacities: Sequence[int]
 ) -> list[list[ExpertId]] | None:
-    """Assign experts in order of load, each to the actors with the least load so far, in all and in
-    its layer.
+    """Assign experts in order of load, each expert to the actors with the least load so far, in all
+    layers and in the expert's layer.
 
     The experts of a layer work at the same time. Returns None if a copy is left over: all actors
     are full or hold the same expert already.
@@ -294,8 +296,8 @@ def _assign(
     totals, num_actors = _layer_loads(loads), len(capacities)
     total = sum(totals.values()) or 1.0
     held: list[list[ExpertId]] = [[] for _ in capacities]
-    busy = [0.0] * num_actors  # shares of the whole load
-    busy_in = {layer: [0.0] * num_actors for layer in totals}  # and of each layer's
+    busy = [0.0] * num_actors  # shares of the load of all layers
+    busy_in = {layer: [0.0] * num_actors for layer in totals}  # shares of each layer's load
     for each in sorted(loads, key=lambda each: (-loads[each] / copies[each], each)):
         free = [actor for actor in range(num_actors) if len(held[actor]) < capacities[actor]]
         if len(free) < copies[each]:
@@ -317,8 +319,8 @@ def _assign(
 def _assign_by_memory(
     copies: dict[ExpertId, int], capacities: Sequence[int]
 ) -> list[list[ExpertId]] | None:
-    """Assign each copy to an actor with most memory left, which succeeds if anything does; return
-    None if nothing does.
+    """Assign each copy to an actor with most memory left. This finds an assignment if there is one;
+    else return None.
     """
     held: list[list[ExpertId]] = [[] for _ in capacities]
     for each, count in sorted(copies.items(), key=lambda pair: (-pair[1], pair[0])):

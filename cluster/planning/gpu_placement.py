@@ -2,9 +2,9 @@
 
 Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray
 chooses the node of that kind, packing stage after stage, and the GPU of the node; so on a node of
-unlike GPUs each counts as the smallest and slowest of them. Stages that share a GPU are neighbors,
-and have equal shares of its memory. A draft model has a GPU of its own, or a part of that of the
-last stage where no GPU is left.
+unlike GPUs each GPU counts as the smallest and slowest one. Stages that share a GPU are neighbors,
+and have equal shares of the GPU's memory. A draft model has a GPU to itself, or a part of the last
+stage's GPU where no other GPU is left.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.units import GIB
 
-DRAFT_PART = 4  # a draft model gets one of so many parts of a GPU that it shares
+DRAFT_PART = 4  # a draft model that shares a GPU gets 1 / DRAFT_PART of its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
     """Divide the hardware between stages and expert actors, and return both parts.
 
     Experts, which are most of a model, get the largest GPUs: of GPUs of 24, 80, 24 and 80 GiB two
-    expert actors get those of
-    80. CPUs and their memory are in both parts. Raises TooFewNodesError.
+    expert actors get the GPUs of 80 GiB. CPUs and their memory are in both parts. Raises
+    TooFewNodesError.
     """
     num_experts = config.expert_actors * config.max_pipelines
     if not hardware.gpus or not num_experts:
@@ -102,7 +102,7 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
             f"{num_experts} expert actors and at least {config.max_pipelines} stages need a GPU"
             f" each, and there are {len(hardware.gpus)}; use fewer --expert-actors"
         )
-    # Ray chooses the GPU of a node, so that each counts as the smallest there.
+    # Ray chooses the GPU of a node, so that each GPU counts as the smallest GPU of its node.
     smallest = {here[0].node: min(gpu.memory for gpu in here) for here in by_node(hardware.gpus)}
     ordered = sorted(hardware.gpus, key=lambda gpu: (-smallest[gpu.node], gpu.node, gpu.index))
     return replace(hardware, gpus=tuple(ordered[num_experts:])), replace(
@@ -111,10 +111,8 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
 
 
 def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
-    """Return whether each pipeline's draft model is on the GPU of the pipeline's last stage: there
-    are too few GPUs for one of its own.
-
-    One GPU, or two GPUs and ``--stages 2``.
+    """Return whether each pipeline's draft model shares the GPU of the pipeline's last stage,
+    because there are too few GPUs: one GPU, or two GPUs and ``--stages 2``.
     """
     if not hardware.gpus or not config.num_draft_models or config.local:
         return False
@@ -124,9 +122,7 @@ def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
 
 
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware without the GPUs that draft models have for themselves, the smallest
-    ones.
-    """
+    """Return the hardware without the smallest GPUs, which draft models have to themselves."""
     num_drafting = config.num_draft_models * config.max_pipelines
     if not hardware.gpus or config.local or draft_shares_gpu(config, hardware):
         return hardware
@@ -135,8 +131,8 @@ def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
 
 
 def _without_draft_part(slots: tuple[GpuSlot, ...]) -> tuple[GpuSlot, ...]:
-    """Return the slots without a draft model's part of the last one: of 80 and 24 GiB, 80 and
-    18.
+    """Return the slots without a draft model's part of the last slot: of 80 and 24 GiB, 80 and 18
+    GiB.
     """
     *others, last = slots
     return (*others, _with_budget(last, memory=last.budget.memory * (DRAFT_PART - 1) // DRAFT_PART))
@@ -178,17 +174,17 @@ def expert_slots(
 def gpu_choices(
     gpus: Sequence[Gpu], num_stages: int, num_pipelines: int, cluster: Sequence[Gpu] | None = None
 ) -> list[tuple[GpuSlot, ...]]:
-    """Return every combination of GPU kinds; the first stages get the largest kind, of equally
+    """Return every combination of GPU kinds; the first stages get the largest kind, and of equally
     large kinds the fastest.
 
-    Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two
-    pipelines of two stages get [80, 24] each. If that is too few (three stages each), or all are of
-    one kind, each counts as the smallest, and Ray places stages on any of them. One stage and both
-    kinds: [80] or [24].
+    Every pipeline gets the same number of GPUs of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB
+    two pipelines of two stages get [80, 24] each. If these are too few (three stages each), or all
+    GPUs are of one kind, each GPU counts as the smallest one, and Ray places stages on any GPU. One
+    stage and both kinds: [80] or [24].
 
     ``cluster``: all GPUs, if ``gpus`` are a part of them. Stages on the GPUs of 24 GiB of a cluster
-    whose GPUs of 80 GiB are for experts are tied to those nodes, although all of their GPUs are
-    alike.
+    whose GPUs of 80 GiB are for experts are tied to the nodes of 24 GiB, although all GPUs of these
+    nodes are alike.
     """
     kinds = sorted(
         _kinds(gpus, cluster or gpus),
@@ -209,8 +205,8 @@ def gpu_choices(
 def _combinations(
     shares: Sequence[tuple[GpuSlot, int]], num_stages: int
 ) -> Iterator[tuple[GpuSlot, ...]]:
-    """Yield combinations, those with most of the first kind first: shares a: 2, b: 1 and two stages
-    give (a, a), (a, b).
+    """Yield combinations, first the ones with most GPUs of the first kind: shares a: 2, b: 1 and
+    two stages give (a, a), (a, b).
     """
     if not num_stages:
         yield ()
@@ -224,8 +220,8 @@ def _combinations(
 
 
 def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[GpuSlot, int]]:
-    """Return the slot of each kind of GPU, with the nodes of the cluster that offer it, and how
-    many of ``gpus`` are of it.
+    """Return the slot of each kind of GPU, with the nodes of the cluster that offer this kind, and
+    the number of ``gpus`` of this kind.
     """
     alike: dict[object, list[Gpu]] = {}
     # whole GiB: drivers of different versions keep different megabytes for themselves
@@ -242,8 +238,8 @@ def _slot_of_kind(kind: Sequence[Gpu]) -> GpuSlot:
 
 
 def _num_stages(config: EngineConfig, max_stages: int, hardware: Hardware) -> int:
-    """Return ``--stages``, or else what fills the GPUs; lists of values for GPUs give their
-    number.
+    """Return ``--stages``, else the number of stages by the lists of values for GPUs, else the
+    number that fills all GPUs.
     """
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
     lists = {"gpu-memory": config.gpu_memory, "gpu-speed": config.gpu_speed}
@@ -264,8 +260,8 @@ def _num_stages(config: EngineConfig, max_stages: int, hardware: Hardware) -> in
 def _apply_overrides(
     slots: tuple[GpuSlot, ...], memory: tuple[int, ...] | None, speed: tuple[int, ...] | None
 ) -> tuple[GpuSlot, ...]:
-    """Apply the user's memory and speeds: the largest memory goes to the first slot, and none
-    exceeds what its slot has.
+    """Apply the user's memory and speeds: the largest memory goes to the first slot, and no slot
+    gets more memory than it has.
     """
     order = range(len(slots))
     if memory is not None:

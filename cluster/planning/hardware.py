@@ -26,9 +26,9 @@ from tramontane.workers.device.probe import (
 )
 
 GPU_PROBE_TIMEOUT_S = 60.0
-# of a GPU, from which on what others hold counts; the driver itself has some MB
+# memory of a GPU that other processes hold counts from this size on; the driver itself has some MB
 MIN_HELD_BYTES = 2**28
-# Ray resource with a node's real cores, where Ray is given more CPUs than those
+# Ray resource with the number of a node's real cores, where Ray is given more CPUs
 CORES_RESOURCE = "tramontane_cores"
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Gpu:
     """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s
     if it was measured.
 
-    ``memory``: bytes to plan with; ``held`` are those besides that other processes hold.
+    ``memory``: bytes to plan with. ``held``: further bytes, which other processes hold.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Hardware:
         their turn.
 
         Threads of a stage wait for each other at every product: if two stages' threads share cores,
-        all threads wait for those that were preempted, ten times as long as the product takes. A
+        all threads wait for the preempted ones, ten times as long as the product takes. A
         single thread waits for no other. 2 stages of 2 threads: 1 on a node of 2 or 3 cores, 2 on
         two such nodes. Pipelines do not wait for each other. Stages that share a GPU share its
         memory bandwidth: 5 stages, 2 per GPU, are 3 at once.
@@ -216,8 +216,8 @@ def probe_cluster(
 
 
 def usable_cpus() -> int:
-    """Return the cores that this process may use: those of its affinity mask, bounded by its
-    container's quota.
+    """Return the number of cores that this process may use: the cores of its affinity mask, bounded
+    by its container's quota.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = _cgroup_numbers("cpu.max", 2)
@@ -247,8 +247,8 @@ def _probe_gpus(
 ) -> tuple[Gpu, ...]:
     """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there.
 
-    As long as actors have GPUs, what is not free may be theirs, and be free when these GPUs are
-    given to new ones.
+    As long as actors have GPUs, memory that is not free may belong to these actors, and be free
+    when their GPUs are given to new actors.
     """
     is_idle = ray.available_resources().get("GPU", 0) >= sum(num_gpus.values())  # type: ignore[no-untyped-call]
     visible = _gather({node: _run_on(node, list_gpus) for node in num_gpus})
@@ -303,8 +303,8 @@ def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tup
 
 
 def _run_on(node: str, function: Callable[..., T], *arguments: str) -> "ray.ObjectRef[T]":
-    """Run a short function on a node, where it sees all GPUs, even those that are in use or that
-    Ray would hide.
+    """Run a short function on a node, where it sees all GPUs, even GPUs that are in use or that Ray
+    would hide.
     """
     options: dict[str, Any] = {
         "num_cpus": 0,

@@ -1,5 +1,5 @@
-"""How many ingress replicas serve, by the events that a machine's sequences make and the cores that
-it has. Pure arithmetic.
+"""The number of ingress replicas, by the events of a machine's sequences and by its cores. Pure
+arithmetic.
 """
 
 import math
@@ -12,22 +12,22 @@ from tramontane.proto.plan import PipelinePlan
 if TYPE_CHECKING:
     from tramontane.cluster.planning.hardware import Hardware
 
-# between two tokens of each of many sequences on a GPU; 64 of Mistral 7B on an H100: 0.019
+# time between two tokens of a sequence, with many on a GPU; 64 of Mistral 7B on an H100: 0.019
 TOKEN_S = 0.02
-# Processor time of an event of a stream, see decision 0080: of an ingress replica, and of Ray
-# Serve's proxy.
+# Processor time that an event of a stream costs an ingress replica, and Ray Serve's proxy: see
+# decision 0080.
 INGRESS_EVENT_S, PROXY_EVENT_S = 160e-6, 150e-6
 CORES_PER_INGRESS = 4  # stages, routers and the proxy need some, too
 
 
 def choose_num_ingresses(config: EngineConfig, plan: PipelinePlan, hardware: "Hardware") -> int:
-    """Return the ingress replicas to start: as ``config`` says, and without GPUs, whose stages need
-    all cores, as it would.
+    """Return the number of ingress replicas: the configured one, or without GPUs, where stages need
+    all cores, the default.
 
-    On GPUs as many as write each token when it comes, if all sequences decode: an ingress has time
-    for 0.5 s of events a second, and a node's proxy, which cannot be started twice, passes on 0.7 s
-    of them. 256 sequences make 12800 events a second; the proxy carries 4666, and an ingress 3125,
-    so 2. On 4 cores 1.
+    On GPUs the number that can write each token when it comes, if all sequences decode: an ingress
+    has time for 0.5 s of events a second, and a node's proxy, which cannot be started twice, for
+    0.7 s. 256 sequences make 12800 events a second; the proxy carries 4666 of them, and an ingress
+    3125, so 2. On 4 cores 1.
     """
     least = config.num_ingresses
     if config.ingress_replicas is not None or not hardware.gpus:

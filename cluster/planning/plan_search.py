@@ -68,7 +68,7 @@ def search_plan(
 def _best_stages(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
 ) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
-    """Return the fastest plan on the GPUs that are for stages; of equally fast ones that on the
+    """Return the fastest plan on the GPUs that are for stages; of equally fast plans the one on the
     largest GPUs.
 
     No plan is faster than the model's cost divided by the sum of its stages' speeds, so most
@@ -79,7 +79,7 @@ def _best_stages(
     costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
     limits = least_limits(config)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
-    # stable: of equals, the largest GPUs first
+    # the sort is stable: of equally fast candidates, the one with the largest GPUs stays first
     for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):
         if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
             break

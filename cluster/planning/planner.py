@@ -48,14 +48,14 @@ def split_layers(
 ) -> list[range] | None:
     """Divide layers into consecutive, non-empty spans, one per stage; return None if none fits.
 
-    A stage takes the cost of its layers divided by its speed, which counts only relative to the
-    others'. Among the splits whose slowest stage is fastest, the most even one is returned.
+    A stage's time is the cost of its layers divided by its speed. Speeds are relative to each
+    other. Among the splits whose slowest stage is fastest, the most even split is returned.
 
-    costs [2, 1, 1, 1, 3], speeds [1, 1]: [2, 1, 1] and [1, 3], both 4. Speeds [3, 1]: [2, 1, 1, 1]
-    and [3], 5/3 and 3.
+    Costs [2, 1, 1, 1, 3], speeds [1, 1]: [2, 1, 1] and [1, 3], both take 4. Speeds [3, 1]: [2, 1,
+    1, 1] and [3], which take 5/3 and 3.
     """
     unit = lcm(*speeds)
-    # of a layer of cost 1, in whole numbers: speeds [3, 1] give [1, 3]
+    # each stage's time for a layer of cost 1, in whole numbers: speeds [3, 1] give [1, 3]
     times = [unit // speed for speed in speeds]
     fastest = _split(costs, times, fits, floor=0)
     if fastest is None:
@@ -70,7 +70,7 @@ def is_splittable(num_layers: int, num_stages: int, fits: FitsPredicate) -> bool
     """Return True if any split fits, without a search for the best.
 
     Every stage takes as many layers as fit, leaving one for each stage that follows: the remaining
-    layers are then a subset of those that any other split would leave.
+    layers are then a subset of the layers that any other split would leave.
     """
     start = 0
     for stage in range(num_stages):
@@ -88,7 +88,7 @@ def _split(
     costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floor: int
 ) -> Split | None:
     """Return the split with the least (slowest stage, sum of squared times); a slowest stage below
-    ``floor`` counts as that.
+    ``floor`` counts as ``floor``.
     """
     cost_until = [0, *accumulate(costs)]
     best: dict[int, Split] = {0: (floor, 0, ())}  # by number of layers split so far
@@ -110,8 +110,11 @@ def _extend(split: Split, time: int, end: int) -> Split:
     return max(slowest, time), squares + time**2, (*ends, end)
 
 
-SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
-MEMORY_SHARE = 0.9  # of a stage's memory, at most; the rest is for activations and the runtime
+# share of the tokens that a new token is sampled from: answers are half as long as prompts
+SAMPLED_SHARE = Fraction(1, 3)
+# largest share of a stage's memory for weights and caches; the rest is for activations and the
+# runtime
+MEMORY_SHARE = 0.9
 
 
 class TooLittleMemoryError(PlanError):
@@ -120,9 +123,9 @@ class TooLittleMemoryError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class StageBudget:
-    """What one stage runs on: bytes of memory, and a speed relative to the other stages'.
+    """The device of one stage: bytes of memory, and a speed relative to the other stages'.
 
-    ``runtime``: what its process takes of a GPU besides weights and caches.
+    ``runtime``: the GPU memory of its process besides weights and caches.
     """
 
     memory: int
@@ -131,16 +134,16 @@ class StageBudget:
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and caches: a tenth is left in any case, more where the runtime takes
-        more.
+        """Bytes for weights and caches: the memory without a tenth of it, or without the runtime
+        where that takes more.
 
-        Of 80 GiB 72 where the runtime takes 3, and of 20 GiB 17, not 18.
+        With a runtime of 3 GiB: 72 of 80 GiB, and 17 of 20 GiB, not 18.
         """
         runtime = self.runtime.total if self.runtime else 0
         return min(int(self.memory * MEMORY_SHARE), max(self.memory - runtime, 0))
 
     def describe_usable(self) -> str:
-        """Return ``72 GiB``, or ``0 B, as CUDA, activations and logits take ...`` where that is
+        """Return ``72 GiB``, or ``0 B, as CUDA, activations and logits take ...`` where these take
         more than a tenth.
         """
         usable = format_bytes(self.usable)
@@ -154,7 +157,7 @@ class StageBudget:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What to plan for; the pipeline has one stage per budget, in this order."""
+    """The pipeline to plan; it has one stage per budget, in this order."""
 
     budgets: tuple[StageBudget, ...]
     dtype: str
@@ -163,13 +166,13 @@ class PlanRequest:
     page_size: int
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
-    experts_inside: bool = True  # in the stages, if the model has experts
-    # of a pipeline that ran; decides what the head costs
+    experts_inside: bool = True  # the stages have the model's experts, if it has any
+    # stage times of a pipeline that ran, which give the cost of the head
     measured: tuple[StageTime, ...] | None = None
     batch_invariant: bool | None = None  # see StagePlan
-    num_drafts: int = 0  # of a sequence in flight, by which page rings are longer
+    num_drafts: int = 0  # most drafts of a sequence in flight; page rings are longer by them
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
-    # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
+    # rows per panel of packed matrices, whose last panel is filled up on CPUs; 1: not packed
     panel_rows: int = 1
     kv_cache_dtype: KvCacheDtype = "auto"
 
@@ -246,12 +249,12 @@ def layer_costs(
 ) -> list[int]:
     """Return the parameters that one token uses, per layer.
 
-    The last layer includes the head, which only tokens use that a new one is sampled from:
-    ``SAMPLED_SHARE`` of all, or as many as the busy times of a pipeline say. The embedding, of
-    which a token uses one row, is left out. Raises ConfigError if the busy times are of another
-    model.
+    The last layer includes the head. Only tokens that a new token is sampled from use the head:
+    ``SAMPLED_SHARE`` of all tokens, or the share that the busy times of a pipeline show. The
+    embedding is left out: a token uses one row of it. Raises ConfigError if the busy times are of
+    another model.
 
-    Layers of 10 parameters; stages with 3 and 2 of them were busy for 60 % and 50 % of the time. A
+    Layers of 10 parameters; stages with 3 and 2 layers were busy for 60 % and 50 % of the time. A
     layer takes 20 %, so the head takes 10 %, which is 5 parameters.
     """
     costs = [_active_parameters(args, layer, experts_inside) for layer in range(args.n_layers)]
@@ -310,8 +313,8 @@ class _StageFootprint:
         self._head, self._head_padding = self._num_bytes(*head), self._num_padding_bytes(*head)
 
     def weight_bytes(self, span: range) -> int:
-        """Return the weights of the layers, with the embedding and the head where they belong, as
-        they are in memory.
+        """Return the bytes in memory of the layers' weights, with the embedding before the first
+        layer and the head after the last one.
         """
         num_bytes = (
             self._common
@@ -326,7 +329,9 @@ class _StageFootprint:
         )
 
     def padding_bytes(self, span: range) -> int:
-        """Return what fills up the last panels of packed matrices; the embedding is not packed."""
+        """Return the bytes that fill up the last panels of packed matrices; the embedding has no
+        panels.
+        """
         num_bytes = self._padding[span.stop] - self._padding[span.start]
         return num_bytes + (span.stop == self._args.n_layers) * self._head_padding
 
@@ -335,7 +340,7 @@ class _StageFootprint:
         return self._one_sequence[span.stop] - self._one_sequence[span.start]
 
     def minimum_bytes(self, span: range) -> int:
-        """Return weights and the least cache with which the stage is of use."""
+        """Return the bytes of the weights and of the smallest cache that a stage can work with."""
         return self.weight_bytes(span) + max(
             self.sequence_bytes(span), self._request.kv_cache_memory or 0
         )
@@ -355,7 +360,7 @@ class _StageFootprint:
 def _layer_bytes(
     args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool
 ) -> tuple[tuple[int, int], ...]:
-    """Return the bytes of each layer's weights, and of what fills up their last panels."""
+    """Return the bytes of each layer's weights, and of the padding of their last panels."""
     sizes = []
     for layer in range(args.n_layers):
         specs = tuple(layer_tensors(args, layer, with_experts=has_experts))
@@ -421,7 +426,7 @@ def _plan_cache(spans: list[range], footprint: _StageFootprint, request: PlanReq
         budget.usable - footprint.weight_bytes(span) if given is None else given
         for budget, span in zip(request.budgets, spans, strict=True)
     ]
-    # exact: no page that fits is lost
+    # exact fractions, so that no page that fits is lost by rounding
     num_seqs = min(Fraction(request.max_num_seqs), *map(Fraction, cache_bytes, sequence_bytes))
     return CachePlan(
         request.page_size,
@@ -436,8 +441,8 @@ def _plan_cache(spans: list[range], footprint: _StageFootprint, request: PlanReq
 def _check_kv_cache_memory(
     given: int, sequence_bytes: list[int], spans: list[range], max_model_len: int
 ) -> None:
-    """Raise PlanError with the minimum of all stages: raised to the first stage's only, it would
-    fail for the next.
+    """Raise PlanError with the minimum that suffices for all stages, not only for the first stage
+    with too little.
     """
     minimum = max(sequence_bytes)
     if given < minimum:

@@ -1,10 +1,10 @@
-"""What a stage's process takes of a GPU besides weights and cache. Pure arithmetic.
+"""The GPU memory of a stage's process besides weights and cache. Pure arithmetic.
 
-What is not the size of a tensor was measured on one H100 on 28 November 2026: two stages of a model
-of 668 KiB took 820 and 840 MiB each. A stage with half of Mistral 7B took 2.73 GiB besides weights
-and cache after 64 requests, in micro-batches of 4096 tokens.
+Memory other than tensors was measured on one H100 on 28 November 2026: two stages of a model of 668
+KiB took 820 and 840 MiB each. A stage with half of Mistral 7B took 2.73 GiB besides weights and
+cache after 64 requests, in micro-batches of 4096 tokens.
 
-What CUDA keeps for a graph is an estimate.
+CUDA's own memory for a graph is an estimate.
 
 Shape letters: D model width, F feed-forward width, H query heads, k experts of a token, V
 vocabulary.
@@ -17,39 +17,39 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 
 MIB = 2**20
-# of a process: CUDA's context, the code of kernels, and what torch keeps for itself
+# memory of a process for CUDA's context, the code of kernels, and torch itself
 CONTEXT_BYTES = 800 * MIB
-# of cuBLAS on Hopper, for each stream: that of the steps, and that on which graphs are recorded
+# workspace of cuBLAS on Hopper for each of two streams: steps run on one stream, graphs are
+# recorded on the other
 WORKSPACE_BYTES = 32 * MIB
 NUM_STREAMS = 2
-# Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size:
-# 4.5 times, as measured.
+# Torch's allocator holds 4.5 times the activations of a step in the end, as measured, because
+# micro-batches differ in size.
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
-# Of a logit, while its row is penalized; next to the kernel that samples it there are no more than
-# two copies.
+# memory for a logit while penalties are applied to its row; the kernel that samples needs at most
+# two copies
 SAMPLING_BYTES = 28
-# Of a logit that is sorted: for log-probabilities, or by PyTorch, which samples where there is no
-# kernel.
+# memory for a logit that is sorted: for log-probabilities, or by PyTorch where no kernel samples
 SORTING_BYTES = 48
-SORTED_LOGITS = 2**22  # at a time
-COUNT_BYTES = 5  # of a token of the vocabulary in the counts of a sequence with penalties
+SORTED_LOGITS = 2**22  # logits that are sorted at a time
+COUNT_BYTES = 5  # per token of the vocabulary, for the counts of a sequence with penalties
 FIRST_COUNTS = 4  # rows of counts at first; their number doubles
-BLOCK_NUMBERS = 2**24  # of a quantized matrix, converted at a time for many tokens
-# of unfinished results of attention, in float32; with each vector two numbers more
+BLOCK_NUMBERS = 2**24  # numbers of a quantized matrix that are converted at a time for many tokens
+# vectors of unfinished results of attention, in float32; each vector has two numbers more
 KEPT_BYTES = 64 * MIB
-GRAPH_BYTES = 2**16  # of CUDA's own for a graph of some ten kernels
-# the most tokens of a step of graphs of pieces, and of what sizes are multiples
+GRAPH_BYTES = 2**16  # CUDA's own memory for a graph of some ten kernels
+# the most tokens of a step of piecewise graphs; sizes of steps are multiples of the second number
 MAX_PIECE_TOKENS, PIECE_STEP = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMemory:
-    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last
-    stage needs.
+    """Bytes of one stage. ``graphs``: all CUDA graphs. ``logits``: logits and sampling in the last
+    stage.
 
-    ``workspaces`` are those of cuBLAS, of attention what is unfinished, and of quantized matrices
-    what is converted.
+    ``workspaces``: the workspaces of cuBLAS, unfinished results of attention, and converted blocks
+    of quantized matrices.
     """
 
     context: int
@@ -60,11 +60,11 @@ class RuntimeMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all."""
         return self.context + self.workspaces + self.activations + self.graphs + self.logits
 
     def as_data(self) -> dict[str, int]:
-        """Return them for JSON."""
+        """Return the bytes by name, and their sum, for JSON."""
         names = ("context", "workspaces", "activations", "graphs", "logits", "total")
         return {name: getattr(self, name) for name in names}
 
@@ -107,15 +107,16 @@ def gpu_runtime(
     batch_invariant: bool = False,
     quantize: Quantization | None = None,
 ) -> RuntimeMemory:
-    """Return what a stage of this model needs; any stage may be the last one, which samples up to
-    ``num_sampled`` tokens.
+    """Return the memory that a stage of this model needs. Any stage may be the last one, which
+    samples up to ``num_sampled`` tokens.
 
-    What attention keeps, and what is converted, is counted twice: once for graphs, whose memory is
+    Unfinished results of attention and converted blocks are counted twice: graphs have memory of
     their own.
 
     Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x
-    14336 = 55296 numbers at once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128
-    tokens have 13.5 MiB, and their logits 15.6. Graphs of pieces take 84.5 MiB, see ``_pieces``.
+    14336 = 55296 numbers at once, which are 432 MiB for all tokens, held 4.5 times; graphs of 128
+    tokens have 13.5 MiB, and their logits 15.6 MiB. Piecewise graphs take 84.5 MiB: see
+    ``_pieces``.
     """
     token_bytes = widest_activations(args, experts_inside) * DTYPE_BYTES[dtype]
     graph_rows, kept = padded_rows(max_num_seqs), kept_bytes(args, batch_invariant)
@@ -140,11 +141,11 @@ def gpu_runtime(
 
 
 def _pieces(args: ModelArgs, dtype: str, max_num_batched_tokens: int, token_bytes: int) -> int:
-    """Return the bytes of graphs of pieces, of a stage with all layers.
+    """Return the bytes of piecewise graphs of a stage with all layers.
 
     Mistral 7B in bfloat16: 8 sizes of 33 graphs are 16.5 MiB. 512 tokens have 54 MiB within a
-    piece, and 14 between pieces: hidden states, queries, keys, values, what attention returns (4096
-    + 4096 + 2 x 1024 + 4096 numbers) and two of 8 bytes.
+    piece, and 14 MiB between pieces: hidden states, queries, keys, values, the result of attention
+    (4096 + 4096 + 2 x 1024 + 4096 numbers) and two numbers of 8 bytes.
     """
     num_rows, num_sizes = piece_sizes(max_num_batched_tokens)
     values = args.latent.kv_lora_rank if args.latent else args.head_dim
@@ -160,8 +161,8 @@ def _pieces(args: ModelArgs, dtype: str, max_num_batched_tokens: int, token_byte
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
-    """Return the most tokens of a step of pieces, with padding, and how many sizes there are; see
-    ``piecewise_graphs``.
+    """Return the most tokens of a step of piecewise graphs, with padding, and the number of sizes:
+    see ``piecewise_graphs``.
 
     100 tokens are padded to 128, the second size.
     """
@@ -170,11 +171,11 @@ def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
 
 
 def kept_bytes(args: ModelArgs, batch_invariant: bool) -> int:
-    """Return what attention keeps at most of unfinished results, where programs share the keys of a
+    """Return the most bytes of unfinished results of attention, where programs share the keys of a
     token: see KEPT_BYTES.
 
-    Other kernels keep no more than some MiB. Mistral 7B: 65 MiB with batch invariance, as vectors
-    of 128 have 130 numbers.
+    Other kernels keep at most some MiB. Mistral 7B: 65 MiB with batch invariance, as vectors of 128
+    have 130 numbers.
     """
     if args.latent is None and not batch_invariant:
         return 0
@@ -188,17 +189,17 @@ def count_rows(num_seqs: int) -> int:
 
 
 def padded_rows(num_seqs: int) -> int:
-    """Return the most decodes of a CUDA graph: a multiple of 16, or 8 at least, of 9 or more; see
-    ``cuda_graphs``.
+    """Return the number of decodes of the largest CUDA graph, a multiple of 16 (see
+    ``cuda_graphs``): 128 for 128 sequences, 144 for 129.
     """
     return -(-num_seqs // 16) * 16
 
 
 def widest_activations(args: ModelArgs, experts_inside: bool) -> int:
-    """Return how many numbers one token has at once, at most, in any layer: hidden states, and
-    those of one of its parts.
+    """Return the most numbers that one token has at once in any layer: hidden states, and the
+    numbers of attention or of the feed-forward part.
 
-    Each part has what it was given, what it computes, and what it makes of that.
+    Each part has its inputs, its intermediate results and its outputs.
     """
     dense = 3 * args.hidden_dim
     if args.moe is not None:
@@ -215,8 +216,8 @@ def widest_activations(args: ModelArgs, experts_inside: bool) -> int:
 
 
 def _attention_numbers(args: ModelArgs) -> int:
-    """Return the numbers of queries, keys and values, once more rotated, and of the result. Mistral
-    7B: 15360.
+    """Return the numbers of queries, keys and values, of the same after rotation, and of the
+    result. Mistral 7B: 15360.
     """
     if args.latent is None:
         return (3 * args.n_heads + 3 * args.n_kv_heads) * args.head_dim

@@ -11,14 +11,13 @@ from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.blocks import Blocks, PieceRecorder, Step
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.chat_completion import prepare_conversation
+from tramontane.router.openai.chat_completion import encode_chat, prepare_conversation
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.generation import Generation
 from tramontane.router.openai.responses import CompletionChange, Event
 from tramontane.router.openai.resume_state import ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.openai.tokenize import encode_chat
 from tramontane.router.structured.grammar import visible_tools
 from tramontane.router.tokenization.chat import ChatTemplate
 

@@ -1,7 +1,7 @@
 """One client's request while a router works on it.
 
 An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities
-and expert choices back until a token goes out with them, and knows when what happened.
+and expert choices back until a token goes out with them, and records timestamps.
 ``QueueWaitTracker`` derives Retry-After from that.
 """
 
@@ -36,7 +36,7 @@ class PositionBuffer(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, int], int] = {}  # position, by sequence and layer
+        self._next: dict[tuple[int, int], int] = {}  # next position, by sequence and layer
         self._held: dict[int, list[T]] = {}  # by sequence
 
     def skip_to(self, seq_id: int, position: int, layer: int = 0) -> None:
@@ -54,13 +54,14 @@ class PositionBuffer(Generic[T]):
             self._next[seq_id, layer] = values.end
 
     def take(self, events: Iterable[TokenEvent], end_of: Callable[[int], int]) -> tuple[T, ...]:
-        """Remove and return all that is held for the sequences of these events, up to their last
-        tokens.
+        """Remove and return all values that are held for the sequences of these events, up to their
+        last tokens.
 
-        ``end_of`` returns how many tokens of a sequence are known. One that ends with the first of
-        three tokens, of which two were drafts, has values of all three.
+        ``end_of`` returns how many tokens of a sequence are known. A sequence that ends with the
+        first of three tokens, two of them drafts, holds values of all three; the values of
+        the drafts are dropped.
         """
-        if not self._held:  # nearly always
+        if not self._held:  # as for nearly all requests
             return ()
         held = (
             (end_of(event.seq_id), values)
@@ -77,8 +78,8 @@ class PositionBuffer(Generic[T]):
 class ActiveRequest:
     """The sequences of a request, its timestamps by the router's clock, and where its output goes.
 
-    ``counts_drafts``: whether the router speculates, so that outputs say how many drafts were
-    right.
+    ``counts_drafts``: whether the router speculates, so that outputs have the numbers of drafts and
+    of accepted drafts.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ActiveRequest:
         self.is_single = len(sequences) == 1
         is_resumed = any(s.output_ids for s in sequences)  # another router has emitted tokens
         self.last_token_at = now if is_resumed else math.inf
-        # tokens of prompts that were cached, by seq_id, until its first token
+        # cached tokens of a sequence's prompt, by seq_id, until the sequence has its first token
         self._num_cached: dict[int, int] = {}
         self._counts_prompt = {
             s.seq_id
@@ -105,12 +106,13 @@ class ActiveRequest:
             if not s.output_ids
         }
         self._counts_drafts = counts_drafts
-        # drafts and right ones, by sequence, of all outputs so far
+        # numbers of drafts and of accepted drafts in all outputs so far, by sequence
         self._sent_drafts: dict[int, tuple[int, int]] = {}
         self._experts = PositionBuffer[ExpertChoices]()
         self._logprobs = PositionBuffer[Logprobs]()
         for index, sequence in enumerate(sequences):
-            # of a prompt of 3 and an output of 2, logprobs of 1..4 are known, experts of 0..3
+            # with a prompt of 3 tokens and an output of 2, log-probabilities of the positions 1..4
+            # are known, and experts of the positions 0..3
             if sequence.output_ids:
                 self._logprobs.skip_to(index, sequence.num_known)
             for layer in sequence.sampling.return_experts:
@@ -119,8 +121,8 @@ class ActiveRequest:
                 )
 
     def record_start(self, seq_id: int, num_cached: int, now: float) -> None:
-        """Record the first chunk of a sequence, which may be computed again later, after so many
-        cached tokens.
+        """Record the first chunk of a sequence: it begins after ``num_cached`` tokens. The sequence
+        may be computed again later, and then has another first chunk.
         """
         self.started_at = min(self.started_at, now)
         if num_cached and seq_id in self._counts_prompt:
@@ -128,8 +130,8 @@ class ActiveRequest:
         self._counts_prompt.discard(seq_id)
 
     def add_experts(self, choices: ExpertChoices) -> None:
-        """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield
-        none for a while.
+        """Hold expert choices until the next token of their sequence: chunks of a prompt may give
+        no token for a while.
         """
         self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]), choices.layer)
 
@@ -138,10 +140,10 @@ class ActiveRequest:
         self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
 
     def deliver(self, events: list[TokenEvent], now: float) -> None:
-        """Send tokens to the sink, with all that was held for their sequences."""
+        """Send tokens to the sink, with all values that were held for their sequences."""
         self.first_token_at, self.last_token_at = min(self.first_token_at, now), now
         fields = [(self.index_of[seq_id], token_id, finish) for seq_id, token_id, finish in events]
-        # half of what calling TokenEvent takes
+        # takes half the time of calling TokenEvent
         own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))
         cached = (
             sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events)
@@ -160,8 +162,8 @@ class ActiveRequest:
         )
 
     def _take_drafts(self, events: Iterable[TokenEvent]) -> tuple[SequenceDrafts, ...]:
-        """Return the drafts of these events' sequences since the outputs before; of a sequence's
-        first output even if none.
+        """Return the numbers of drafts of these events' sequences since the last output; with a
+        sequence's first output also a number of 0.
         """
         found: list[SequenceDrafts] = []
         for index in {event.seq_id: None for event in events}:
@@ -206,7 +208,8 @@ class QueueWaitTracker:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last_queue_s = [0.0] * NUM_PRIORITIES  # by priority, of the request that started last
+        # wait of the request that started last, by priority
+        self._last_queue_s = [0.0] * NUM_PRIORITIES
 
     def record_starts(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
         """Record which requests, by the ids of their sequences, start with this micro-batch."""
@@ -218,8 +221,8 @@ class QueueWaitTracker:
                 request.record_start(chunk.seq_id, chunk.start, now)
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
-        """Return the longest wait of this priority in whole seconds: of the last start, or of a
-        request that still waits.
+        """Return the longest wait of this priority in whole seconds: of the request that started
+        last, or of a request that still waits.
         """
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)
@@ -232,8 +235,8 @@ def by_layer(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Group the expert choices at positions first..end-1 of one sequence by layer, token by token.
 
-    A layer with none of these positions is left out. Positions 2..4 of layer 7, for 3..9: {"7":
-    [those of 3, those of 4]}.
+    A layer without choices at these positions is left out. Choices at 2..4 of layer 7, for 3..9:
+    {"7": [choice at 3, choice at 4]}.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for each in choices:

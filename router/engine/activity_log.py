@@ -16,14 +16,15 @@ from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 
-# micro-batches, and stages of each: 4000 micro-batches of four stages, 300 of sixty-four
+# number of kept records, one for a micro-batch and one for each of its stages: 4000 micro-batches
+# of four stages, 300 of sixty-four
 MAX_RECORDS = 20_000
 MAX_RETURNED = 1000  # micro-batches in one response
-MAX_WAITS = 4096  # first tokens, and as many further ones
+MAX_WAITS = 4096  # waits for first tokens, and for further tokens
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
 
 
-StageWork = tuple[int, float, float, float]  # of a micro-batch: see ``MicroBatchActivity``
+StageWork = tuple[int, float, float, float]  # a stage's entry in ``MicroBatchActivity.stages``
 
 
 class _Model(BaseModel):
@@ -47,8 +48,8 @@ class Percentiles(_Model):
 class MicroBatchActivity(_Model):
     """A completed micro-batch.
 
-    ``stages`` has for each its number, its start by its own clock (since 1970), how long it
-    computed, and how long it took.
+    ``stages`` has for each stage its number, the start of its work by its own clock (since 1970),
+    and the seconds of computing and of the whole work.
     """
 
     number: int
@@ -63,9 +64,8 @@ class PipelineActivity(_Model):
     """The activity of one pipeline.
 
     ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds;
-    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens since the router began, as do
-    ``draft_tokens`` and ``accepted_tokens``, of which the latter were right; ``last`` is for the
-    next ``after``.
+    ``prefix_cache_queries``, ``prefix_cache_hits``, ``draft_tokens`` and ``accepted_tokens`` count
+    tokens since the router began; ``last`` is for the next ``after``.
     """
 
     name: str
@@ -143,11 +143,11 @@ class ActivityLog:
             self._num_records -= 1 + len(self._batches.popleft().stages)
 
     def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
-        """Record that these requests are about to get tokens; ``now`` is by the clock that they
-        were made with.
+        """Record that these requests are about to get tokens; ``now`` is by the clock of the
+        requests' own times.
 
-        The time between tokens counts only for requests of a single sequence: of several it cannot
-        be attributed.
+        The time between tokens counts only for requests of a single sequence: with several
+        sequences it cannot be attributed to one of them.
         """
         at, first, later = self._clock(), [], []
         for request in requests:
@@ -162,8 +162,8 @@ class ActivityLog:
         """Return the fields of ``PipelineActivity`` that this log has.
 
         ``after`` is the number of the last micro-batch that the client knows; the oldest of the
-        later ones are returned. Without it, or if the log is a new one since, those of the last
-        five seconds are.
+        later micro-batches are returned. Without ``after``, or if the log is newer than the
+        client's number, the micro-batches of the last five seconds are returned.
         """
         now = self._clock()
         batches = self._select(now, after)

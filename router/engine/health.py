@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# recoveries in a row, without a micro-batch between them, that count as progress
+# so many recoveries in a row, without a micro-batch between them, count as progress
 MAX_FAILED_RECOVERIES = 5
 
 
@@ -13,13 +13,13 @@ class Recovery:
 
     reason: str
     seen_at: float
-    fenced_at: float | None = None  # from then on all live requests are computed again
-    resumed_at: float | None = None  # with the first token of any request
+    fenced_at: float | None = None  # from this time on all live requests are computed again
+    resumed_at: float | None = None  # time of the first token of any request
 
 
 class HealthTracker:
-    """The progress of one router, by its clock. Failed recoveries of ``previous``, on the same
-    pipeline before, count on.
+    """The progress of one router, by its clock. ``previous``: the tracker of an earlier router of
+    the same pipeline, whose failed recoveries are counted too.
     """
 
     def __init__(self, clock: Callable[[], float], previous: "HealthTracker | None" = None) -> None:
@@ -30,7 +30,7 @@ class HealthTracker:
         self._num_failed: int = previous._num_failed if previous else 0
         self.is_fenced = self.has_begun = False
         self.num_recoveries = 0
-        # in recoveries, from the detection of each failure to the first token after it
+        # seconds from the detection of each failure to the first token after it, summed
         self.paused_s = 0.0
         self.last_recovery: Recovery | None = None
 

@@ -10,20 +10,21 @@ from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.stats import PipelineStats
 
-SLOW_FACTOR = 4.0  # times the slowest recent micro-batch: one that is only slow is not given up
-SLOWEST_DECAY = 0.99  # of the slowest time, with each micro-batch that is completed
-# times the limit for the first micro-batch: kernels are tuned, memory is laid out
+# limit as a multiple of the slowest recent time: a micro-batch that is only slow is not given up
+SLOW_FACTOR = 4.0
+SLOWEST_DECAY = 0.99  # factor of the slowest time with each micro-batch that is completed
+# factor of the limit for the first micro-batch: kernels are tuned, memory is laid out
 FIRST_FACTOR = 4.0
 WATCH_INTERVAL_S = 0.2
-RECHECK_S = 1.0  # after a check has found that a stage still computes or loads
+RECHECK_S = 1.0  # wait after a check has found that a stage still computes or loads
 
 
 class StepDeadline:
     """The deadline of the oldest micro-batch of one pipeline; all times are given by the caller.
 
-    A micro-batch's time counts from its submission or the completion of the one before it,
-    whichever was later: in a pipeline of four stages, four that were submitted together return one
-    after the other, each in its own time.
+    A micro-batch's time counts from its submission or the completion of the micro-batch before it,
+    whichever was later: in a pipeline of four stages, four micro-batches that were submitted
+    together return one after the other, and the time of each counts from the one before.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -109,7 +110,8 @@ class InFlightBatches:
         """Remove and return the oldest micro-batch if it is completed: results come in the order of
         submission.
 
-        Raises PipelineError if it has failed; it then stays, as the one to blame.
+        Raises PipelineError if it has failed; the micro-batch then stays the oldest, so that the
+        failure can be attributed to it.
         """
         if not self._batches or not self._batches[0][1].done():
             return None
@@ -125,7 +127,7 @@ class InFlightBatches:
         """Cancel and forget all micro-batches."""
         for _, future in self._batches:
             if not future.cancel() and not future.cancelled():
-                future.exception()  # retrieved, or asyncio would log it
+                future.exception()  # asyncio would log an exception that is never retrieved
         self._batches.clear()
         self._deadline.reset()
         self._stats.reset()

@@ -2,9 +2,9 @@
 how busy it is.
 
 Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals.
-A request goes to the pipeline that is predicted to be done with it first: the seconds of work that
-the pipeline has, and of the tokens it would have to compute. A prefix that another pipeline has
-counts twice there: it is computed again, and the copy takes the place of as many other tokens.
+A request goes to the pipeline that is predicted to finish it first: the seconds of the pipeline's
+pending work, and of the tokens that it would have to compute. Tokens of a prefix that only another
+pipeline has count twice: they are computed again, and the copy displaces other cached tokens.
 
 A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has
 none of them and work for 1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a
@@ -25,29 +25,29 @@ from tramontane.router.scheduling.prefix_cache import KEY_BYTES, BlockHasher, Ke
 from tramontane.router.scheduling.running_set import MIN_DECODES
 from tramontane.router.scheduling.scheduler import Scheduler
 
-MAX_AGE_S = 10.0  # of a digest that is believed
-# for so long before it was queried, what was sent to a pipeline may not have arrived when its
-# digest was made
+MAX_AGE_S = 10.0  # a pipeline with an older digest is not chosen
+# requests that were sent to a pipeline less than so long before the query of its digest may be
+# missing in the digest
 LATE_S = 0.5
-# a fit may find that a token more takes no time; all requests would then go to that pipeline
+# a fit may find that a further token takes no time; all requests would then go to that pipeline
 MIN_TOKEN_S = 1e-5
-# of a prompt that are compared, 32k tokens: their keys take about a millisecond of the ingress
+# blocks of a prompt that are compared, 32k tokens: their keys take the ingress about a millisecond
 MAX_BLOCKS = 2048
-SAMPLE_TOKENS = 256  # of the prompt whose time per token is reported
+SAMPLE_TOKENS = 256  # tokens of the prompt whose time per token is reported
 
 Known = tuple[int, int]  # number of a replica's router, and version of its cached keys
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixDigest:
-    """What is cached in a pipeline, as changes since a version, and how busy the pipeline is.
+    """The cached keys of a pipeline, as changes since a version, and how busy the pipeline is.
 
     ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority,
-    by priority. ``prefill_s``, ``decode_s``: for one token more.
+    by priority. ``prefill_s``, ``decode_s``: seconds for one further token.
     """
 
-    replica: str  # of the router
-    router: int  # its number in this replica; each begins with an empty cache
+    replica: str  # replica of the router
+    router: int  # number of the router in this replica; each router begins with an empty cache
     changes: KeyChanges
     page_size: int
     busy_s: tuple[float, ...]
@@ -56,7 +56,7 @@ class PrefixDigest:
 
     @property
     def known(self) -> Known:
-        """What an ingress knows that has this digest."""
+        """The version that an ingress with this digest knows."""
         return self.router, self.changes.version
 
 
@@ -78,14 +78,14 @@ def make_digest(
 
 
 class TokenSeconds(NamedTuple):
-    """Seconds of one token more, of a prompt and of an output."""
+    """Seconds for one further token of a prompt, and of an output."""
 
     prefill: float
     decode: float
 
     @classmethod
     def of(cls, digests: Sequence[PrefixDigest]) -> "TokenSeconds":
-        """Return the mean over pipelines, whose fits differ."""
+        """Return the mean over pipelines, because their fits differ."""
         prefill_s, decode_s = (
             fmean(each.prefill_s for each in digests),
             fmean(each.decode_s for each in digests),
@@ -94,7 +94,7 @@ class TokenSeconds(NamedTuple):
 
 
 class KeyIndex:
-    """Which pipelines have a key: one look-up for all of them, of which each is a bit."""
+    """The pipelines that have a key, as bits of one number: one look-up for all pipelines."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
@@ -116,8 +116,8 @@ class KeyIndex:
                 self._holders.pop(key, None)
 
     def longest(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Return up to which of these keys of a prompt each pipeline has it, by bit: of a and c,
-        with b elsewhere, up to 3.
+        """Return, by the bit of a pipeline, the position of the last of these keys of a prompt's
+        blocks that it holds; earlier keys may be missing. Of the keys a b c it holds a and c: 3.
         """
         found: dict[int, int] = {}
         missing = -1
@@ -135,16 +135,18 @@ class Choice(NamedTuple):
     has ended.
     """
 
-    replica: str  # of the router
-    number: int  # of the request
+    replica: str  # replica of the router
+    number: int  # number of the request
 
 
 @dataclass(slots=True)
 class _SentRequest:
-    """The work of a request that this ingress sends to a pipeline. Times are those of the clock."""
+    """The work of a request that this ingress sends to a pipeline. Times are by the clock of the
+    ingress.
+    """
 
     priority: int
-    prefill_tokens: int  # not cached there, as far as is known
+    prefill_tokens: int  # tokens that the pipeline has not cached, as far as is known
     decodes: int
     sent_at: float
     ended_at: float = math.inf
@@ -155,12 +157,12 @@ class _SentRequest:
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What an ingress knows of a pipeline: its last digest, and what this ingress has sent to it.
+    """A pipeline as an ingress knows it: the last digest, and the requests of this ingress.
 
-    A digest may be older than many requests last. What this ingress has sent is known at any time
-    (``sent``); only the rest of the pipeline's work counts as it was when the digest was queried
-    (``others_s``, by priority, as in ``PrefixDigest.busy_s``). The pipeline's keys, known and sent,
-    are in ``index`` under ``bit``.
+    Many requests end before the next digest arrives. The requests that this ingress has sent are
+    known at any time (``sent``); only the rest of the pipeline's work counts as it was when the
+    digest was queried (``others_s``, by priority, as in ``PrefixDigest.busy_s``). The pipeline's
+    keys, from the digest and of sent requests, are in ``index`` under ``bit``.
     """
 
     digest: PrefixDigest
@@ -170,11 +172,11 @@ class _Pipeline:
     others_s: list[float] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
     sent: dict[int, _SentRequest] = field(default_factory=dict)
-    # Of what has been sent and has not ended, by priority: an ingress may have thousands of streams
-    # when it chooses.
+    # Sums over the requests that were sent and have not ended, by priority: an ingress may have
+    # thousands of streams when it chooses.
     open_prefill_tokens: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
     open_decodes: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
-    sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
+    sent_keys: dict[bytes, float] = field(default_factory=dict)  # keys of requests, and their time
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
         self.digest, self.at = digest, asked_at
@@ -201,7 +203,7 @@ class _Pipeline:
         }
 
     def forget(self) -> None:
-        """Remove its keys from the index."""
+        """Remove the pipeline's keys from the index."""
         self.index.discard(self.bit, self.keys)
         self.index.discard(self.bit, self.sent_keys)
 
@@ -213,8 +215,8 @@ class _Pipeline:
         return self.others_s[priority] + tokens * token_s.prefill + decodes * token_s.decode
 
     def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
-        """Return the seconds of what this ingress had sent and had not ended at a time, as if none
-        of it was done yet.
+        """Return the seconds of the requests of this ingress that were in progress at a time, as if
+        nothing of them was computed yet.
         """
         sent = (
             each
@@ -231,7 +233,7 @@ class _Pipeline:
         self.index.add(self.bit, keys)
 
     def record_end(self, number: int, now: float) -> None:
-        """Count the end of a request, if it was sent since this pipeline is known."""
+        """Count the end of a request, if it was sent after this pipeline became known."""
         if (request := self.sent.get(number)) is None or request.ended_at < math.inf:
             return
         request.ended_at = now
@@ -240,7 +242,7 @@ class _Pipeline:
 
 
 class PrefixAwareRouting:
-    """The choice of a pipeline, from the digests of all.
+    """The choice of a pipeline, from the digests of all pipelines.
 
     ``salt_of``: the salt of a tenant's keys. ``clock``: in seconds.
     """
@@ -249,16 +251,16 @@ class PrefixAwareRouting:
         self._salt_of, self._clock = salt_of, clock
         self._pipelines: dict[str, _Pipeline] = {}  # by replica of the router
         self._index = KeyIndex()
-        self._numbers = itertools.count()  # of requests
+        self._numbers = itertools.count()  # numbers of requests
 
     @property
     def known(self) -> Mapping[str, Known]:
-        """What is known of each replica, for the next query."""
+        """The known version of each replica's keys, for the next query."""
         return {replica: pipeline.digest.known for replica, pipeline in self._pipelines.items()}
 
     def update(self, digests: Collection[PrefixDigest], asked_at: float) -> None:
-        """Take what replicas have answered; the others are not chosen until they answer.
-        ``asked_at``: by the clock.
+        """Take the answers of replicas; the other replicas are not chosen until they answer.
+        ``asked_at``: the time of the query, by the clock.
         """
         by_replica = {digest.replica: digest for digest in digests}
         for replica in self._pipelines.keys() - by_replica.keys():
@@ -278,11 +280,12 @@ class PrefixAwareRouting:
     def choose(
         self, specs: Sequence[SequenceRequest], excluded: Collection[str] = (), only: str = ""
     ) -> Choice | None:
-        """Return where to send a request, which counts as sent until ``release``; None if fewer
+        """Choose the pipeline of a request, which counts as sent until ``release``; None if fewer
         than two pipelines are known.
 
-        ``only``: where it is sent in any case; None if that pipeline is not known. The sequences of
-        a request stay together. Of several prompts the prefix of the first one counts.
+        ``only``: the replica to which it is sent in any case; the result is None if that replica is
+        not known. The sequences of a request stay together. With several prompts the prefix of the
+        first prompt counts.
         """
         now, priority = self._clock(), specs[0].priority
         found = {
@@ -322,13 +325,13 @@ class PrefixAwareRouting:
         return Choice(chosen, number)
 
     def release(self, choice: Choice) -> None:
-        """Record that a request has ended where it had been sent, or was refused there."""
+        """Record that the chosen pipeline has finished or refused the request."""
         if (pipeline := self._pipelines.get(choice.replica)) is not None:
             pipeline.record_end(choice.number, self._clock())
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
-        """Return the keys of the first blocks before the last token, which is computed in any
-        case.
+        """Return the keys of the first blocks without the last token, because the last token is
+        computed in any case.
         """
         hasher = BlockHasher(self._salt_of(spec.cache_salt))
         num_blocks = min((len(spec.prompt_ids) - 1) // page_size, MAX_BLOCKS)

@@ -19,12 +19,12 @@ from tramontane.proto.request import (
 
 
 def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutput]:
-    """Yield parts with at most ``max_values`` log-probabilities and expert ids each, or those of
-    one token if that has more.
+    """Yield parts with at most ``max_values`` log-probabilities and expert ids each; the values of
+    one token are never split.
 
     Only the last part has the events. With ``max_values`` 4, log-probabilities of five tokens with
-    one other token each are split into those of the first two, of the next two, and of the last
-    one.
+    one other token each are split into values of the first two tokens, of the next two, and of the
+    last one.
     """
     experts, logprobs, num_values = list[ExpertChoices](), list[Logprobs](), 0
     extras: list[ExpertChoices | Logprobs] = [*output.experts, *output.logprobs]
@@ -47,23 +47,23 @@ def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutp
 class OutputQueue:
     """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads.
 
-    Outputs without events (see ``split_output`` and ``announcement``, of which only the latter have
-    a fingerprint) are read together with the events that follow, never before. Outputs are merged
-    as they arrive, into lists of plain values: Python's garbage collector would examine thousands
-    of outputs that wait to be read again and again, which took half of the time of an ingress with
-    500 streams.
+    Outputs without events are read together with the events that follow, never before: parts of
+    ``split_output``, and fingerprints of ``announcement``. Outputs are merged as they arrive, into
+    lists of plain values: Python's garbage collector would examine thousands of waiting outputs
+    again and again, which took half of the time of an ingress with 500 streams.
     """
 
     def __init__(self) -> None:
         self._events: list[Any] = []  # the fields of all tokens, three of each
-        # of the last output; None if there is none to read
+        # times of the last output; None if there is no output to read
         self._times: RequestTimings | None = None
         self._experts: list[ExpertChoices] = []
         self._logprobs: list[Logprobs] = []
-        self._parts: list[RequestOutput] = []  # of an output whose last part has not arrived
-        self._fingerprint = ""  # if it is new
+        # parts of an output whose last part has not arrived
+        self._parts: list[RequestOutput] = []
+        self._fingerprint = ""  # a new fingerprint that has not been read
         self._num_cached = 0
-        self._drafts: dict[int, tuple[int, int]] = {}  # drafts and right ones, by sequence
+        self._drafts: dict[int, tuple[int, int]] = {}  # drafts and accepted ones, by sequence
         self._error: TramontaneError | None = None
         self._filled = asyncio.Event()
 
@@ -123,9 +123,9 @@ class ResumableRequest:
     """A request with the tokens received so far, so that another router can continue it after one
     was lost.
 
-    It numbers sequences as the client's request does; a router that gets only the unfinished ones
-    numbers these from 0. Of three sequences the second has ended: the next router gets the first
-    and the third, whose number there is 1.
+    It numbers sequences as the client's request does; a router that gets only the unfinished
+    sequences numbers them from 0. If the second of three sequences has ended, the next router gets
+    the first and the third, and the third has number 1 there.
     """
 
     def __init__(self, specs: Sequence[SequenceRequest]) -> None:
@@ -133,7 +133,7 @@ class ResumableRequest:
         self._output_ids = [list(spec.output_ids) for spec in specs]
         self._unfinished = dict.fromkeys(range(len(specs)))
         self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
-        # the request's numbers of what the present router works on
+        # the request's numbers of the sequences that the present router works on
         self._submitted = list(self._unfinished)
 
     @property
@@ -147,7 +147,7 @@ class ResumableRequest:
         return len(self._unfinished)
 
     def remaining_specs(self) -> Sequence[SequenceRequest]:
-        """Return what is left to do, for the next router."""
+        """Return the unfinished sequences with their tokens so far, for the next router."""
         self._submitted = list(self._unfinished)
         return [
             replace(

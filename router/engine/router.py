@@ -1,23 +1,7 @@
 """The router: drives one pipeline.
 
-One step, from a waiting sequence to a token at the client:
-
- 1. router/engine/router.py              ``Router.run`` keeps the pipeline full.
- 2. router/scheduling/scheduler.py       ``Scheduler.schedule`` makes the next micro-batch.
- 3. router/scheduling/waiting_queue.py   The next sequence: by priority, then fair between API keys.
- 4. router/scheduling/running_set.py     It gets a slot and a reservation of pages, for which less
-                                         urgent ones are preempted.
- 5. router/scheduling/balanced_policy.py How many decodes and how many prompt tokens go into it.
- 6. router/engine/in_flight.py           The micro-batch is submitted, with a deadline.
- 7. cluster/pipeline/stage_chain.py      It is encoded; every stage gets an actor call at once.
- 8. cluster/actors/stage_actor.py        The Ray actor of a stage decodes it.
- 9. workers/stage/step_executor.py       The executor receives hidden states and sends its own on.
-10. workers/stage/stage_worker.py        The stage makes its page table and the attention metadata.
-11. workers/model/transformer.py         The stage runs its layers.
-12. workers/sampling/token_sampler.py    The last stage samples a token for each row that needs one.
-13. router/engine/active_request.py      ``Router._deliver`` has the scheduler make events of the
-                                         tokens; ``deliver`` sends them to the request's sink,
-                                         where the client's stream reads them.
+``Router.run`` keeps the pipeline full: it has the scheduler make the next micro-batch, submits it
+to the stages, and gives the sampled tokens of a result to the sinks of their requests.
 """
 
 import asyncio
@@ -57,8 +41,9 @@ from tramontane.router.speculation.model_drafter import DraftQueue
 
 logger = logging.getLogger(__name__)
 
-STALL_FACTOR = 2.0  # times what a micro-batch may take
-MAX_CONSECUTIVE_POISON = 3  # poison requests in a row; after so many the pipeline itself is broken
+STALL_FACTOR = 2.0  # multiple of the time that a micro-batch may take
+# after so many poison requests in a row the pipeline itself counts as broken
+MAX_CONSECUTIVE_POISON = 3
 
 
 class Router:
@@ -89,10 +74,10 @@ class Router:
         self.health = HealthTracker(clock, previous)
         self.failure: PipelineError | None = None
         self._reported_loss: PipelineError | None = None  # see ``request_recovery``
-        # what has made the stages be fenced again
+        # the failure for which the stages are fenced again, and its micro-batch
         self._failed: tuple[PipelineError, FailedBatch] | None = None
         self._num_poison = 0  # poison requests since the last token of any request
-        # of the pipeline; "" while it is not known
+        # fingerprint of the pipeline; "" while it is not known
         self._read_fingerprint, self.fingerprint = read_fingerprint, ""
 
     async def run(self) -> None:
@@ -142,7 +127,7 @@ class Router:
                 await self.wake.wait()
                 self.wake.clear()
                 if hang_watch.done():
-                    raise hang_watch.result()  # or the defect that has ended it
+                    raise hang_watch.result()  # raises the defect if one has ended the watch
                 if self._reported_loss is not None:
                     raise self._reported_loss
                 while (completed := self._in_flight.pop_completed()) is not None:
@@ -198,9 +183,9 @@ class Router:
         """Once the stages are fenced again, end the request that is certain to have caused the
         failure, if there is one.
 
-        Only then it is known whether a node had died, which is the fault of no request. Raises
-        PipelineError if several requests in a row seem to be the cause: the pipeline itself is
-        broken.
+        Only after the fence it is known whether a node had died; then no request is to blame.
+        Raises PipelineError if several requests in a row seem to be the cause: the pipeline itself
+        is broken.
         """
         last, self._failed = self._failed, None
         if (
@@ -228,10 +213,10 @@ class Router:
         )
 
     def _fail(self, error: PipelineError) -> None:
-        """End every request with this error; later ones are refused with it."""
+        """End every request with this error; later requests are refused with it."""
         self.failure = error
         for request in dict.fromkeys(self._requests.values()):
-            # one for each: every raise extends an exception's traceback
+            # a new exception for each request: every raise extends an exception's traceback
             request.sink(PipelineError(str(error)))
 
     def request_recovery(self, error: PipelineError) -> None:
@@ -282,7 +267,7 @@ class Router:
         # choices share their prompt
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():
             self.scheduler.validate(sequence)
-        # else another router had accepted it
+        # requests that another router had accepted are not refused
         if not any(spec.already_admitted or spec.output_ids for spec in specs):
             self._check_overload(sequences)
         request = ActiveRequest(
@@ -300,7 +285,7 @@ class Router:
         return request
 
     def abort(self, request: ActiveRequest) -> None:
-        """Release what the request still holds; does nothing if it has finished."""
+        """Release the slots and pages that the request still holds, if it has not finished."""
         for seq_id in request.index_of:
             if self._requests.pop(seq_id, None) is not None:
                 self.scheduler.abort(seq_id)
@@ -404,17 +389,17 @@ class Router:
 
 # The calls to a draft model, one after the other, next to the micro-batches.
 
-RETRY_S = 1.0  # after a call that has failed
+RETRY_S = 1.0  # wait after a call that has failed
 
 
 async def run_draft_model(
     model: DraftPort, queue: DraftQueue, on_drafts: Callable[[], None]
 ) -> None:
-    """Get what sequences wait for until cancelled; ``on_drafts`` is called whenever drafts have
-    come.
+    """Get drafts for the sequences of the queue until cancelled; ``on_drafts`` is called whenever
+    drafts have come.
 
-    Sequences do not need drafts, so an error is logged, and the model is tried again. It then has
-    no sequence any more.
+    Sequences do not need drafts, so an error is logged, and the model is called again. The model
+    then counts as having lost all sequences.
     """
     requested = asyncio.Event()
     queue.on_request = requested.set

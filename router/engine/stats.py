@@ -26,7 +26,7 @@ class SampleBuffer:
 
     def take(self) -> list[float]:
         """Remove and return all samples that are there now, the oldest first."""
-        # not those that are added during the loop
+        # without the samples that are added during the loop
         return [self._values.popleft() for _ in range(len(self._values))]
 
 
@@ -35,10 +35,10 @@ class PipelineStats:
     clocks.
 
     ``active_s`` is the time in which any micro-batch was in flight. The part of it in which a stage
-    did not work is its waiting time, and the waiting of all stages together is the bubble.
-    ``hops_s``, by the stage that a hop leads to, is the time from when a stage had ended a
-    micro-batch and the next stage was free to when that one began it; it is as good as the stages'
-    clocks agree, and never below 0.
+    did not work is the stage's waiting time, and the waiting of all stages together is the bubble.
+    ``hops_s``, by the stage that a hop leads to: the hop begins when a stage has ended a
+    micro-batch and the next stage is free, and ends when the next stage begins the micro-batch. Its
+    time is as exact as the stages' clocks agree, and never below 0.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -149,8 +149,8 @@ class StageUsage:
     busy_s: float = 0.0
     num_tokens: int = 0
     num_batches: int = 0
-    open_s: float = 0.0  # in which it had any micro-batch, several at once counted once
-    # in which a micro-batch waited for experts, summed over micro-batches
+    open_s: float = 0.0  # time with any micro-batch in progress; several at once count once
+    # time of waiting for experts, summed over micro-batches
     expert_wait_s: float = 0.0
     last_end: float = float("-inf")
 
@@ -162,8 +162,8 @@ class StageUsage:
         return max(self.open_s - self.busy_s, 0.0)
 
     def add(self, timing: StageTiming) -> "StageUsage":
-        """Return the sums with one more micro-batch. Steps end in their order: open 0..3 and 1..4
-        are 3 s and then 1 s more.
+        """Return the sums with one further micro-batch. Steps end in their order: steps from 0 s to
+        3 s and from 1 s to 4 s are open for 3 s, and then for 1 s more.
         """
         return StageUsage(
             self.busy_s + timing.busy_s,
@@ -176,9 +176,7 @@ class StageUsage:
 
 
 class UsageMeter:
-    """Sums of every stage's timings, and of what their expert actors did, since the meter was
-    made.
-    """
+    """Sums of the timings of every stage and of every expert actor since the meter was made."""
 
     def __init__(self, num_stages: int) -> None:
         self._stages = [StageUsage() for _ in range(num_stages)]
@@ -241,8 +239,8 @@ class UsageMeter:
 class HopTime:
     """Times from the end of a stage's work on a micro-batch to the start of the next stage's.
 
-    Where the next stage was still busy they include the wait for it, so the smallest is closest to
-    the transfer itself.
+    Where the next stage was still busy the time includes the wait for it, so the smallest time is
+    closest to the transfer itself.
     """
 
     min_s: float
@@ -250,11 +248,11 @@ class HopTime:
 
 
 def hop_times(steps: Sequence[Sequence[StageTiming]]) -> tuple[HopTime, ...]:
-    """Return the time of every hop, from the timings of each step in the order of stages; as good
+    """Return the time of every hop, from the timings of each step in the order of stages; as exact
     as the stages' clocks agree.
 
-    Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: it began 1 and 2 after, at least 1, 1.5
-    in the median.
+    Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: stage 1 began 1 s and 2 s later, so the
+    minimum is 1 s and the median 1.5 s.
     """
     hops = zip(
         *(

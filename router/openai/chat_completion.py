@@ -2,11 +2,13 @@
 answers it, and the answer as OpenAI's object or chunks.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer
 from tramontane.router.openai.formatter import ChunkFormatter
@@ -27,16 +29,28 @@ from tramontane.router.openai.responses import (
 )
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import (
+    OFFLOAD_CHARS,
     ServedModel,
     tokenize_prompts,
     validate_logprobs,
     validate_sampling,
 )
-from tramontane.router.openai.tokenize import encode_chat
-from tramontane.router.structured.grammar import ThoughtRules, build_grammar, visible_tools
+from tramontane.router.structured.grammar import (
+    NO_TOOLS,
+    ThoughtRules,
+    Tool,
+    build_grammar,
+    visible_tools,
+)
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.validator import run_in_grammar_pool
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    ChatTemplate,
+    ToolFormat,
+    ToolSpec,
+    message_texts,
+)
 from tramontane.router.tokenization.reasoning_parser import (
     ReasoningFormat,
     ReasoningParser,
@@ -295,3 +309,55 @@ async def _grammar(
             drops_space=drops_space,
         )
     )
+
+
+async def encode_chat(
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+) -> tuple[int, ...]:
+    """Return token ids up to where the assistant answers. Raises ParameterError for conversations
+    that the format lacks.
+    """
+    texts = message_texts(messages)
+    if tools and template.tool_format is None:
+        raise ParameterError(NO_TOOLS, "tools")  # a format without tools would leave them out
+    try:
+        if model.tokenizer is not None:
+            model.tokenizer.check_length("".join(texts), model.max_model_len)
+        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
+            return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
+        return await asyncio.to_thread(
+            _encode_large, model, template, messages, tools, variables, reasoning_effort
+        )
+    except ParameterError:
+        raise
+    except RequestError as error:
+        raise ParameterError(str(error), "messages") from error
+
+
+def _encode_large(
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any] | None,
+    reasoning_effort: str | None,
+) -> tuple[int, ...]:
+    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too
+    many elements.
+
+    Templates parse that JSON.
+    """
+    if model.tokenizer is not None:
+        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
+    for message in messages:
+        for call in message.tool_calls:
+            check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
+        if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
+            check_elements(message.content.encode(), "the result of a tool", "messages")
+    specs = [tool.model_dump(exclude_none=True) for tool in tools]
+    return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)

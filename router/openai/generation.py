@@ -146,7 +146,8 @@ class Choice:
 
 
 class Generation:
-    """One request in progress. What ``resume_state`` has sent is not sent again.
+    """One request in progress. Text that another ingress has already sent (``resume_state``) is
+    skipped.
 
     ``texts``: the detokenizer of each sequence. ``kind``: the prefix of the answer's id, and its
     ``object``.

@@ -1,26 +1,18 @@
-"""Conversations to token ids; ``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from tramontane.proto.errors import ParameterError, RequestError
-from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
+from tramontane.proto.errors import ParameterError
+from tramontane.router.openai.body_bounds import MAX_ITEMS
+from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools, check_continuation, conversation
 from tramontane.router.openai.completion_request import MAX_TOKEN_ID, Text
 from tramontane.router.openai.responses import Answer
-from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
-from tramontane.router.structured.grammar import NO_TOOLS, Tool
+from tramontane.router.openai.served_model import ServedModel, offload_if_large
 from tramontane.router.structured.request_model import RequestModel, default_if_null
-from tramontane.router.tokenization.chat import (
-    VARIABLES,
-    ChatMessage,
-    ChatTemplate,
-    ReasoningEffort,
-    message_texts,
-)
+from tramontane.router.tokenization.chat import VARIABLES, ChatTemplate, ReasoningEffort
 from tramontane.router.tokenization.template_chat import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -155,55 +147,3 @@ def _require_tokenizer(model: ServedModel, parameter: str) -> Tokenizer:
             "this model has no tokenizer; it accepts and returns token ids only", parameter
         )
     return model.tokenizer
-
-
-async def encode_chat(
-    model: ServedModel,
-    template: ChatTemplate,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any] | None = None,
-    reasoning_effort: str | None = None,
-) -> tuple[int, ...]:
-    """Return token ids up to where the assistant answers. Raises ParameterError for conversations
-    that the format lacks.
-    """
-    texts = message_texts(messages)
-    if tools and template.tool_format is None:
-        raise ParameterError(NO_TOOLS, "tools")  # a format without tools would leave them out
-    try:
-        if model.tokenizer is not None:
-            model.tokenizer.check_length("".join(texts), model.max_model_len)
-        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
-            return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
-        return await asyncio.to_thread(
-            _encode_large, model, template, messages, tools, variables, reasoning_effort
-        )
-    except ParameterError:
-        raise
-    except RequestError as error:
-        raise ParameterError(str(error), "messages") from error
-
-
-def _encode_large(
-    model: ServedModel,
-    template: ChatTemplate,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any] | None,
-    reasoning_effort: str | None,
-) -> tuple[int, ...]:
-    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too
-    many elements.
-
-    Templates parse that JSON.
-    """
-    if model.tokenizer is not None:
-        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
-    for message in messages:
-        for call in message.tool_calls:
-            check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
-        if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
-            check_elements(message.content.encode(), "the result of a tool", "messages")
-    specs = [tool.model_dump(exclude_none=True) for tool in tools]
-    return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)

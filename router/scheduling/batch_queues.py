@@ -20,7 +20,8 @@ from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter, NgramDrafter
 from tramontane.router.speculation.speculation_state import Drafter, SpeculationState
 
-# for drafts, with each micro-batch: about a millisecond; long prompts take several
+# Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed over
+# several.
 TOKENS_INDEXED = 1024
 NewPages = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 

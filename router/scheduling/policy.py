@@ -10,7 +10,7 @@ from tramontane.proto.step import MicroBatch, StageTiming
 
 ASSUMED_TOKEN_S = 1e-3
 ASSUMED_BREAK_EVEN = 0.5  # of drafts, where no times are known
-NEVER = 2.0  # no draft is that likely to be right
+NEVER = 2.0  # no draft reaches this acceptance probability
 
 
 @dataclass(frozen=True, slots=True)

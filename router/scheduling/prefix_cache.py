@@ -19,12 +19,12 @@ from itertools import islice, repeat
 
 from tramontane.proto.plan import CachePlan
 
-# The log of cached prefixes: which keys of blocks became known and which were forgotten, for those
-# who choose a pipeline.
+# The log of cached prefixes: which keys of blocks became known and which were forgotten. Ingresses
+# choose a pipeline by it.
 
-# of a key in a digest: of a million keys one in 18 million million others is taken for one of them
+# of a key in a digest: with a million cached keys, a false match has probability 1 in 1.8e13
 KEY_BYTES = 8
-MAX_CHANGES = 2**15  # that are kept; who is further behind gets all keys
+MAX_CHANGES = 2**15  # that are kept; a reader that is further behind receives all keys
 # that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
 MAX_KEYS = 2**18
 

@@ -168,10 +168,10 @@ class StepGap:
     last one to the beginning of the first.
 
     Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one
-    step more, and compute a row in vain for each sequence that ends with a stop token, so they have
-    to be worth it: 1.5 ms are, where a step takes 20 ms, and not where it takes 200 ms. Only a step
-    that is submitted to an idle pipeline shows the gap. The shortest of the last ones counts, as
-    the router may have been busy.
+    step more, and waste one row for each sequence that ends with a stop token, so they must pay:
+    1.5 ms saved do so in a step of 20 ms, and not in one of 200 ms. Only a step that is submitted
+    to an idle pipeline shows the gap. The shortest of the last gaps counts, as the router may have
+    been busy.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Scheduler:
     * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
     * With speculation a decode token brings drafts of the next ones where the policy finds them
       worth their rows. Further drafts follow in micro-batches of their own, ahead of the results,
-      while stages have nothing else to do.
+      while stages are idle.
     """
 
     def __init__(

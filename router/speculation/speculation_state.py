@@ -83,12 +83,12 @@ class Drafter(Protocol):
 
 
 class SpeculationState:
-    """The drafts of one sequence. Those that were not worth their rows are compared with the output
-    all the same.
+    """The drafts of one sequence. Drafts that were not worth their rows are not submitted, but
+    compared with the output too.
 
     ``num_ahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and the
     next one 6, so it is 3. If 4 5 6 are sampled in the first one, 6 is known and submitted, and
-    ``num_ahead`` is 0. If 4 8 are, the other micro-batch is in vain, and 8 is to be submitted.
+    ``num_ahead`` is 0. If 4 8 are, the other micro-batch is wasted, and 8 is to be submitted.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Print reports of gpu.py as Markdown tables: the checks and figures of docs/benchmarks.md,
-servers, the best of each kernel.
+"""Print reports of gpu.py as Markdown tables: the checks and figures of
+docs/reports/benchmarks-gpu.md, servers, the best of each kernel.
 
     python tests/bench/gpu_report.py docs/reports/h200-2026-11-26-1.json [...] [--before REPORT
     [...]]

@@ -1,5 +1,5 @@
 """Checks of Triton's kernel for latent attention: it agrees with the reference, and a token has the
-same bits in any company.
+same bits whatever else is in the batch.
 
 Shape letters: T tokens of a row, B single tokens, L tokens of a prompt, S keys of a packed row, N
 rows of a cache, H query heads, G key/value heads (1), d width of a key, c of a value.

@@ -117,7 +117,8 @@ class AttentionKernels:
 
     prefill: PrefillKernel
     decode: DecodeKernel
-    is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
+    # whether a token has the same bits by either kernel, whatever else is in the batch
+    is_batch_invariant: bool = False
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
     # ``prefill``, if it takes an FP8 cache's keys as they are

@@ -8,8 +8,8 @@ has query heads of one token, for prompts and single tokens alike: the heads of 
 enough for a tensor core. Parts of a token's keys are combined by a second kernel.
 
 Where parts have a least number of keys, and their number is the same for all launches, what is
-computed for a token depends on its position alone: it has the same bits in any company, as a decode
-and in any chunk of its prompt.
+computed for a token depends on its position alone: it has the same bits whatever else is in the
+batch, as a decode and in any chunk of its prompt.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
 G key/value heads (1), d width of a key, c of a value, R pages of a ring, P parts; h query heads, k
@@ -304,7 +304,8 @@ def latent_prefill_kernels(plan: StagePlan, device: torch.device) -> dict[str, L
 
 
 def invariant_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Return the kernels of a stage with which a token has the same bits in any company.
+    """Return the kernels of a stage with which a token has the same bits whatever else is in the
+    batch.
 
     A token with 1,000 keys has 4 parts of up to 256 keys, one with 8,192 keys 16 parts of 512.
     Raises ValueError if no tile fits.

@@ -1,5 +1,5 @@
-"""Tiles of products in which a row has the same bits in any company, and which of them is for how
-many rows and outputs.
+"""Tiles of products in which a row has the same bits whatever else is in the batch, and which of
+them is for how many rows and outputs.
 
 A tile changes nothing but the speed. Each adds the products of a row in the order of the inputs, as
 many at a time as an instruction of the tensor cores takes, to one sum in float32, and no sum is

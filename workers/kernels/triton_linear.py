@@ -3,7 +3,7 @@ each.
 
 Every tile adds the products of a row in the order of the inputs, in float32. No sum is divided
 between programs, and where a row stands in its tile changes nothing: see ``row_tiles.py`` for
-products in which a row has the same bits in any company.
+products in which a row has the same bits whatever else is in the batch.
 
 ``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for
 products of few rows, in stages that need no such rows: the fastest is chosen on the GPU, see

@@ -186,8 +186,8 @@ ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 def with_gpu_kernels(
     stacks: Mapping[int, StackedExperts], dtype: torch.dtype, selector: KernelSelector
 ) -> dict[int, StackedExperts]:
-    """Return the stacks with the kernels for small batches, and grouped products by their speed, as
-    they work on the first.
+    """Attach small-batch kernels to all layers' experts, and choose grouped products by timing them
+    on the first layer.
 
     ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing
     changes on CPUs. Quantized experts are left out where no product computes them: they run one by

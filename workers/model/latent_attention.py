@@ -160,9 +160,7 @@ class LatentAttention(nn.Module):
         self.fused_ops = EAGER
 
     def finalize_weights(self, dtype: torch.dtype, products: RowProducts | None = None) -> None:
-        """Make the matrices of keys and values, which move to queries and outputs, of that which
-        makes both from the cache.
-        """
+        """Absorb the up-projection of the latent cache into the query and output projections."""
         wkv_b, latent = self.wkv_b, self.latent
         assert isinstance(wkv_b, Linear | QuantizedLinear)
         shape = (self.num_heads, latent.qk_nope_head_dim + latent.v_head_dim)

@@ -36,8 +36,8 @@ class LatestTokens:
     def put(self, seq_ids: Sequence[int], token_ids_S: Tensor) -> None:
         """Keep the tokens that have been sampled for these sequences, each of which occurs once.
 
-        A sequence without a token has ended (NOT_FINITE_TOKEN). What is computed for it until that
-        is known is in vain, but has to begin with a token of the vocabulary: 0.
+        A sequence without a token has ended (NOT_FINITE_TOKEN). Its rows are wasted until the
+        router knows of the end, but have to begin with a token of the vocabulary: 0.
         """
         self._ids_N[self._index(seq_ids)] = token_ids_S.clamp(min=0)
 

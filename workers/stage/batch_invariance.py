@@ -66,7 +66,7 @@ def _find_dependence(
     backend: DeviceBackend,
     rotary_tables: MakeRotaryTables,
 ) -> str:
-    """Return what depends on the other tokens of a micro-batch, or nothing."""
+    """Describe an operation whose result depends on the rest of the batch; "" if none does."""
     dtype = getattr(torch, plan.dtype)
     check = _LayerCheck(plan, model, device, dtype, backend.kernels, rotary_tables)
     return (

@@ -1,5 +1,5 @@
-"""The figures of ``tramontane simulate`` in docs/benchmarks.md are the ones that it prints: it uses
-no clock.
+"""The figures of ``tramontane simulate`` in docs/reports are the ones that it prints: it uses no
+clock.
 """
 
 import json
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
 
-PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reports" / "benchmarks-scheduling.md"
 TITLES = {"tramontane": "Tramontane"}  # the others have the same names there
 
 

@@ -64,8 +64,8 @@ LAYERS = 2
 # silu_and_mul. With experts three products are followed by their choice, gate_up (with
 # silu_and_mul) and down.
 MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
-# With kernels that give a token the same bits in any company: choices of experts are sorted, see
-# ``moe.py``. Of few tokens the blocks of attention are added by one more kernel.
+# With kernels that give a token the same bits whatever else is in the batch, choices of experts are
+# sorted, see ``moe.py``. Of few tokens the blocks of attention are added by one more kernel.
 MAX_ROW_WISE_LAUNCHES = {"dense": 10, "experts": 26}
 # Of a step with chunks and single tokens: four products, two norms, the rotation, attention of
 # both, their outputs together, the write to the cache and silu_and_mul.
