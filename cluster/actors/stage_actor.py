@@ -48,8 +48,8 @@ SERIALIZED_OVERHEAD = 254  # bytes that Ray's serialization adds to a header and
 
 
 class Way(StrEnum):
-    """How hidden states reach the next stage: in the reply to the router and its next call, by the
-    object store, or a channel.
+    """The transport of hidden states to the next stage: in the reply to the router and the router's
+    next call, through the object store, or over a channel.
     """
 
     INLINE = "inline"
@@ -58,7 +58,9 @@ class Way(StrEnum):
 
 
 class SentStates:
-    """Counts of one stage. Threads that compute steps add to them, another one reads them."""
+    """Counts of one stage's transfers of hidden states. Threads that compute steps add to the
+    counts, and another thread reads them.
+    """
 
     def __init__(self, inline_limit: int) -> None:
         self._inline_limit = inline_limit

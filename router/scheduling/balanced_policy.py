@@ -202,13 +202,13 @@ class BalancedPolicy:
         )
 
     def ahead_break_even(self, state: SchedulerState) -> float:
-        """See ``Policy``: a stage that would wait computes drafts, and what comes after them waits
-        for it.
+        """See ``Policy``: a stage that would wait computes drafts, and the micro-batches after the
+        drafts wait for this stage.
 
-        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are
-        right, their sequences gain 20 ms; if not, the right tokens wait for them, 2.5 ms on
-        average. That is even at 2.5 / (2.5 + 20) = 0.11. As many sequences as stages keep these
-        busy by themselves.
+        The slowest stage takes 5 ms, all stages and the hops between them 20 ms. Right drafts gain
+        20 ms for their sequences; wrong drafts delay the right tokens by 2.5 ms on average. The
+        gain equals the loss at a probability of 2.5 / (2.5 + 20) = 0.11. With as many sequences as
+        stages, the stages are busy without drafts.
         """
         num_busy = max(state.num_in_flight + state.num_ahead, state.num_decoding)
         if num_busy >= self._stages_at_once or has_prompts(state) or not state.num_decoding:

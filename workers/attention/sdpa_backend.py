@@ -232,11 +232,10 @@ class PagedDecode:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeDispatch:
-    """Decode kernel that uses another kernel for each number of single tokens: the first for up to
-    ``limits[0]``, and so on.
+    """Decode kernel that chooses a kernel by the number of single tokens: the first kernel for up
+    to ``limits[0]`` tokens, and so on; the last kernel for all larger numbers.
 
-    The last one is for all larger numbers. Limits 2 and 8: one token is the first one's, 8 are the
-    second's, 9 the third's.
+    Limits 2 and 8: the first kernel computes 1 or 2 tokens, the second 3 to 8, the third 9 or more.
     """
 
     kernels: tuple[DecodeKernel, ...]
