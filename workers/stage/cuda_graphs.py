@@ -262,7 +262,7 @@ class CudaGraphRunner:
         metadata = AttentionMetadata(
             token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode
         )
-        hidden_BD = (
+        hidden_BD: Tensor = (
             self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]
         )
         rotary = rotary_tables(
