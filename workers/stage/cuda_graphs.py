@@ -262,7 +262,7 @@ class CudaGraphRunner:
         metadata = AttentionMetadata(
             token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode
         )
-        hidden_BD: Tensor = (
+        hidden_BD = (
             self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]
         )
         rotary = rotary_tables(
@@ -274,8 +274,8 @@ class CudaGraphRunner:
         )
         attend = CachedAttention(self._cache, metadata, self._kernels)
         is_padding_B = slots_B == self._table.rings[0].scratch_slot
-        hidden_BD = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)
+        out_BD: Tensor = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)
         if not self._plan.is_last:
-            return hidden_BD
-        logits_BV: Tensor = self._model.head(hidden_BD, self._logits_BV[:num_rows])
+            return out_BD
+        logits_BV: Tensor = self._model.head(out_BD, self._logits_BV[:num_rows])
         return logits_BV
