@@ -24,7 +24,7 @@ from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, Micro
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.workers.stage.activation import Activation, PendingOutcome
+from tramontane.workers.stage.activation import Activation, PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor
 
@@ -110,9 +110,7 @@ class RelayingChain(LocalStageChain):
 
     def _run(self, batch: MicroBatch) -> StepResult:
         first, *others = self.stages
-        carried = first.step(
-            batch if self._last is None else first.fill_in(batch, self._last), None
-        )
+        carried = first.step(batch, self._last)
         for stage in others:
             assert isinstance(carried, Activation)
             carried = stage.step(batch, carried)
@@ -200,9 +198,7 @@ def test_the_same_answer_of_a_single_stream(
     expected = answers_of(folders["window"], plan, _synchronous(plan, 64), [number])
     launch = StageWorker.launch
 
-    def counted(
-        worker: StageWorker, batch: MicroBatch, incoming: Activation | None
-    ) -> PendingOutcome:
+    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingStep:
         found.append(batch.decodes.has_placeholders)
         return launch(worker, batch, incoming)
 
@@ -246,7 +242,7 @@ def test_the_first_of_several_stages_takes_tokens_from_the_result_of_the_step_be
     known = replace(batch, decodes=DecodeColumns((1,), (1,), (40,)))
     assert first.fill_in(known, StepResult(0, 0, (50, 60), ())) is known
     with pytest.raises(StaleEpochError):
-        first.fill_in(replace(batch, epoch=1), StepResult(1, 0, (50, 60), ()))
+        first.step(replace(batch, epoch=1), StepResult(1, 0, (50, 60), ()))
     for not_the_one_before in (StepResult(0, 1, (50, 60), ()), StepResult(1, 0, (50, 60), ())):
         with pytest.raises(AssertionError):
             first.fill_in(batch, not_the_one_before)

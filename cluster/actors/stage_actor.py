@@ -30,13 +30,13 @@ from tramontane.cluster.ray_internals.accessors import cluster_settings
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import StepResult
 
 if TYPE_CHECKING:
     from tramontane.cluster.actors.pipeline_spec import PipelineSpec
     from tramontane.workers.experts.remote_experts import RemoteExperts
     from tramontane.workers.links.channel import Address
-    from tramontane.workers.stage.activation import Packed
+    from tramontane.workers.stage.activation import Packed, StageInput
     from tramontane.workers.stage.stage_link import StageLink
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import StepExecutor
@@ -230,9 +230,10 @@ class StageActor(WorkerActor["StageWorker"]):
         self._refuse_while_loading()
         if self._link is None:
             raise StaleEpochError(f"{self.label} has no direct link since it was loaded")
-        decoded = self._filled_in(wire.decode_batch(batch), last_result)
+        decoded = wire.decode_batch(batch)
+        last = None if last_result is None else wire.decode_result(last_result)
         with self._failure_guard.guard(decoded.epoch), log_failures(self._worker, decoded):
-            outcome = self._link.step(decoded)
+            outcome = self._link.step(decoded, last)
         self._note_tokens(outcome)
         if not self._plan.is_last:
             assert self._worker is not None
@@ -250,22 +251,17 @@ class StageActor(WorkerActor["StageWorker"]):
         one, if that was in flight when this one was submitted: tokens in the places of placeholders
         are taken from it.
         """
-        from tramontane.workers.stage.activation import Activation, ActivationSender
+        from tramontane.workers.stage.activation import ActivationSender
 
         self._refuse_while_loading()
-        decoded = wire.decode_batch(batch)
         worker = self._wait_until_loaded()
-        worker.check_epoch(decoded)
-        assert self._executor is not None
-        if self._plan.is_first:
-            decoded, incoming = self._filled_in(decoded, incoming), None
-        outbox = ActivationSender()
-        with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
-            outcome = self._executor.step(
-                decoded,
-                lambda: incoming and Activation.unpack(incoming, worker.device),
-                outbox.send,
+        if self._executor is None:
+            raise StaleEpochError(
+                f"{self.label} is at epoch {worker.epoch}: not fenced since it was loaded"
             )
+        decoded, outbox = wire.decode_batch(batch), ActivationSender()
+        with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
+            outcome = self._executor.step(decoded, lambda: self._unpack(incoming), outbox.send)
         if isinstance(outcome, StepResult):
             self._note_tokens(outcome)
             return wire.encode_result(outcome)
@@ -302,12 +298,12 @@ class StageActor(WorkerActor["StageWorker"]):
     def _busy_for_s(self) -> float:
         return self._executor.busy_for_s if self._executor else 0.0
 
-    def _filled_in(self, batch: MicroBatch, last_result: bytes | None) -> MicroBatch:
-        return (
-            batch
-            if last_result is None
-            else self._wait_until_loaded().fill_in(batch, wire.decode_result(last_result))
-        )
+    def _unpack(self, incoming: Any) -> "StageInput":
+        from tramontane.workers.stage.activation import Activation
+
+        if incoming is None:
+            return None
+        return wire.decode_result(incoming) if self._plan.is_first else Activation.unpack(incoming)
 
     def _note_tokens(self, outcome: StepResult) -> None:
         if outcome.num_sampled:

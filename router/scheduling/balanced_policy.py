@@ -4,6 +4,7 @@ stages busy.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 
 import numpy as np
@@ -34,6 +35,17 @@ MAX_KEY_TIME_SHARE = 0.2
 TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCut:
+    """A way to cut the prompts that wait: into ``num_pieces`` micro-batches of up to ``size``
+    prompt tokens each. ``work``: of one of them, with its decodes.
+    """
+
+    num_pieces: int
+    size: int
+    work: BatchWork
 
 
 class BalancedPolicy:
@@ -296,50 +308,73 @@ class BalancedPolicy:
         micro-batches are alike: every stage would have to wait for a large one. Otherwise they are
         cut to be finished soonest, which means not at all where one stage works at a time.
         """
-        even = (
-            own
-            if state.urgent_tokens
-            else BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
-        )
         pending = state.urgent_tokens or state.pending_tokens
-        fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
-        is_full = state.num_decoding and (
-            state.waiting_tokens or self._in_flight_tuner.is_saturated
-        )
-        if is_spread := bool(self._overlaps and is_full and not state.urgent_tokens):
-            pieces = [
-                max(
-                    fewest,
-                    self._prompt_spread.pieces(
-                        pending, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)
-                    ),
-                )
-            ]
-        else:
-            self._prompt_spread.clear()
-            pieces = list(range(fewest, fewest + 2 * self._num_stages))
-        sizes = [-(-pending // n) for n in pieces]
-        works = [_with_prefill(even, size, state.prefill_start) for size in sizes]
-        slowest, through = self._predict(works)
-        interval = np.maximum(slowest, through / self._num_per_round)
-        finished_after = (np.array(pieces) - 1) * interval + through
-        best = int(np.argmin(finished_after))
-        size = sizes[best]
+        is_spread = self._spreads_prompts(state)
+        even = own if state.urgent_tokens else _even_share(state, spread)
+        cut = self._soonest(self._cuts(state, spread, own, even, is_spread=is_spread))
+        size = cut.size
         if state.num_decoding:
-            adjusted = size if state.urgent_tokens else self._adjusted(size, works[best], own, even)
-            size = self._within_target(adjusted, own, state)
+            size = size if state.urgent_tokens else self._adjusted(cut, own, even)
+            size = self._within_target(size, own, state)
         size = min(size, self._max_tokens - own.decodes)
         if is_spread:
             self._prompt_spread.record(pending, size)
+        else:
+            self._prompt_spread.clear()
         return size
 
-    def _adjusted(self, size: int, nominal: BatchWork, own: BatchWork, even: BatchWork) -> int:
+    def _spreads_prompts(self, state: SchedulerState) -> bool:
+        """Return whether the stages are fully loaded, and micro-batches in them should be alike."""
+        is_full = state.num_decoding and (
+            state.waiting_tokens or self._in_flight_tuner.is_saturated
+        )
+        return bool(self._overlaps and is_full and not state.urgent_tokens)
+
+    def _cuts(
+        self,
+        state: SchedulerState,
+        spread: int,
+        own: BatchWork,
+        even: BatchWork,
+        *,
+        is_spread: bool,
+    ) -> list[PrefillCut]:
+        """Return the ways to cut the prompts: the only one while they are spread, or into the
+        fewest micro-batches that have room for them, or a few more.
+
+        500 tokens, 64 decodes, at most 256 tokens in a micro-batch: 3 pieces of 167 at least.
+        """
+        pending = state.urgent_tokens or state.pending_tokens
+        fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
+        counts: Sequence[int] = range(fewest, fewest + 2 * self._num_stages)
+        if is_spread:
+            most = min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)
+            counts = [max(fewest, self._prompt_spread.pieces(pending, most))]
+        sizes = [-(-pending // count) for count in counts]
+        return [
+            PrefillCut(count, size, _with_prefill(even, size, state.prefill_start))
+            for count, size in zip(counts, sizes, strict=True)
+        ]
+
+    def _soonest(self, cuts: Sequence[PrefillCut]) -> PrefillCut:
+        """Return the cut whose last piece is predicted to leave the last stage first.
+
+        Three pieces: two come an interval after each other, and the last one goes through all
+        stages. The interval is the time of the slowest stage, or the share of a micro-batch in a
+        round.
+        """
+        slowest, through = self._predict([cut.work for cut in cuts])
+        interval = np.maximum(slowest, through / self._num_per_round)
+        num_before = np.array([cut.num_pieces for cut in cuts]) - 1
+        return cuts[int(np.argmin(num_before * interval + through))]
+
+    def _adjusted(self, cut: PrefillCut, own: BatchWork, even: BatchWork) -> int:
         """Return more prompt tokens where there are fewer decodes than in an even share, fewer
         where there are more.
         """
-        nominal_s, even_s, own_s = (float(t) for t in self._predict([nominal, even, own])[0])
-        per_token = (nominal_s - even_s) / size
-        return max(size + round((even_s - own_s) / per_token), 1) if per_token > 0 else size
+        nominal_s, even_s, own_s = (float(t) for t in self._predict([cut.work, even, own])[0])
+        per_token = (nominal_s - even_s) / cut.size
+        return max(cut.size + round((even_s - own_s) / per_token), 1) if per_token > 0 else cut.size
 
     def _within_target(self, size: int, own: BatchWork, state: SchedulerState) -> int:
         """Return the most prompt tokens up to ``size`` with which a round of such micro-batches
@@ -365,6 +400,11 @@ class BalancedPolicy:
         pipeline.
         """
         return self._columns.bottleneck_and_latency(self._cost.predict(works))
+
+
+def _even_share(state: SchedulerState, spread: int) -> BatchWork:
+    """Return the decodes of one of ``spread`` micro-batches that are alike: of 10 in 4, 3."""
+    return BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:

@@ -3,7 +3,7 @@ computed for it.
 
 Both queues share the account of a priority. A slot goes by its start (``turn``), as in start-time
 fair queueing (Goyal and others, SIGCOMM 1996); prompts of admitted sequences go by when they would
-be finished if all accounts were computed at the same speed (``batch_queues.PrefillQueue``), as in
+be finished if all accounts were computed at the same speed (``prefill_queue.PrefillQueue``), as in
 weighted fair queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman
 and Henderson, SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by
 side, and most are finished sooner.

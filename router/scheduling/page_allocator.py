@@ -48,6 +48,11 @@ class PageAllocator:
         return [pool.num_idle for pool in self._pools]
 
     @property
+    def free_share(self) -> float:
+        """The share of the pages that no sequence holds, of the class that has the least."""
+        return min(n / c.num_pages for n, c in zip(self.num_free, self.cache.classes, strict=True))
+
+    @property
     def num_cached(self) -> list[int]:
         """Pages of each class that no sequence holds, and whose contents are known."""
         return [pool.num_cached for pool in self._pools]

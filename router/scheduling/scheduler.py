@@ -1,20 +1,21 @@
-"""The scheduler: which tokens travel in the next micro-batch. Pure: no torch, no Ray, no clock, no
-I/O.
-"""
+"""The scheduler: which tokens travel in the next micro-batch. Pure: no torch, Ray, clock or I/O."""
 
+import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from itertools import repeat
+from typing import NamedTuple
 
 from tramontane.proto.plan import CachePlan
-from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
-from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
-from tramontane.router.scheduling.batch_queues import (
-    DecodeQueue,
-    DraftLimits,
-    PrefillQueue,
-    urgent_tokens,
+from tramontane.proto.request import (
+    NOT_FINITE_TOKEN,
+    NUM_PRIORITIES,
+    FinishReason,
+    TokenEvent,
+    request_fields,
 )
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.router.scheduling.decode_queue import DecodeQueue, DecodeRows, DraftLimits
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
@@ -26,9 +27,9 @@ from tramontane.router.scheduling.policy import (
     SchedulerState,
     WorkEstimator,
 )
-from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
+from tramontane.router.scheduling.prefill_queue import PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
-from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids
+from tramontane.router.scheduling.sequence import Accepted, Sequence, SequenceStatus, end_ids
 from tramontane.router.scheduling.waiting_queue import (
     SchedulerLimits,
     WaitingQueue,
@@ -37,9 +38,21 @@ from tramontane.router.scheduling.waiting_queue import (
     overload_reason,
     validate_sequence,
 )
-from tramontane.router.speculation.model_drafter import DraftQueue
+from tramontane.router.speculation.speculation_state import DraftCounts
 
+logger = logging.getLogger(__name__)
+
+# Looked up hundreds of times in a step: through the class that takes four times as long.
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
+Finished = Mapping[int, FinishReason]  # why the stage ends sequences, by their ids
+
+
+class InFlight(NamedTuple):
+    """A micro-batch in flight."""
+
+    budget: BatchBudget
+    work: BatchWork
+    rows: DecodeRows
 
 
 class Scheduler:
@@ -76,19 +89,14 @@ class Scheduler:
         self._prefills = PrefillQueue(self.allocator, self._shares, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
-        self._results = ResultApplier(
-            self.allocator,
-            self._decodes,
-            self._poison_detector,
-            self._deschedule,
-            self._release_if_drained,
-        )
         # sequences that ended since the last micro-batch; stages forget them with the next
         self._freed: list[int] = []
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 0  # of those in flight, micro-batches of nothing but drafts
         self.num_preempted = 0  # preemptions so far
+        self.draft_counts = DraftCounts()
+        self.draft_queue = self._decodes.draft_queue  # of sequences that wait for a draft model
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if possible. Raises RequestError if it could never run."""
@@ -114,37 +122,28 @@ class Scheduler:
 
     def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
-        limits = (
-            self._draft_limits(self.policy.draft_break_even(state))
-            if self.limits.speculative
-            else None
-        )
-        # else one must yield
-        goes_ahead = (
-            self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES
-        )
-        decoding, counts, decodes = self._decodes.take_batch(
+        limits = None
+        if self.limits.speculative:
+            limits = self._draft_limits(self.policy.draft_break_even(state))
+        goes_ahead = self.limits.async_scheduling and not self._prefills.must_yield
+        rows = self._decodes.take_batch(
             budget.decodes, self._preempt_last, limits, goes_ahead=goes_ahead
         )
         chunks = self._prefills.take_chunks(
-            min(budget.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes.seq_ids))
+            min(budget.prefill_tokens, self.limits.max_num_batched_tokens - rows.num_rows)
         )
-        if not decoding and not chunks:
+        if not rows.sequences and not chunks:
             return None
         if chunks:
             # single tokens last, next to the decodes
             chunks.sort(key=lambda chunk: chunk.num_tokens == 1)
-            age_starved(
-                [self._running.by_id[c.seq_id] for c in chunks],
-                self._waiting,
-                self._prefills,
-                self._running,
-            )
+            begun = [self._running.by_id[c.seq_id] for c in chunks]
+            age_starved(begun, self._waiting, self._prefills, self._running)
+        batch = self._make_batch(budget, chunks, rows)
         if goes_ahead:
-            self._decodes.add_placeholders(
-                [*decoding, *(self._running.by_id[c.seq_id] for c in chunks if c.needs_sample)]
-            )
-        return self._make_batch(budget, chunks, decodes, decoding, counts)
+            sampled = [self._running.by_id[c.seq_id] for c in chunks if c.needs_sample]
+            self._decodes.add_placeholders([*rows.sequences, *sampled])
+        return batch
 
     def _batch_ahead(self, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages
@@ -155,26 +154,19 @@ class Scheduler:
         if (break_even := self.policy.ahead_break_even(state)) >= 1:
             return None
         limits = self._draft_limits(break_even)
-        decoding, counts, decodes = self._decodes.take_ahead(self._running.by_id.values(), limits)
-        if not decoding:
+        rows = self._decodes.take_ahead(self._running.by_id.values(), limits)
+        if not rows.sequences:
             return None
         self._num_ahead += 1
-        return self._make_batch(NO_BUDGET, [], decodes, decoding, counts)
+        return self._make_batch(NO_BUDGET, [], rows)
 
-    def _make_batch(
-        self,
-        budget: BatchBudget,
-        chunks: list[Chunk],
-        decodes: DecodeColumns,
-        decoding: list[Sequence],
-        counts: list[int],
-    ) -> MicroBatch:
-        batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._freed), decodes)
+    def _make_batch(self, budget: BatchBudget, chunks: list[Chunk], rows: DecodeRows) -> MicroBatch:
+        batch = MicroBatch(
+            self.epoch, self._next_step, tuple(chunks), tuple(self._freed), rows.columns()
+        )
         self._freed.clear()
         self._next_step += 1
-        self._in_flight.append(
-            InFlight(budget, self.measure_work(batch), decoding, counts, decodes.is_ahead)
-        )
+        self._in_flight.append(InFlight(budget, self.measure_work(batch), rows))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
@@ -184,15 +176,126 @@ class Scheduler:
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
-        in_flight = self._in_flight.popleft()
-        self._num_ahead -= in_flight.is_ahead
-        self.policy.observe(in_flight.budget, in_flight.work, result.timings)
-        has_ahead = in_flight.is_ahead or self._num_ahead > 0
-        accepted = self._results.apply_result(
-            batch, in_flight, result, self._running.by_id, has_ahead=has_ahead
-        )
+        budget, work, rows = self._in_flight.popleft()
+        self.policy.observe(budget, work, result.timings)
+        token_ids, finished = iter(result.token_ids), dict(result.finished)
+        accepted: list[Accepted] = []
+        for chunk in batch.chunks:
+            sampled = (next(token_ids),) if chunk.needs_sample else ()
+            sequence = self._running.by_id[chunk.seq_id]
+            accepted += self._apply(sequence, sampled, finished.get(chunk.seq_id))
+        if rows.num_drafts or self._num_ahead:  # or drafts in flight follow in another micro-batch
+            accepted += self._apply_drafted(rows, token_ids, finished)
+        else:
+            accepted += self._apply_decodes(rows.sequences, token_ids, finished)
+        self._num_ahead -= rows.is_ahead
         # half of what calling TokenEvent takes
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))
+
+    def _apply_decodes(
+        self, decoding: list[Sequence], token_ids: Iterator[int], finished: Finished
+    ) -> list[Accepted]:
+        """Apply one token per decoding sequence; the branch that nearly all of them take is
+        inlined.
+        """
+        accepted: list[Accepted] = []
+        lengths = []  # of sequences that continue
+        ready = self._decodes.ready
+        for sequence, token_id in zip(decoding, token_ids, strict=True):
+            num_known = sequence.num_known + 1
+            continues = (
+                num_known < sequence.max_len
+                and token_id not in sequence.end_ids
+                and sequence.seq_id not in finished
+            )
+            if continues and sequence.status is RUNNING:
+                sequence.num_in_flight -= 1
+                sequence.output_ids.append(token_id)
+                sequence.num_known = num_known
+                lengths.append(num_known)
+                if sequence.num_placeholders:  # it became ready when this step was submitted
+                    sequence.num_placeholders -= 1
+                else:
+                    ready.append(sequence)
+                accepted.append((sequence.seq_id, token_id, None))
+            else:
+                accepted += self._apply(sequence, (token_id,), finished.get(sequence.seq_id))
+        self._decodes.record_growth(lengths)
+        return accepted
+
+    def _apply_drafted(
+        self, rows: DecodeRows, token_ids: Iterator[int], finished: Finished
+    ) -> list[Accepted]:
+        """Apply the tokens of sequences that have several rows, of which the later ones are drafts,
+        or all (``is_ahead``).
+        """
+        accepted: list[Accepted] = []
+        num_known = 0 if rows.is_ahead else 1  # rows of each sequence that are no drafts
+        for sequence, num_drafts, tokens in rows.split(token_ids):
+            self.draft_counts.add(num_drafts, len(tokens) - num_known)
+            own = self._apply(sequence, tokens, finished.get(sequence.seq_id))
+            sequence.num_draft_tokens += num_drafts
+            if own:  # drafts after the end are not right
+                sequence.num_right_drafts += min(len(tokens), len(own) + 1) - num_known
+            accepted += own
+        return accepted
+
+    def _apply(
+        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
+    ) -> list[Accepted]:
+        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends
+        it after them, if any.
+
+        It ends without a token where log-probabilities of its prompt are not finite.
+        """
+        sequence.num_in_flight -= 1
+        if finish is FinishReason.ERROR and not token_ids:
+            token_ids = (NOT_FINITE_TOKEN,)
+        accepted: list[Accepted] = []
+        if token_ids and sequence.status is not FINISHED:
+            accepted = self._accept(sequence, token_ids, finish)
+        if sequence.status is not RUNNING:
+            self._release_if_drained(sequence)
+        return accepted
+
+    def _accept(
+        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
+    ) -> list[Accepted]:
+        """Accept tokens up to the first that ends the sequence, and queue it for its next one."""
+        num_known = sequence.num_known
+        accepted = sequence.accept_tokens(token_ids, finish)
+        if sequence.is_decoding:
+            self._decodes.record_growth(range(num_known + 1, sequence.num_known + 1))
+        _, last_id, reason = accepted[-1]
+        if last_id == NOT_FINITE_TOKEN:
+            self._end_with_error(sequence)
+            return accepted
+        if reason is not None:
+            self._deschedule(sequence, FINISHED)
+        state = sequence.speculation  # None once it is descheduled
+        is_submitted = state is not None and state.update(sequence.output_ids)
+        # right drafts have been computed, or will be
+        sequence.num_dispatched += len(accepted) if is_submitted else len(accepted) - 1
+        if sequence.num_placeholders:
+            sequence.num_placeholders -= 1
+        elif sequence.status is RUNNING and not is_submitted:
+            self._decodes.add(sequence)
+        if self._poison_detector.clear(sequence):
+            self._deschedule(sequence, PREEMPTED)
+        return accepted
+
+    def _end_with_error(self, sequence: Sequence) -> None:
+        """End a sequence of which the next token's logits are not finite, and let no other one
+        begin with its pages.
+        """
+        name, fields = sequence.request_id or "-", request_fields(sequence.request_id)
+        why = (
+            "a sequence of request %s ends with an error: the logits of its token at position %d"
+            " are not finite"
+        )
+        logger.warning(why, name, sequence.num_known, extra=fields)
+        self.allocator.forget(sequence)
+        self._deschedule(sequence, FINISHED)
 
     def abort(self, seq_id: int) -> None:
         """End a sequence; its slot and pages are free as soon as nothing in flight touches the
@@ -272,16 +375,6 @@ class Scheduler:
         return self._next_step
 
     @property
-    def draft_counts(self) -> DraftCounts:
-        """Drafts so far."""
-        return self._results.draft_counts
-
-    @property
-    def draft_queue(self) -> DraftQueue:
-        """The sequences that wait for drafts of a draft model."""
-        return self._decodes.draft_queue
-
-    @property
     def is_idle(self) -> bool:
         """Whether no sequence waits or runs."""
         return not (self._waiting or self._running)
@@ -300,7 +393,7 @@ class Scheduler:
         self._waiting.check_integrity()
         self._prefills.check_integrity()
         self._decodes.check_integrity(self._running.by_id.values())
-        assert self._num_ahead == sum(in_flight.is_ahead for in_flight in self._in_flight)
+        assert self._num_ahead == sum(in_flight.rows.is_ahead for in_flight in self._in_flight)
         if self.is_idle:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
@@ -355,10 +448,7 @@ class Scheduler:
             if prefills
             else 0,
             waiting_tokens=self._waiting.num_tokens,
-            free_share=min(
-                n / c.num_pages
-                for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)
-            ),
+            free_share=self.allocator.free_share,
         )
 
     def _draft_limits(self, break_even: float) -> DraftLimits:

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.router.scheduling.prefix_cache import BlockHasher
 from tramontane.router.speculation.speculation_state import SpeculationState
+
+Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 
 
 class SequenceStatus(Enum):
@@ -82,6 +84,31 @@ class Sequence:
         self.output_ids.append(token_id)
         self.num_known += 1
         return self.num_known
+
+    def accept_tokens(
+        self, token_ids: tuple[int, ...], finish: FinishReason | None
+    ) -> list[Accepted]:
+        """Append sampled tokens up to the first that ends the sequence. ``finish``: why the stage
+        ends it after the last of them, if it does.
+
+        Returns the tokens, the last one with the reason if it ends the sequence. A token whose
+        logits are not finite does so, with an error, and is not appended.
+        """
+        accepted: list[Accepted] = []
+        for number, token_id in enumerate(token_ids, 1):
+            if token_id == NOT_FINITE_TOKEN:
+                accepted.append((self.seq_id, token_id, FinishReason.ERROR))
+                break
+            num_known = self.accept(token_id)
+            reason = finish if number == len(token_ids) else None
+            if reason is None and token_id in self.end_ids:
+                reason = FinishReason.STOP
+            elif reason is None and num_known >= self.max_len:
+                reason = FinishReason.LENGTH
+            accepted.append((self.seq_id, token_id, reason))
+            if reason is not None:
+                break
+        return accepted
 
     @property
     def account(self) -> int:

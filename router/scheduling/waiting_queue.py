@@ -14,9 +14,9 @@ from itertools import chain
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import validate_prompt
-from tramontane.router.scheduling.batch_queues import PrefillQueue
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.page_allocator import PageAllocator
+from tramontane.router.scheduling.prefill_queue import PrefillQueue
 from tramontane.router.scheduling.prefix_cache import cache_salt
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key

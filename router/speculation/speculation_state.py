@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
@@ -10,6 +11,23 @@ from tramontane.proto.plan import SpeculativeConfig
 DECAY = 0.95  # of the weight of a draft with each later one
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
 MAX_ACCEPTANCE = 0.98  # that is believed
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts so far, by vLLM's names: how often sequences had any, their tokens, and
+    those that were right.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, num_drafts: int, num_right: int) -> None:
+        """Count the drafts that a sequence had in one micro-batch, perhaps none."""
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_right
 
 
 class AcceptanceEstimate:

@@ -29,7 +29,7 @@ from tramontane.proto.step import (
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.stage.activation import PendingOutcome
+from tramontane.workers.stage.activation import PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -122,7 +122,7 @@ class Runner:
         ``ahead``: each step is launched before the one before it has been read, as with
         asynchronous scheduling. A time is then that from one result to the next.
         """
-        whole, device, open_steps = list[float](), list[float](), deque[PendingOutcome]()
+        whole, device, open_steps = list[float](), list[float](), deque[PendingStep]()
         began = time.perf_counter()
         for number in range(num_steps + ahead):
             if number < num_steps:

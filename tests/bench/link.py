@@ -68,22 +68,32 @@ CLUSTERS: dict[int, dict[str, Link]] = {
 }
 
 
+@dataclass(frozen=True)
+class SleptStep:
+    """What a ``SleepingStage`` has in place of a ``PendingStep``."""
+
+    outcome: Any
+    hidden_TD: Any
+    is_stateful = False
+
+    def read(self) -> Any:
+        return self.outcome
+
+
 class SleepingStage(StageActor):
     """A stage that sleeps instead of computing."""
 
     def _load(self) -> Any:
         import torch
 
-        from tramontane.workers.stage.activation import Activation, PendingOutcome
+        from tramontane.workers.stage.activation import Activation
         from tramontane.workers.stage.stage_worker import StageWorker
 
         worker = StageWorker.load(self._plan, self._settings.weights, self._settings.device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
-        def begin(batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
+        def begin(batch: MicroBatch, incoming: Activation | None) -> SleptStep:
             started_at, started = time.time(), time.perf_counter()
-            worker.check_epoch(batch)
-            worker.check_order(batch)
             worker.next_step_id += 1
             time.sleep(COMPUTE_S)
             timing = StageTiming(
@@ -91,12 +101,11 @@ class SleepingStage(StageActor):
             )
             timings = (*(incoming.timings if incoming else ()), timing)
             if worker.plan.is_last:
-                result = StepResult(batch.epoch, batch.step_id, (), timings)
-                return PendingOutcome(None, False, lambda: result)
+                return SleptStep(StepResult(batch.epoch, batch.step_id, (), timings), None)
             activation = Activation(hidden_TD[: batch.num_tokens], timings)
-            return PendingOutcome(activation.hidden_TD, False, lambda: activation)
+            return SleptStep(activation, activation.hidden_TD)
 
-        worker.launch = begin  # type: ignore[method-assign]
+        worker.launch = begin  # type: ignore
         return worker
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tramontane.proto.step import MicroBatch
-from tramontane.router.scheduling import batch_queues
+from tramontane.router.scheduling import decode_queue
 from tramontane.router.scheduling.policy import SchedulerState
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.speculation.speculation_state import AcceptanceEstimate
@@ -50,7 +50,7 @@ def guess(
 ) -> None:
     """Let all sequences draft like this. ``always``: however often their drafts were wrong."""
     patch.setattr(
-        batch_queues,
+        decode_queue,
         "NgramDrafter",
         lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed),
     )

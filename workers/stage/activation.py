@@ -1,9 +1,10 @@
-"""Outcome of a stage's step: a result, or hidden states, which travel to the next stage as a small
-header and raw bytes.
+"""What a stage's step begins with and returns: hidden states, which travel to the next stage as a
+small header and raw bytes, or a result.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from tramontane.proto import wire
 from tramontane.proto.request import ExpertChoices
-from tramontane.proto.step import StageTiming, StepResult
-from tramontane.workers.device.cuda import HostCopy, copy_to_host_async, to_device, to_host
-
-HOST = torch.device("cpu")
+from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.workers.device.cuda import HostCopy, copy_to_host_async, to_host
+from tramontane.workers.stage.last_stage import StepTokens
+from tramontane.workers.stage.step_record import ExpertChoiceRecorder, StepTimer
 
 # (header, bytes as a uint8 array): numpy arrays travel out of band and are read without a copy
 Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
@@ -38,30 +39,62 @@ class Activation:
         return header, hidden_TD.view(torch.uint8).reshape(-1).numpy()
 
     @classmethod
-    def unpack(cls, packed: Packed, device: torch.device = HOST) -> "Activation":
-        """Deserialize. On the host the tensor shares the array's memory, which may be read-only:
+    def unpack(cls, packed: Packed) -> "Activation":
+        """Deserialize, on the host. The tensor shares the array's memory, which may be read-only:
         never write to it in place.
         """
         dtype, shape, timings, choices = wire.decode_header(packed[0])
         hidden_TD = torch.from_numpy(packed[1]).view(getattr(torch, dtype)).view(shape)
-        return cls(to_device(hidden_TD, device), timings, choices)
+        return cls(hidden_TD, timings, choices)
 
 
+# What a step begins with besides its micro-batch: the hidden states of the stage before; in the
+# first stage the last stage's result of the step before, if that was in flight when this one was
+# submitted.
+StageInput = Activation | StepResult | None
 Outcome = Activation | StepResult
 
 
+class BegunStep(NamedTuple):
+    """A step that has begun: its input, on the stage's device, and what is recorded about it."""
+
+    batch: MicroBatch
+    incoming: Activation | None
+    timer: StepTimer
+    choices: ExpertChoiceRecorder
+
+
 @dataclass(frozen=True, slots=True)
-class PendingOutcome:
+class PendingStep:
     """A step whose work has been launched on the device and not awaited.
 
     ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the
-    device's work. ``is_stateful``: reading changes what the next step begins with, so it has to be
-    read before that. ``read``: waits for the device and returns the outcome; called once.
+    device's work. ``read_tokens``: waits for the tokens that the last stage has sampled.
+    ``is_stateful``: reading changes what the next step begins with, so it has to be read before
+    that.
     """
 
+    begun: BegunStep
+    stage_id: int
     hidden_TD: Tensor | None
+    read_tokens: Callable[[], StepTokens] | None
     is_stateful: bool
-    read: Callable[[], Outcome]
+
+    def read(self) -> Outcome:
+        """Wait for the device and return the outcome. Call it once."""
+        batch, incoming, timer, recorder = self.begun
+        timings = (
+            *(incoming.timings if incoming else ()),
+            timer.timing(self.stage_id, batch.num_tokens),
+        )
+        choices = (*(incoming.choices if incoming else ()), *recorder.collect())
+        if self.read_tokens is None:
+            assert self.hidden_TD is not None
+            return Activation(self.hidden_TD, timings, choices)
+        token_ids, logprobs, finished = self.read_tokens()
+        return StepResult(
+            batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
+        )
 
 
 class ActivationSender:

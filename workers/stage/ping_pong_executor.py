@@ -23,7 +23,7 @@ from tramontane.workers.experts.remote_experts import (
     RemoteExperts,
     StepCoroutine,
 )
-from tramontane.workers.stage.activation import Outcome, PendingOutcome
+from tramontane.workers.stage.activation import Outcome, PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output
 
@@ -33,7 +33,7 @@ BEFORE_ALL_LAYERS = -1
 class RunningStep:
     """One micro-batch, from its arrival to its end."""
 
-    def __init__(self, coroutine: StepCoroutine[PendingOutcome], deliver: Deliver) -> None:
+    def __init__(self, coroutine: StepCoroutine[PendingStep], deliver: Deliver) -> None:
         self.future: Future[Outcome] = Future()
         self.deliver = deliver
         self._coroutine = coroutine
@@ -71,13 +71,13 @@ class RunningStep:
         self._coroutine.close()
         self.future.set_exception(reason)
 
-    def _advance(self) -> PendingOutcome | None:
+    def _advance(self) -> PendingStep | None:
         """Compute until experts have been called; returns the outcome if no layer follows."""
         try:
             with torch.inference_mode():
                 self._call = next(self._coroutine)
         except StopIteration as end:
-            pending: PendingOutcome = end.value
+            pending: PendingStep = end.value
             return pending
         return None
 
@@ -113,7 +113,7 @@ class PingPongExecutor:
         self._wait_in_order(batch)
         incoming = receive()
         with self._condition:
-            self._check(batch)
+            self._check(batch)  # again: the epoch may have ended while it was received
             step = RunningStep(self.worker.step_coroutine(batch, incoming, self._experts), deliver)
             self._arrived[batch.step_id] = step
             self._next_received = batch.step_id + 1
@@ -163,7 +163,6 @@ class PingPongExecutor:
         epoch ends while it waits.
         """
         with self._condition:
-            self._check(batch)
             self._condition.wait_for(
                 lambda: (
                     self._is_interrupted

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import LinkError
+from tramontane.proto.errors import LinkError, StaleEpochError
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.gpu_channel import channel_factory_for
 from tramontane.workers.links.process_group_channel import first_line
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.activation import Activation, StageInput
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import StepExecutor
 
@@ -70,15 +70,16 @@ class StageLink:
         if self._is_closed:
             self.close()
 
-    def step(self, batch: MicroBatch) -> StepResult:
+    def step(self, batch: MicroBatch, last: StepResult | None = None) -> StepResult:
         """Run a step with hidden states from the stage before and to the next; returns this stage's
-        own part of the result.
+        own part of the result. ``last``: of the step before, see ``StageInput``.
 
         Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
         """
-        self._worker.check_epoch(batch)
         try:
-            return self._linked_step(batch)
+            return self._linked_step(batch, last)
+        except StaleEpochError:  # nothing was received for it, or an interruption closes the link
+            raise
         except BaseException:
             self.close()
             raise
@@ -105,20 +106,21 @@ class StageLink:
                 self._listener.close()  # which ends the wait for the next stage
             raise
 
-    def _linked_step(self, batch: MicroBatch) -> StepResult:
+    def _linked_step(self, batch: MicroBatch, last: StepResult | None) -> StepResult:
         plan = self._worker.plan
         if self._is_closed:
             raise LinkError(f"the link of {plan.label} to its neighbors is closed")
         if (self._inlet is None) != plan.is_first or (self._outlet is None) != plan.is_last:
             raise LinkError(f"{plan.label} is not linked to its neighbors")
-        outcome = self._executor.step(batch, lambda: self._receive(batch.num_tokens), self._send)
+        outcome = self._executor.step(
+            batch, lambda: last if plan.is_first else self._receive(batch.num_tokens), self._send
+        )
         if isinstance(outcome, StepResult):
             return outcome
         return StepResult(batch.epoch, batch.step_id, (), outcome.timings, outcome.choices)
 
-    def _receive(self, num_tokens: int) -> Activation | None:
-        if self._inlet is None:
-            return None
+    def _receive(self, num_tokens: int) -> StageInput:
+        assert self._inlet is not None
         hidden_TD = torch.empty(
             num_tokens,
             self._worker.plan.args.dim,

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +32,13 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.logits_processors import LatestTokens
 from tramontane.workers.sampling.logprobs import Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary
-from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
+from tramontane.workers.stage.activation import (
+    Activation,
+    BegunStep,
+    Outcome,
+    PendingStep,
+    StageInput,
+)
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import (
@@ -45,12 +50,7 @@ from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.piecewise_graphs import PiecewiseGraphRunner
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_profiler import StepProfiler
-from tramontane.workers.stage.step_record import (
-    NO_RECORDER,
-    ExpertChoiceRecorder,
-    StepTimer,
-    expert_choice_recorder,
-)
+from tramontane.workers.stage.step_record import NO_RECORDER, StepTimer, expert_choice_recorder
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
@@ -60,21 +60,13 @@ logger = logging.getLogger(__name__)
 NOT_FENCED, WARM_UP_EPOCH = -1, -2
 
 
-class _Step(NamedTuple):
-    """A step that has begun: its input, and what is recorded about it."""
-
-    batch: MicroBatch
-    incoming: Activation | None
-    timer: StepTimer
-    choices: ExpertChoiceRecorder
-
-
 class StageWorker:
     """Run micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
 
     A new worker refuses steps until it is fenced: it may be the restarted successor of one whose
-    caches are lost, and the old chain must not run on empty caches. ``read_pieces`` is called in
-    the last stage when the first request with a grammar arrives.
+    caches are lost, and the old chain must not run on empty caches. ``step`` checks that; an
+    executor checks it where it gives a step its turn, before ``launch`` or ``step_coroutine``.
+    ``read_pieces`` is called in the last stage when the first request with a grammar arrives.
     """
 
     def __init__(
@@ -273,12 +265,10 @@ class StageWorker:
         """Return the micro-batch with tokens in the places of placeholders: those of the step
         before it, which has returned.
 
-        The first of several stages has not sampled them itself. Raises StaleEpochError as ``step``
-        does. Sequences 4 and 7 got the tokens 50 and 60, and the columns are (7, placeholder), (9,
-        30): (7, 60), (9, 30). A sequence without a token has ended; what is computed for it is in
-        vain, and begins with token 0.
+        The first of several stages has not sampled them itself. Sequences 4 and 7 got the tokens 50
+        and 60, and the columns are (7, placeholder), (9, 30): (7, 60), (9, 30). A sequence without
+        a token has ended; what is computed for it is in vain, and begins with token 0.
         """
-        self.check_epoch(batch)
         if not batch.decodes.has_placeholders:
             return batch
         assert (
@@ -295,40 +285,45 @@ class StageWorker:
         )
         return replace(batch, decodes=decodes._replace(token_ids=known))
 
-    def step(self, batch: MicroBatch, incoming: Activation | None) -> Outcome:
+    def step(self, batch: MicroBatch, incoming: StageInput) -> Outcome:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden
         states.
 
         Raises StaleEpochError for a step of another epoch.
         """
+        self.check_epoch(batch)
+        self.check_order(batch)
         return self.launch(batch, incoming).read()
 
-    def launch(self, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
-        """Begin a step as ``step`` does. On a GPU the next step can be launched before the outcome
-        is read.
+    def launch(self, batch: MicroBatch, incoming: StageInput) -> PendingStep:
+        """Begin a step as ``step`` does, after a check of its epoch and order. On a GPU the next
+        step can be launched before the outcome is read.
         """
         with self._inference_context():
             step = self._begin(batch, incoming)
             if (done := self._replay_graph(step)) is not None:
-                return self._pending_outcome(step, done)
-            metadata = self._attention_metadata(batch)
-            hidden_TD = self._replay_pieces(step, metadata)
-            if hidden_TD is None:
+                return self._sample(step, done)
+            metadata = self._attention_metadata(step)
+            step.timer.start()
+            if self._fits_pieces(step):
+                hidden_TD = self._replay_pieces(step, metadata)
+            else:
                 hidden_TD = self.model(*self._layer_inputs(step, metadata), step.choices.record)
             return self._finish(step, metadata, hidden_TD)
 
     def step_coroutine(
-        self, batch: MicroBatch, incoming: Activation | None, experts: RemoteExperts
-    ) -> StepCoroutine[PendingOutcome]:
-        """Run a step whose experts are on actors; yields in every layer once its experts have been
-        called.
+        self, batch: MicroBatch, incoming: StageInput, experts: RemoteExperts
+    ) -> StepCoroutine[PendingStep]:
+        """Run a step whose experts are on actors, after a check of its epoch and order; yields in
+        every layer once its experts have been called.
 
         Steps begin in their order, and a step may only be resumed while the step before it is a
-        layer ahead: what that wrote to the next layer's caches may be needed. Raises
-        StaleEpochError as ``step`` does, and PipelineError if an expert is permanently unavailable.
+        layer ahead: what that wrote to the next layer's caches may be needed. Raises PipelineError
+        if an expert is permanently unavailable.
         """
         step = self._begin(batch, incoming)
-        metadata = self._attention_metadata(batch)
+        metadata = self._attention_metadata(step)
+        step.timer.start()
         inputs = self._layer_inputs(step, metadata)
         layers = forward_with_remote_experts(
             self.model, experts, *inputs, step.choices.record, step.timer.record_usage
@@ -370,76 +365,77 @@ class StageWorker:
             )
         return graphs, pieces
 
-    def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
+    # ---- one step, in the order of its parts
+
+    def _begin(self, batch: MicroBatch, incoming: StageInput) -> BegunStep:
+        """Start the way of the hidden states to the device, and update what is known of the
+        sequences.
+        """
         if self.profiler is not None:
             self.profiler.begin_step()
         timer = StepTimer(self.backend.make_event)
-        self.check_epoch(batch)
-        self.check_order(batch)
+        if isinstance(incoming, StepResult):
+            batch, incoming = self.fill_in(batch, incoming), None
+        assert (incoming is None) == self.plan.is_first
+        if incoming is not None:
+            assert incoming.hidden_TD.shape == (batch.num_tokens, self.plan.args.dim)
+            incoming = replace(incoming, hidden_TD=to_device(incoming.hidden_TD, self.device))
         self.next_step_id += 1
         self._sampled_seq_ids = batch.sampled_seq_ids
         self.table.update(batch)
         if self.last_stage is not None:
             self.last_stage.update(batch)
-        return _Step(
-            batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers)
-        )
+        choices = expert_choice_recorder(batch, self.table, self.plan.layers)
+        return BegunStep(batch, incoming, timer, choices)
 
-    def _replay_graph(self, step: _Step) -> Tensor | None:
+    def _replay_graph(self, step: BegunStep) -> Tensor | None:
         """Compute a step of nothing but decodes by a CUDA graph, unless a sequence wants its expert
         choices.
 
-        Returns hidden states or logits as ``_pending_outcome`` takes them, or None if the step has
-        to be computed eagerly.
+        Returns hidden states or logits as ``_sample`` takes them, or None if the step has to be
+        computed eagerly.
         """
         is_decode_only = not step.batch.chunks and bool(step.batch.decodes.seq_ids)
         if self.graphs is None or not is_decode_only or step.choices is not NO_RECORDER:
             return None
         self.table.flush()
-        return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
+        hidden_TD = None if step.incoming is None else step.incoming.hidden_TD
+        return self.graphs.run(step.batch, hidden_TD, step.timer.start)
 
-    def _replay_pieces(self, step: _Step, metadata: AttentionMetadata) -> Tensor | None:
-        """Compute the layers of a step with prompts by CUDA graphs around attention, unless a
-        sequence wants its expert choices.
-
-        Returns the hidden states after them, or None if the step has to be computed eagerly.
-        """
-        batch, pieces = step.batch, self.pieces
-        if (
-            pieces is None
-            or not batch.chunks
-            or not pieces.has_size_for(batch.num_tokens)
-            or step.choices is not NO_RECORDER
-        ):
-            return None
-        begin_T = self._incoming_hidden(step)
-        step.timer.start()
-        if begin_T is None:
-            begin_T = self._token_ids(batch, metadata)
-        return pieces.run(
-            begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels)
-        )
-
-    def _incoming_hidden(self, step: _Step) -> Tensor | None:
-        if step.incoming is None:
-            assert self.plan.is_first
-            return None
-        assert step.incoming.hidden_TD.shape == (step.batch.num_tokens, self.plan.args.dim)
-        return to_device(step.incoming.hidden_TD, self.device)
-
-    def _attention_metadata(self, batch: MicroBatch) -> AttentionMetadata:
+    def _attention_metadata(self, step: BegunStep) -> AttentionMetadata:
         return build_attention_metadata(
-            batch, self.table, self.device, self.backend.kernels.reads_pages
+            step.batch, self.table, self.device, self.backend.kernels.reads_pages
         )
+
+    def _fits_pieces(self, step: BegunStep) -> bool:
+        """Whether CUDA graphs around attention compute the layers: those of a step with prompts,
+        unless a sequence wants its expert choices.
+        """
+        return (
+            self.pieces is not None
+            and bool(step.batch.chunks)
+            and self.pieces.has_size_for(step.batch.num_tokens)
+            and step.choices is NO_RECORDER
+        )
+
+    def _replay_pieces(self, step: BegunStep, metadata: AttentionMetadata) -> Tensor:
+        """Return the hidden states after the layers, [T, D]."""
+        assert self.pieces is not None
+        if step.incoming is None:
+            begin_T = self._token_ids(step.batch, metadata)
+        else:
+            begin_T = step.incoming.hidden_TD
+        attend = CachedAttention(self.cache, metadata, self.backend.kernels)
+        return self.pieces.run(begin_T, metadata.positions, attend)
 
     def _layer_inputs(
-        self, step: _Step, metadata: AttentionMetadata
+        self, step: BegunStep, metadata: AttentionMetadata
     ) -> tuple[Tensor, RotaryTables, Attend]:
         """Return the arguments of ``StageModel.forward``."""
-        hidden_TD = self._incoming_hidden(step)
-        step.timer.start()
-        if hidden_TD is None:
+        if step.incoming is None:
             hidden_TD = self.model.embed(self._token_ids(step.batch, metadata))
+        else:
+            hidden_TD = step.incoming.hidden_TD
         rotary = self.rotary_tables(metadata.positions)
         attend = make_attend(
             self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table
@@ -458,40 +454,25 @@ class StageWorker:
         return torch.cat([chunks_T, self.latest_tokens.fill_in(ones_B, metadata.decode[0].slots)])
 
     def _finish(
-        self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor
-    ) -> PendingOutcome:
-        """Compute the logits in the last stage, after the layers."""
+        self, step: BegunStep, metadata: AttentionMetadata, hidden_TD: Tensor
+    ) -> PendingStep:
+        """End a step after the layers: in the last stage with logits and samples."""
         if self.last_stage is None:
-            return self._pending_outcome(step, hidden_TD)
+            return self._sample(step, hidden_TD)
         prompt_logprobs = self.last_stage.prompt_logprobs(step.batch, hidden_TD)
-        return self._pending_outcome(
-            step, self.last_stage.logits(hidden_TD, metadata.sampled_rows), prompt_logprobs
-        )
+        logits_SV = self.last_stage.logits(hidden_TD, metadata.sampled_rows)
+        return self._sample(step, logits_SV, prompt_logprobs)
 
-    def _pending_outcome(
-        self, step: _Step, done: Tensor, prompt_logprobs: tuple[Scored, ...] = ()
-    ) -> PendingOutcome:
-        """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the
-        rows to be sampled.
+    def _sample(
+        self, step: BegunStep, done: Tensor, prompt_logprobs: tuple[Scored, ...] = ()
+    ) -> PendingStep:
+        """Sample in the last stage. ``done``: there the logits [S, V] of the rows to be sampled,
+        elsewhere the hidden states [T, D].
         """
-        batch, incoming, timer, recorder = step
-        last, read_tokens = self.last_stage, None
+        last, read_tokens, is_stateful = self.last_stage, None, step.choices is not NO_RECORDER
         if last is not None:
-            read_tokens = last.sample(batch, done, prompt_logprobs)
-        timer.stop()
-
-        def read() -> Outcome:
-            timings = (
-                *(incoming.timings if incoming else ()),
-                timer.timing(self.plan.stage_id, batch.num_tokens),
-            )
-            choices = (*(incoming.choices if incoming else ()), *recorder.collect())
-            if read_tokens is None:
-                return Activation(done, timings, choices)
-            token_ids, logprobs, finished = read_tokens()
-            return StepResult(
-                batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
-            )
-
-        is_stateful = recorder is not NO_RECORDER or (last is not None and last.is_stateful)
-        return PendingOutcome(None if last is not None else done, is_stateful, read)
+            read_tokens = last.sample(step.batch, done, prompt_logprobs)
+            is_stateful = is_stateful or last.is_stateful
+        step.timer.stop()
+        hidden_TD = done if last is None else None
+        return PendingStep(step, self.plan.stage_id, hidden_TD, read_tokens, is_stateful)

@@ -14,10 +14,10 @@ from torch import Tensor
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.device.cuda import DeviceEvent
-from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
+from tramontane.workers.stage.activation import Outcome, PendingStep, StageInput
 from tramontane.workers.stage.stage_worker import StageWorker
 
-Receive = Callable[[], Activation | None]
+Receive = Callable[[], StageInput]
 Deliver = Callable[[Tensor | None], None]
 
 
@@ -27,6 +27,9 @@ def discard_output(_hidden_TD: Tensor | None) -> None:
 
 class StepExecutor(Protocol):
     """What drives a ``StageWorker``. The stage's device and experts decide which executor is used.
+
+    It checks a step's epoch and order where the step gets its turn, before anything is received
+    for it: a step of another epoch must not take hidden states that are meant for this one.
 
     | executor             | used when                      | steps in progress                   |
     |----------------------|--------------------------------|-------------------------------------|
@@ -43,9 +46,9 @@ class StepExecutor(Protocol):
         """Run one micro-batch.
 
         Hidden states are received and delivered in the order of the steps. On a GPU they are
-        delivered before they are computed. The last stage delivers None. Raises as
-        ``StageWorker.step`` and ``StageWorker.step_coroutine`` do, and what ``receive`` and
-        ``deliver`` raise.
+        delivered before they are computed. The last stage delivers None. Raises StaleEpochError
+        for a step of another epoch, which changes nothing, what ``StageWorker.launch`` and
+        ``StageWorker.step_coroutine`` raise, and what ``receive`` and ``deliver`` raise.
         """
 
     def fence(self, epoch: int) -> None:
@@ -103,7 +106,7 @@ class SerialExecutor:
     ) -> Outcome:
         """Run one micro-batch on the caller's thread."""
         self._worker.check_epoch(batch)
-        self._worker.check_order(batch)  # before anything is received from the stage before
+        self._worker.check_order(batch)
         incoming = receive()
         with self._stopwatch:
             pending = self._worker.launch(batch, incoming)
@@ -190,7 +193,7 @@ class OverlappedExecutor:
             self._is_interrupted = True
             self._condition.notify_all()
 
-    def _read(self, pending: PendingOutcome, delivered: DeviceEvent) -> Outcome:
+    def _read(self, pending: PendingStep, delivered: DeviceEvent) -> Outcome:
         """Read a step's outcome, and return it only after its hidden states have been sent.
 
         They would be lost if this GPU died first.
@@ -206,7 +209,6 @@ class OverlappedExecutor:
         waits.
         """
         with self._condition:
-            self.worker.check_epoch(batch)
             self._condition.wait_for(lambda: self._is_over(batch) or self._is_next(batch))
             self.worker.check_epoch(batch)
             if self._is_interrupted:

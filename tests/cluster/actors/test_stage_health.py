@@ -70,7 +70,6 @@ def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool
         device_name="",
         numerics=None,
         request_ids_of=lambda _: [],
-        check_epoch=lambda _: None,
         dtype=torch.float32,
     )
     takes = SimpleNamespace(step=lambda *_: outcomes.pop(), busy_for_s=0.0)

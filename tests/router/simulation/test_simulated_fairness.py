@@ -10,8 +10,8 @@ import pytest
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.batch_queues import PrefillQueue
 from tramontane.router.scheduling.policy import BatchWork
+from tramontane.router.scheduling.prefill_queue import PrefillQueue
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import priority_key
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits

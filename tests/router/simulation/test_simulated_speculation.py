@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
-from tramontane.proto.step import DecodeColumns
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits
+from tramontane.router.scheduling.decode_queue import DecodeQueue, DecodeRows, DraftLimits
 from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
@@ -27,7 +26,6 @@ from tramontane.router.simulation.simulator import (
 
 PAGE, MAX_LEN, NUM_SEQS = 16, 4096, 64
 BASE_S, ROW_S = 2e-3, 1e-4  # of a stage: for a micro-batch, and for each of its decodes
-Taken = tuple[list[Sequence], list[int], DecodeColumns]
 
 
 def _run(
@@ -87,9 +85,9 @@ def test_a_sequence_that_speculates_delays_others_by_the_price_of_its_rows_at_mo
 
         def take_ahead(
             queue: DecodeQueue, sequences: Iterable[Sequence], limits: DraftLimits
-        ) -> Taken:
+        ) -> DecodeRows:
             taken = own_ahead(queue, [each for each in sequences if each.seq_id == 0], limits)
-            num_ahead[0] += bool(taken[0])
+            num_ahead[0] += bool(taken.sequences)
             return taken
 
         def draft(

@@ -77,7 +77,7 @@ def test_on_the_host_nothing_is_copied() -> None:
     assert to_device(hidden_TD, CPU) is hidden_TD
     header, array = Activation(hidden_TD, ()).pack()
     assert array.ctypes.data == hidden_TD.data_ptr()
-    assert Activation.unpack((header, array), CPU).hidden_TD.data_ptr() == hidden_TD.data_ptr()
+    assert Activation.unpack((header, array)).hidden_TD.data_ptr() == hidden_TD.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -34,7 +34,7 @@ from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
-from tramontane.workers.stage.activation import PendingOutcome
+from tramontane.workers.stage.activation import PendingStep
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -316,7 +316,7 @@ def test_the_work_of_every_layers_experts_is_counted_once(folder: Path) -> None:
     def resume_to_the_end() -> Iterator[HeldAnswer]:
         ended.append((yield from worker.step_coroutine(_prompt_batch(0), None, held)))  # type: ignore[arg-type, misc]
 
-    ended: list[PendingOutcome] = []
+    ended: list[PendingStep] = []
     with torch.inference_mode():
         for number, answer in enumerate(resume_to_the_end()):
             answer.is_ready = number % 3 == 2  # after two resumptions without an answer

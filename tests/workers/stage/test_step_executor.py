@@ -23,7 +23,7 @@ from tramontane.workers.stage.activation import Activation, Outcome
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.stage.step_executor import OverlappedExecutor
+from tramontane.workers.stage.step_executor import OverlappedExecutor, SerialExecutor
 
 ARGS = tiny_args(n_layers=2)
 
@@ -208,6 +208,24 @@ def test_a_fence_waits_for_no_device_and_ends_what_waits(calls: Calls) -> None:
         calls.submit(1, epoch=0).result(60)
     with pytest.raises(StaleEpochError):
         calls.steps.fence(1)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_nothing_is_received_for_a_step_of_another_epoch(is_overlapped: bool) -> None:
+    """The hidden states that come next are those of a step of this epoch."""
+    worker = _worker(Device())
+    executor = OverlappedExecutor(worker, 2) if is_overlapped else SerialExecutor(worker, 1)
+    worker.fence(3)
+
+    def receive() -> Activation | None:
+        raise AssertionError("something was received")
+
+    for epoch in (2, 4):
+        with pytest.raises(StaleEpochError, match="is at epoch 3"):
+            executor.step(_batch(0, epoch), receive)
+    with pytest.raises(AssertionError, match="0 was due"):
+        SerialExecutor(worker, 1).step(_batch(1, 3), receive)
+    assert worker.next_step_id == 0
 
 
 def test_what_fails_on_the_device_fails_the_step_that_is_read(calls: Calls) -> None:

@@ -12,7 +12,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
+from tramontane.workers.stage.activation import Activation, Outcome, PendingStep
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
 from tramontane.workers.stage.warm_up import warm_up_runs
 
@@ -201,7 +201,7 @@ def test_prompts_and_decodes_that_want_expert_choices_are_computed_without_graph
 
     def with_recorder(
         self: StageWorker, batch: MicroBatch, incoming: Activation | None
-    ) -> PendingOutcome:
+    ) -> PendingStep:
         done = launch(self, batch, incoming)
         if self.table.expert_layers:
             computed.append((batch.num_tokens, bool(batch.chunks)))
