@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.errors import error_shape
 from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
-from tramontane.router.openai.errors import HttpErrorSpec
+from tramontane.router.openai.errors import UNAVAILABLE, HttpErrorSpec
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
 # One response to a client, put together from those of several ingresses, and how an ingress reports
@@ -39,7 +39,6 @@ MAX_PROGRESS_BYTES = 2**18
 # the client's own timeout has passed: another ingress could not help
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT
 OTHER_MODEL = "the server has another model now; send the request again"
-UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
 LOST = "the server lost this request, and could not take it up again; send it again"
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from tramontane.proto import errors
-from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
+from tramontane.proto.errors import ErrorType
+from tramontane.router.openai.responses import Error, ErrorDetails
 
 TYPE_TAG = "type="
 
@@ -38,39 +39,12 @@ class HttpErrorSpec:
         return error_body(message, self.type, self.param, self.code)
 
 
-_INVALID = HttpErrorSpec(400, "invalid_request_error")
-_NOT_FOUND = HttpErrorSpec(404, "invalid_request_error", code="not_found")
-# The first class that an error is an instance of decides.
-_SPECS: tuple[tuple[type[errors.TramontaneError], HttpErrorSpec], ...] = (
-    (errors.QuotaExceededError, HttpErrorSpec(429, "rate_limit_error", code="quota_exceeded")),
-    (errors.OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
-    (
-        errors.UnknownModelError,
-        HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found"),
-    ),
-    (errors.UnknownJobError, _NOT_FOUND),
-    (errors.UnknownFileError, _NOT_FOUND),
-    (errors.FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
-    (
-        errors.UnsatisfiableSchemaError,
-        HttpErrorSpec(400, "invalid_request_error", code="unfollowable"),
-    ),
-    (errors.NotFiniteError, HttpErrorSpec(400, "invalid_request_error", code="not_finite")),
-    (errors.PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
-    (errors.JobRefusedError, _INVALID),
-    (errors.RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),
-    (errors.UserError, _INVALID),
-    (errors.DeadlineExceededError, HttpErrorSpec(504, "server_error", code="deadline_exceeded")),
-    (errors.DrainingError, HttpErrorSpec(503, "server_error", code="draining")),
-)
-
-
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
     """Return how a response describes an error."""
-    if isinstance(error, errors.ParameterError):
-        return HttpErrorSpec(400, "invalid_request_error", error.parameter)
-    unavailable = HttpErrorSpec(503, "server_error", code="unavailable")
-    return next((spec for kind, spec in _SPECS if isinstance(error, kind)), unavailable)
+    return HttpErrorSpec(error.http_status, error.openai_type, error.parameter, error.openai_code)
+
+
+UNAVAILABLE = http_error_for(errors.PipelineError())
 
 
 # What a value must be, by the type of pydantic's error; the braces hold its context.
