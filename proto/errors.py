@@ -46,8 +46,9 @@ command are attributes of its class, inherited by the classes below it: this is 
 change for a new error.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 DEFECT = "the server has a defect; see its log"  # for clients, of errors that are not in this tree
@@ -66,6 +67,68 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
     similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
+
+
+# What a value must be, by the type of pydantic's error; the braces hold its context. In JSON values
+# are not parsed from texts, as those of flags are.
+EXPECTED: Mapping[str, str] = MappingProxyType(
+    {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing": "a whole number",
+        "int_parsing_size": "a whole number with fewer digits",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "string_type": "a text",
+        "string_unicode": "valid Unicode",
+        "string_too_long": "a text of at most {max_length} characters",
+        "string_too_short": "a text of at least {min_length} character",
+        "string_pattern_mismatch": "a text that matches {pattern}",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "dict_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "too_short": "a list of at least {min_length} items",
+        "too_long": "a list of at most {max_length} items",
+        "greater_than": "above {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than": "below {lt}",
+        "less_than_equal": "at most {le}",
+        "literal_error": "{expected}",
+        "enum": "{expected}",
+        "union_tag_invalid": "one of {expected_tags}",
+    }
+)
+
+
+def describe_value(
+    name: str,
+    shown: str,
+    problem: Mapping[str, Any],
+    expected_of: Mapping[str, str] = EXPECTED,
+    docs: str = "/docs",
+) -> str:
+    """Return why a value is refused, in our words: ``n is 'x'; it must be a whole number``.
+
+    Args:
+        name: Path of the value in the client's JSON, or a flag.
+        shown: The value, in few characters.
+        problem: One of pydantic's errors.
+        expected_of: What a value must be, by the type of the error.
+        docs: Where to look up what is not in ``expected_of``.
+    """
+    expected = expected_of.get(problem["type"])
+    if expected is None:
+        return f"{name} is {shown}; this value is not allowed here, see {docs}"
+    context = {
+        key: f"{value:.12g}" if isinstance(value, float) else value
+        for key, value in problem.get("ctx", {}).items()
+    }
+    return f"{name} is {shown}; it must be {expected.format(**context)}"
 
 
 def find_error(attribute: str, value: str) -> type["TramontaneError"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
-from tramontane.proto.request import validate_prompt
+from tramontane.proto.request import validate_prompt, validate_token_ids
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.responses import Answer
@@ -165,18 +165,7 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
             f" {model.expert_layers.start} to {model.expert_layers.stop - 1} have some",
             "return_experts",
         )
-    if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
-        raise ParameterError(
-            f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of"
-            f" {model.vocab_size}",
-            "logit_bias",
-        )
-    if wrong := [token_id for token_id in request.stop_token_ids if token_id >= model.vocab_size]:
-        raise ParameterError(
-            f"stop_token_ids: token id {wrong[0]} is outside the model's vocabulary of"
-            f" {model.vocab_size}",
-            "stop_token_ids",
-        )
+    validate_token_ids(request.logit_bias, request.stop_token_ids, model.vocab_size)
 
 
 def validate_answer_size(
