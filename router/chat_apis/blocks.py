@@ -23,7 +23,7 @@ from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer
-from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
+from tramontane.router.openai.logprobs import TokenLogprob, TokenWithLogprobs
 from tramontane.router.openai.responses import ChatChange, Event
 from tramontane.router.openai.resume_state import (
     ChoiceState,
@@ -62,7 +62,7 @@ class PieceRecorder(ChatDetokenizer):
         self._has_text = False  # since the last log-probabilities
         self.num_chars = 0  # of all pieces
 
-    def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
+    def push(self, event: TokenEvent, score: TokenLogprob | None = None) -> str:
         """See ``ChoiceDetokenizer``."""
         was_calling = self.is_calling
         text = super().push(event, score)

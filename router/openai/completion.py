@@ -25,7 +25,7 @@ from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.choice_text import ChoiceBuilder, completion_grammar, make_detokenizer
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
-    TokenLogprobs,
+    TokenLogprob,
     index_by_position,
     prompt_logprobs,
     prompt_tokens,
@@ -371,7 +371,7 @@ class Completion:
     def _add_logprobs(
         self,
         change: CompletionChange,
-        scores: dict[tuple[int, int], TokenLogprobs],
+        scores: dict[tuple[int, int], TokenLogprob],
         *,
         is_first: bool,
     ) -> None:
