@@ -165,7 +165,7 @@ class StageTiming(NamedTuple):
     """Work of one stage for one micro-batch, by the stage's own clock."""
 
     stage_id: int
-    started_at: float  # seconds since 1970 by ``steady_clock``: a stage's times never go back
+    started_at: float  # seconds since 1970 by ``steady_time``: a stage's times never go back
     busy_s: float  # in which the stage computed
     num_tokens: int
     # from start to end, longer than ``busy_s`` if expert actors run the experts

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.timing import steady_time
 from tramontane.router.engine.active_request import ActiveRequest
 
 # micro-batches, and stages of each: 4000 micro-batches of four stages, 300 of sixty-four
