@@ -40,13 +40,20 @@
 
 A ``UserError`` says what was wrong and what to do about it. The command line prints it as one line
 and exits with code 2. Broken internal invariants are assertions, not members of this tree.
+
+How an error is answered over HTTP and gRPC, what it is called between processes and how it ends a
+command are attributes of its class, inherited by the classes below it: this is the only module to
+change for a new error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
 
 DEFECT = "the server has a defect; see its log"  # for clients, of errors that are not in this tree
 
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]  # of OpenAI
 
 MIN_PREFIX = 4  # characters of a name that is the beginning of a known one
 
@@ -62,8 +69,117 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
+# What a value must be, by the type of pydantic's error; the braces hold its context. In JSON values
+# are not parsed from texts, as those of flags are.
+EXPECTED: Mapping[str, str] = MappingProxyType(
+    {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing": "a whole number",
+        "int_parsing_size": "a whole number with fewer digits",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "string_type": "a text",
+        "string_unicode": "valid Unicode",
+        "string_too_long": "a text of at most {max_length} characters",
+        "string_too_short": "a text of at least {min_length} character",
+        "string_pattern_mismatch": "a text that matches {pattern}",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "dict_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "too_short": "a list of at least {min_length} items",
+        "too_long": "a list of at most {max_length} items",
+        "greater_than": "above {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than": "below {lt}",
+        "less_than_equal": "at most {le}",
+        "literal_error": "{expected}",
+        "enum": "{expected}",
+        "union_tag_invalid": "one of {expected_tags}",
+    }
+)
+
+
+def describe_value(
+    name: str,
+    shown: str,
+    problem: Mapping[str, Any],
+    expected_of: Mapping[str, str] = EXPECTED,
+    docs: str = "/docs",
+) -> str:
+    """Return why a value is refused, in our words: ``n is 'x'; it must be a whole number``.
+
+    Args:
+        name: Path of the value in the client's JSON, or a flag.
+        shown: The value, in few characters.
+        problem: One of pydantic's errors.
+        expected_of: What a value must be, by the type of the error.
+        docs: Where to look up what is not in ``expected_of``.
+    """
+    expected = expected_of.get(problem["type"])
+    if expected is None:
+        return f"{name} is {shown}; this value is not allowed here, see {docs}"
+    context = {
+        key: f"{value:.12g}" if isinstance(value, float) else value
+        for key, value in problem.get("ctx", {}).items()
+    }
+    return f"{name} is {shown}; it must be {expected.format(**context)}"
+
+
+def find_error(attribute: str, value: str) -> type["TramontaneError"]:
+    """Return the class that sets an attribute to a value, not one that inherits it:
+    ``("wire_name", "poison")`` is PoisonRequestError.
+
+    A value that no class sets is that of an error of a newer version, of which no more is known
+    than that the server failed.
+    """
+    found = (cls for cls in _below(TramontaneError) if vars(cls).get(attribute) == value)
+    return next(found, PipelineError)
+
+
+def _below(cls: type[Any]) -> Iterator[type[Any]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
 class TramontaneError(Exception):
-    """Root of all errors that are raised on purpose."""
+    """Root of all errors that are raised on purpose. A class that sets nothing is answered like a
+    failed pipeline, and is restored as one.
+
+    Attributes:
+        http_status: Of the response.
+        openai_type: ``type`` in the body of OpenAI's errors.
+        openai_code: ``code`` there.
+        parameter: ``param`` there: the name of the client's parameter that is wrong.
+        retry_after_s: Whole seconds after which the client should try again; None if it should not.
+        grpc_code: Name of gRPC's status code.
+        grpc_reason: Name of the error in the details of gRPC's status; clients restore the class
+            that sets it.
+        wire_name: Name of the error between ingress replicas and routers, which restore the class
+            that sets it.
+        exit_code: Of a command that ends so.
+    """
+
+    http_status: ClassVar[int] = 503
+    openai_type: ClassVar[ErrorType] = "server_error"
+    openai_code: ClassVar[str | None] = "unavailable"
+    parameter: str | None = None
+    retry_after_s: int | None = None
+    grpc_code: ClassVar[str] = "UNAVAILABLE"
+    grpc_reason: ClassVar[str] = "UNAVAILABLE"
+    wire_name: ClassVar[str] = "failure"
+    exit_code: ClassVar[int] = 1
+
+    @classmethod
+    def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
+        """Make the error from what was sent; see ``find_error``."""
+        return cls(message)
 
 
 # ---- the user can do something about it
@@ -71,6 +187,13 @@ class TramontaneError(Exception):
 
 class UserError(TramontaneError):
     """Something that the user asked for cannot be done; the message is one line."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+    openai_code: ClassVar[str | None] = None
+    grpc_code = "INVALID_ARGUMENT"
+    grpc_reason = "NOT_POSSIBLE"
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -84,9 +207,17 @@ class PlanError(UserError):
 class AuthenticationError(UserError):
     """An API key is missing or unknown to the ingress."""
 
+    http_status = 401
+    openai_code = "invalid_api_key"
+    grpc_code = "UNAUTHENTICATED"
+    grpc_reason = "WRONG_KEY"
+
 
 class UnimplementedError(UserError):
     """The server does not have this method, or not yet."""
+
+    grpc_code = "UNIMPLEMENTED"
+    grpc_reason = "NOT_HERE"
 
 
 class CheckpointError(UserError):
@@ -105,23 +236,44 @@ class InvalidModelConfigError(CheckpointError):
 class RequestError(UserError):
     """One request cannot be accepted or completed."""
 
+    parameter: str | None = "prompt"
+    grpc_reason = "WRONG_REQUEST"
+    wire_name = "request"
+
 
 class ParameterError(RequestError):
     """One parameter is wrong; ``parameter`` is its name, or None if the body as a whole is
     wrong.
     """
 
+    grpc_reason = "WRONG_PARAMETER"
+
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+    @classmethod
+    def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
+        """Make the error from what was sent."""
+        return cls(message, parameter)
 
 
 class UnknownModelError(RequestError):
     """The client named a model that is not served here."""
 
+    http_status = 404
+    openai_code = "model_not_found"
+    parameter = "model"
+    grpc_code = "NOT_FOUND"
+    grpc_reason = "UNKNOWN_MODEL"
+
 
 class UnsatisfiableSchemaError(RequestError):
     """The model cannot follow the schema of the response; a retry would fail as well."""
+
+    openai_code = "unfollowable"
+    parameter = None
+    grpc_reason = "UNFOLLOWABLE"
 
 
 class NotFiniteError(RequestError):
@@ -129,25 +281,49 @@ class NotFiniteError(RequestError):
     fail as well.
     """
 
+    openai_code = "not_finite"
+    parameter = None
+    grpc_reason = "NOT_FINITE"
+
 
 class PoisonRequestError(RequestError):
     """A request has crashed the pipeline repeatedly; a retry would crash it again."""
+
+    openai_code = "poison"
+    parameter = None
+    grpc_reason = "POISON"
+    wire_name = "poison"
 
 
 class UnknownJobError(RequestError):
     """There is no batch job of that name."""
 
+    http_status = 404
+    openai_code = "not_found"
+    parameter = None
+    grpc_code = "NOT_FOUND"
+    grpc_reason = "UNKNOWN_JOB"
+
 
 class JobRefusedError(RequestError):
     """What was submitted cannot become a job or a file."""
+
+    parameter = None
 
 
 class UnknownFileError(RequestError):
     """There is no file of that name."""
 
+    http_status = 404
+    openai_code = "not_found"
+    parameter = None
+
 
 class FileTooLargeError(RequestError):
     """A file has more bytes than the server accepts."""
+
+    http_status = 413
+    parameter = None
 
 
 # ---- the server
@@ -158,9 +334,22 @@ class OverloadedError(TramontaneError):
     number of seconds.
     """
 
+    http_status = 429
+    openai_type = "rate_limit_error"
+    openai_code = "rate_limit_exceeded"
+    retry_after_s: int
+    grpc_code = "RESOURCE_EXHAUSTED"
+    grpc_reason = "OVERLOADED"
+    wire_name = "overloaded"
+
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message, retry_after_s)  # all arguments, so that the error can be pickled
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
+        """Make the error from what was sent."""
+        return cls(message, retry_after_s)
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -169,19 +358,32 @@ class OverloadedError(TramontaneError):
 class QueueFullError(OverloadedError):
     """The waiting queue has no room for even the smallest request of this client."""
 
+    wire_name = "full"
+
 
 class QuotaExceededError(OverloadedError):
     """A client has stored as much as it may; it has to delete something, or wait until something
     expires.
     """
 
+    openai_code = "quota_exceeded"
+
 
 class DrainingError(TramontaneError):
     """The server is about to stop: it finishes running requests and accepts no new ones."""
 
+    openai_code = "draining"
+    retry_after_s = 5  # another server may have taken over by then
+    grpc_reason = "DRAINING"
+
 
 class DeadlineExceededError(TramontaneError):
     """The deadline that a client set has passed before its request was complete."""
+
+    http_status = 504
+    openai_code = "deadline_exceeded"
+    grpc_code = "DEADLINE_EXCEEDED"
+    grpc_reason = "DEADLINE"
 
 
 class ConnectionLostError(TramontaneError):
@@ -193,6 +395,10 @@ class ConnectionLostError(TramontaneError):
 
 class PipelineError(TramontaneError):
     """A pipeline failed while requests were running on it."""
+
+    retry_after_s = 1
+    grpc_reason = "UNAVAILABLE"
+    wire_name = "failure"
 
 
 class StaleEpochError(PipelineError):
@@ -228,6 +434,8 @@ class RouterLostError(PipelineError):
 class StreamNotOpenError(PipelineError):
     """A router has no open stream to the ingress that called it."""
 
+    wire_name = "no stream"
+
 
 class JobStoreError(PipelineError):
     """The database or the storage of the batch jobs is unavailable."""
@@ -236,11 +444,15 @@ class JobStoreError(PipelineError):
 class PipelineUnavailableError(PipelineError):
     """The pipeline of this router is restarting; another router may be available."""
 
+    wire_name = "not running"
+
 
 class PipelineRecoveringError(PipelineUnavailableError):
     """The pipeline of this router is being fenced again; the router queues the request if no other
     one can work on it now.
     """
+
+    wire_name = "recovering"
 
 
 class PipelineSupersededError(PipelineUnavailableError):
@@ -248,8 +460,12 @@ class PipelineSupersededError(PipelineUnavailableError):
     will accept requests soon.
     """
 
+    wire_name = "handed over"
+
 
 class ModelMismatchError(PipelineUnavailableError):
     """A router has another model or version than the request was made for; only a router of that
     version can run it.
     """
+
+    wire_name = "other model"

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "tramontane"
-RETRY_AFTER_S = 1  # while a pipeline restarts
+DRAIN_RETRY_S = 1  # less than over HTTP
 # characters; a client's HTTP/2 accepts 8 KiB of trailers, where a byte that is not ASCII takes
 # three
 MAX_MESSAGE = 2000
@@ -51,25 +51,6 @@ class GrpcStatus:
         context.set_trailing_metadata([(DETAILS, self.details)])
 
 
-# The first match counts. The reason is the name of the error on the wire.
-CODES: tuple[tuple[type[errors.TramontaneError], StatusCode, str], ...] = (
-    (errors.OverloadedError, StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
-    (errors.UnknownModelError, StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
-    (errors.UnknownJobError, StatusCode.NOT_FOUND, "UNKNOWN_JOB"),
-    (errors.UnsatisfiableSchemaError, StatusCode.INVALID_ARGUMENT, "UNFOLLOWABLE"),
-    (errors.NotFiniteError, StatusCode.INVALID_ARGUMENT, "NOT_FINITE"),
-    (errors.PoisonRequestError, StatusCode.INVALID_ARGUMENT, "POISON"),
-    (errors.AuthenticationError, StatusCode.UNAUTHENTICATED, "WRONG_KEY"),
-    (errors.UnimplementedError, StatusCode.UNIMPLEMENTED, "NOT_HERE"),
-    (errors.ParameterError, StatusCode.INVALID_ARGUMENT, "WRONG_PARAMETER"),
-    (errors.RequestError, StatusCode.INVALID_ARGUMENT, "WRONG_REQUEST"),
-    (errors.UserError, StatusCode.INVALID_ARGUMENT, "NOT_POSSIBLE"),
-    (errors.DeadlineExceededError, StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
-    (errors.DrainingError, StatusCode.UNAVAILABLE, "DRAINING"),
-    (errors.PipelineError, StatusCode.UNAVAILABLE, "UNAVAILABLE"),
-)
-
-
 def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
     """Return the status for an error. One that is not a TramontaneError is a defect; its message
     goes only to the log.
@@ -87,17 +68,12 @@ def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
         logger.warning(
             "request %s failed: %s", request_id or "-", error, extra=request_fields(request_id)
         )
-    code, reason = next(
-        ((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:]
-    )
-    info = ErrorInfo(reason=reason)
+    info = ErrorInfo(reason=error.grpc_reason)
     if isinstance(error, errors.ParameterError) and error.parameter is not None:
         info.metadata["parameter"] = error.parameter
-    delay = error.retry_after_s if isinstance(error, errors.OverloadedError) else RETRY_AFTER_S
-    may_retry = isinstance(
-        error, errors.OverloadedError | errors.PipelineError | errors.DrainingError
-    )
-    return _make_status(code, str(error), info, delay if may_retry else None)
+    is_draining = isinstance(error, errors.DrainingError)
+    delay = DRAIN_RETRY_S if is_draining else error.retry_after_s
+    return _make_status(StatusCode[error.grpc_code], str(error), info, delay)
 
 
 def _make_status(
@@ -135,15 +111,9 @@ def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.T
     """
     info, retry = _details(trailers)
     message = message or code.name
-    kind = next((kind for kind, _, reason in CODES if reason == info.reason), None)
-    if kind is errors.OverloadedError:
-        return errors.OverloadedError(message, retry.retry_delay.seconds)
-    if kind is errors.ParameterError:
-        return errors.ParameterError(message, info.metadata.get("parameter"))
-    if kind is not None:
-        return kind(message)
     if info.reason:
-        return errors.PipelineError(message)
+        cls = errors.find_error("grpc_reason", info.reason)
+        return cls.restore(message, retry.retry_delay.seconds, info.metadata.get("parameter"))
     return TRANSPORT_ERRORS.get(code, errors.ConnectionLostError)(message)
 
 

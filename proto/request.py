@@ -3,28 +3,49 @@ requests in logs.
 """
 
 import math
+import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from tramontane.proto.errors import NotFiniteError, RequestError, UnsatisfiableSchemaError
+from tramontane.proto.errors import (
+    NotFiniteError,
+    ParameterError,
+    RequestError,
+    UnsatisfiableSchemaError,
+)
 
-MAX_PENALTY = 2.0
-REPETITION_PENALTIES = (0.01, 100.0)
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
-MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
-_RANGES = {  # of sampling parameters with no other condition
-    "min_p": (0, 1),
-    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": REPETITION_PENALTIES,
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+# Bounds of sampling parameters, all of which are finite, as pydantic's ``Field`` takes them.
+SAMPLING_BOUNDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "max_tokens": {"ge": 1, "lt": 2**31},
+        "temperature": {"ge": 0, "allow_inf_nan": False},
+        "top_p": {"gt": 0, "le": 1},
+        "top_k": {"ge": -1, "lt": 2**31},
+        "seed": {"ge": -(2**63), "lt": 2**63},
+        "min_p": {"ge": 0, "le": 1},
+        "presence_penalty": {"ge": -2.0, "le": 2.0},
+        "frequency_penalty": {"ge": -2.0, "le": 2.0},
+        "repetition_penalty": {"ge": 0.01, "le": 100.0},
+        "logprobs": {"ge": 0, "le": 20},
+        "prompt_logprobs": {"ge": 0, "le": 20},
+    }
+)
+_EXPECTED = {  # what a value must do that is out of bounds; "be from 0 to 20" if it is not here
+    "max_tokens": "be at least 1 and fit in 31 bits",
+    "temperature": "be 0 (greedy) or a positive number",
+    "top_p": "be above 0 and at most 1",
+    "top_k": "be 0 or -1 (all tokens) or a positive whole number of 31 bits",
+    "seed": "fit in 64 bits",
 }
+_OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}  # may be None
+_COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 NUM_PRIORITIES = 10
 # instead of a token: the logits that it would have been chosen from are not finite
 NOT_FINITE_TOKEN = -2
@@ -109,36 +130,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_tokens < 2**31:
-            raise RequestError(
-                f"max_tokens is {self.max_tokens}; it must be at least 1 and fit in 31 bits"
-            )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(
-                f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number"
-            )
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not -1 <= self.top_k < 2**31:
-            raise RequestError(
-                f"top_k is {self.top_k}; it must be 0 or -1 (all tokens) or a positive whole number"
-                " of 31 bits"
-            )
+        for name, bounds in SAMPLING_BOUNDS.items():
+            value = getattr(self, name)
+            if not (name in _OPTIONAL and value is None) and not _is_within(value, bounds):
+                expected = _EXPECTED.get(name) or f"be from {bounds['ge']} to {bounds['le']}"
+                raise RequestError(f"{name} is {value}; it must {expected}")
         object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients write -1
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is"
                 f" {self.max_tokens}"
             )
-        self._check_ranges()
-
-    def _check_ranges(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise RequestError(f"{name} is {value}; it must be from {low} to {high}")
         if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} tokens; there may be at most {MAX_BIASES}"
@@ -171,6 +173,13 @@ class SamplingParams:
         return self.needs_token_counts or bool(self.logit_bias or self.min_tokens)
 
 
+def _is_within(value: float, bounds: Mapping[str, Any]) -> bool:
+    """Return whether a number is finite and within the bounds."""
+    return abs(value) < math.inf and all(
+        is_true(value, bounds[name]) for name, is_true in _COMPARISONS.items() if name in bounds
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """One sequence of a request: a request has one per prompt and choice. Raises RequestError for
@@ -193,6 +202,21 @@ class SequenceRequest:
             raise RequestError(
                 f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}"
             )
+
+
+def validate_token_ids(
+    logit_bias: Iterable[tuple[int, float]], stop_token_ids: Iterable[int], vocab_size: int
+) -> None:
+    """Raise ParameterError if a sampling parameter names a token that the model does not have."""
+    biased = [token_id for token_id, _ in logit_bias]
+    for name, token_ids in (("logit_bias", biased), ("stop_token_ids", stop_token_ids)):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ParameterError(
+                    f"{name}: token id {token_id} is outside the model's vocabulary of"
+                    f" {vocab_size}",
+                    name,
+                )
 
 
 def validate_prompt(

@@ -6,7 +6,6 @@ and the sampling parameters only the first time. Objects that a busy router crea
 are named tuples, which take half the time of a frozen dataclass to create.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,22 +23,6 @@ NO_TOKEN = -1  # the answer for a draft after one that was rejected
 PLACEHOLDER_TOKEN = -1
 # a micro-batch that has not returned after this time is given up, unless configured otherwise
 STEP_TIMEOUT_S = 30.0
-
-# ---- the time that stages report
-
-# Taken once, when the process first imports this. The wall clock may be set at any time, by an hour
-# too: it is read here and nowhere else where times are compared. Differences within a process are
-# exact, as they are those of the monotonic clock; between processes they are as good as their wall
-# clocks agreed when they began. A process that begins later on a machine whose clock was set has
-# another offset, so times of two processes are for display, and what decides clips their
-# differences.
-_OFFSET_S = time.time() - time.monotonic()
-
-
-def steady_time() -> float:
-    """Return the seconds since 1970, by the wall clock as it was when the process began."""
-    return _OFFSET_S + time.monotonic()
-
 
 # ---- to the stages
 

@@ -48,19 +48,6 @@ ONE_TOKEN_FIELDS = 6  # of the short form of an output
 _new: Any = tuple.__new__
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
-ERROR_KINDS: dict[str, type[errors.TramontaneError]] = {
-    "poison": errors.PoisonRequestError,
-    "request": errors.RequestError,
-    "full": errors.QueueFullError,
-    "overloaded": errors.OverloadedError,
-    "no stream": errors.StreamNotOpenError,
-    "recovering": errors.PipelineRecoveringError,
-    "handed over": errors.PipelineSupersededError,
-    "other model": errors.ModelMismatchError,
-    "not running": errors.PipelineUnavailableError,
-    "failure": errors.PipelineError,
-}
-
 
 # ---- steps
 
@@ -208,23 +195,16 @@ def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.Tramon
 def encode_error(error: errors.TramontaneError, replica: str) -> bytes:
     """Encode why a request was refused or failed, and the name of the router replica."""
     retry_after_s = error.retry_after_s if isinstance(error, errors.OverloadedError) else 0
-    return _pack((_error_kind(error), str(error), retry_after_s, replica))
+    return _pack((error.wire_name, str(error), retry_after_s, replica))
 
 
 def decode_error(data: bytes) -> tuple[errors.TramontaneError, str]:
     """Decode an error and the name of the router replica."""
-    kind, message, retry_after_s, replica = _unpack(data)
-    cls = ERROR_KINDS[kind]
-    return (
-        cls(message, retry_after_s) if issubclass(cls, errors.OverloadedError) else cls(message)
-    ), replica
+    name, message, retry_after_s, replica = _unpack(data)
+    return errors.find_error("wire_name", name).restore(message, retry_after_s), replica
 
 
 # ---- fields
-
-
-def _error_kind(error: errors.TramontaneError) -> str:
-    return next(name for name, cls in ERROR_KINDS.items() if isinstance(error, cls))
 
 
 def _one_token(
@@ -262,7 +242,7 @@ def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
 
 def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:
     if isinstance(output, errors.TramontaneError):
-        return _error_kind(output), str(output)
+        return output.wire_name, str(output)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in output.events]
     times = (output.times.queue_s, output.times.prefill_s, output.times.decode_s)
     return (
@@ -278,8 +258,8 @@ def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:
 
 def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:
     if isinstance(fields[0], str):
-        kind, message = fields
-        return ERROR_KINDS[kind](message)
+        name, message = fields
+        return errors.find_error("wire_name", name).restore(message)
     events, times, experts, logprobs, fingerprint, num_cached, drafts = fields
     return RequestOutput(
         tuple(

@@ -18,14 +18,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
+from tramontane.proto.timing import KILL_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
 # for a worker whose process is not stopped: it may only be short of CPU time
 LAST_ANSWER_TIMEOUT_S = 3.0
 LOADING_ANSWER_TIMEOUT_S = 0.7
 MAX_MISSED_CHECKS = 20
-START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
-KILL_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
         )
     silent = {name: worker for name, worker in late.items() if name not in answers}
     replaced |= dict.fromkeys(
-        _kill_processes(silent, START_TIMEOUT_S),
+        _kill_processes(silent, WORKER_START_TIMEOUT_S),
         f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s",
     )
     if replaced:

@@ -17,11 +17,9 @@ from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.proto.errors import LinkError
 from tramontane.proto.plan import Link
+from tramontane.proto.timing import FENCE_TIMEOUT_S, INTERRUPT_TIMEOUT_S, STAGE_LEASE_TIMEOUT_S
 
-INTERRUPT_TIMEOUT_S = 5.0  # answered at once, unless a process is only starting or hangs
-FENCE_TIMEOUT_S = 60.0  # a stage that loads again may take longer: the router then fences again
 FENCE_CHECK_INTERVAL_S = 2.0
-LEASE_TIMEOUT_S = 1.0  # of all stages together, if one is stopped
 MAX_LEASE_ATTEMPTS = 5  # while no stage knows a lease and one has not answered
 
 
@@ -115,7 +113,7 @@ def recover_lease(spec: PipelineSpec) -> Lease | None:
         for stage in find_stage_actors(spec)
     ]
     for _ in range(MAX_LEASE_ATTEMPTS if refs else 0):
-        answered, silent = ray.wait(refs, num_returns=len(refs), timeout=LEASE_TIMEOUT_S)
+        answered, silent = ray.wait(refs, num_returns=len(refs), timeout=STAGE_LEASE_TIMEOUT_S)
         leases = list(_leases(answered))
         if leases or not silent:
             return max(leases, key=lambda lease: lease.epoch, default=None)

@@ -47,13 +47,13 @@ from tramontane.cluster.common.ray_api import DeploymentWatch, avoid_head_node
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
+from tramontane.proto.timing import (
+    ABANDONED_AFTER_S,
+    LEASE_TTL_S,
+    SUPERVISOR_WATCH_INTERVAL_S,
+    UNCLAIMED_AFTER_S,
+)
 
-LEASE_TTL_S = 10.0
-# without a heartbeat of the router, or of the process that launched the application
-ABANDONED_AFTER_S = 30.0
-# without a router, although the application that could claim the pipeline exists
-UNCLAIMED_AFTER_S = 300.0
-WATCH_INTERVAL_S = 1.0
 LOADING_CHECK_INTERVAL_S = 2.0
 RESTART_POLL_S = 0.1  # of a worker whose process died while it loaded
 HEAD_ANSWER_TIMEOUT_S = 5.0
@@ -205,7 +205,7 @@ class Supervisor:
         """
         counted_from = time.monotonic()
         while True:
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(SUPERVISOR_WATCH_INTERVAL_S)
             with self._lock:
                 now, last = time.monotonic(), self._leases.lease
                 silent_s = min(self._leases.silent_for_s(now), now - counted_from)
@@ -230,7 +230,7 @@ class Supervisor:
                 ):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be ending as well
-                retry_s = WATCH_INTERVAL_S
+                retry_s = SUPERVISOR_WATCH_INTERVAL_S
                 logger.warning(
                     "pipeline %s could not be removed; the next attempt is in %g s",
                     self.spec.name,

@@ -15,13 +15,15 @@ from ray.exceptions import ActorUnavailableError, RayError
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.ray_api import ray_error_message, run_periodically
+from tramontane.proto.timing import (
+    LEASE_CALL_TIMEOUT_S,
+    RENEW_INTERVAL_S,
+    SUPERVISOR_RETRY_TIMEOUT_S,
+)
 from tramontane.proto.units import backoff_delays
 
-RENEW_INTERVAL_S = 2.0
-LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
 MAX_MISSED_CALLS = 15  # in a row; then its process is killed even if it is not stopped
 MAX_FURTHER_CALLS = 5  # after which the call fails
-RETRY_TIMEOUT_S = 30.0
 RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ async def call_with_retry(call: Callable[[], Any]) -> Any:  # what the actor ret
     """Await a call that may safely be made twice, again while the supervisor restarts. Raises
     RayError.
     """
-    deadline = time.monotonic() + RETRY_TIMEOUT_S
+    deadline = time.monotonic() + SUPERVISOR_RETRY_TIMEOUT_S
     for delay_s in backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S):
         try:
             return await call()

@@ -10,7 +10,8 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.cluster.pipeline.load_progress import ShowLoading
 from tramontane.proto.request import SamplingParams, SequenceRequest
-from tramontane.proto.step import StageTiming, steady_time
+from tramontane.proto.step import StageTiming
+from tramontane.proto.timing import steady_time
 from tramontane.router.scheduling.cost_model import CostModel
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
 from tramontane.router.simulation.comparison import PolicyEntry, Summary, make_scheduler, summarize

@@ -20,7 +20,6 @@ from tramontane.cluster.common.signals import INTERRUPTED
 from tramontane.cluster.console.terminal import (
     PlainCommand,
     PlainGroup,
-    exit_code,
     hide_secrets_in_title,
     print_error,
 )
@@ -241,7 +240,7 @@ def main() -> None:
         code = 2
     except TramontaneError as error:
         print_error(str(error))
-        code = exit_code(error)
+        code = error.exit_code
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it

@@ -23,9 +23,10 @@ from tramontane.cluster.console.options import (
 )
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
-from tramontane.cluster.serving.app import APPLICATION, DRAIN_S
+from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.timing import DRAIN_S
 
 
 @with_options(

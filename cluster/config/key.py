@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import EXPECTED, ConfigError, describe_value
 
 MIN_GPU_BYTES = 2**10  # 24 without a unit is a mistake
 MAX_GPU_SPEED = 10_000
@@ -64,39 +64,28 @@ def key(
     return Field(default, description=description, alias=alias, json_schema_extra=extra)  # type: ignore[arg-type]
 
 
-_EXPECTED = (  # by the beginning of the type of pydantic's error; the braces hold its context
-    ("int_", "a whole number"),
-    ("float_", "a number"),
-    ("finite_number", "a finite number"),
-    ("bool_", "true or false"),
-    ("greater_than_equal", "at least {ge:.12g}"),
-    ("greater_than", "above {gt:.12g}"),
-    ("less_than_equal", "at most {le:.12g}"),
-    ("literal_error", "{expected}"),
-    ("enum", "{expected}"),
-    ("byte_size", "a size such as 512MiB or 2GiB"),
-    ("string_", "a text that is not empty"),
-    ("path_type", "a path"),
-    ("tuple_type", "a list"),
-    ("dataclass_type", "what the command in its description writes"),
-)
+_SIZE, _TEXT = "a size such as 512MiB or 2GiB", "a text that is not empty"
+_EXPECTED_HERE = {
+    "int_parsing_size": "a whole number",
+    "byte_size": _SIZE,
+    "byte_size_unit": _SIZE,
+    "string_type": _TEXT,
+    "string_unicode": _TEXT,
+    "string_too_short": _TEXT,
+    "path_type": "a path",
+    "dataclass_type": "what the command in its description writes",
+}
 
 
 def describe_wrong_value(name: str, problem: Any) -> str:  # pydantic's ErrorDetails is private
     """Return what pydantic found, in our words: ``--stages is 'two'; it must be a whole
     number``.
     """
-    for kind, expected in _EXPECTED:
-        if problem["type"].startswith(kind):
-            return (
-                f"{name} is {problem['input']!r}; it must be"
-                f" {expected.format(**problem.get('ctx', {}))}"
-            )
     if problem["type"] == "value_error":  # of typer's choices: 'x' is not one of 'full', 'small'.
         return f"{name}: {problem['ctx']['error']}".rstrip(".")
-    return (
-        f"{name} is {problem['input']!r}; this value is not allowed here, see docs/configuration.md"
-    )
+    expected_of = {**EXPECTED, **_EXPECTED_HERE}
+    shown = repr(problem["input"])
+    return describe_value(name, shown, problem, expected_of, "docs/configuration.md")
 
 
 class KeyGroup(BaseModel):

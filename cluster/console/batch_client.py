@@ -19,12 +19,11 @@ from tramontane.cluster.console.server_client import (
     raise_if_unauthorized,
 )
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineError
+from tramontane.proto.timing import JOB_MAX_WAIT_S, JOB_MIN_WAIT_S, JOB_RETRY_TIMEOUT_S
 from tramontane.proto.units import backoff_delays
 
 # the server stores a job of a million lines before it answers
 TIMEOUT = httpx.Timeout(30.0, read=600.0)
-RETRY_TIMEOUT_S = 600.0  # since the first failure, or the last time that the server asked to retry
-MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 WATCH_INTERVAL_S = 1.0
 BLOCK_BYTES = 2**16  # of a file, read at once; its lines may be long
 ENDED = ("completed", "cancelled", "failed", "expired")
@@ -199,7 +198,7 @@ class BatchClient:
                     f"the connection was lost after {num_lines} results"
                     f" ({error or type(error).__name__}); reconnecting"
                 )
-                time.sleep(MIN_WAIT_S)
+                time.sleep(JOB_MIN_WAIT_S)
         total = self.get(job_id)["request_counts"]["total"]
         if num_lines != total:
             output.discard()
@@ -225,7 +224,7 @@ class BatchClient:
         return num_lines
 
     def _with_retries(self, send: Callable[[], httpx.Response]) -> Job:
-        delays, failing_since = backoff_delays(MIN_WAIT_S, MAX_WAIT_S), None
+        delays, failing_since = backoff_delays(JOB_MIN_WAIT_S, JOB_MAX_WAIT_S), None
         while True:
             try:
                 answer = send()
@@ -240,14 +239,14 @@ class BatchClient:
                     raise no_answer(self._http, error) from error
                 if failing_since is None:
                     self._notice(
-                        f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f}"
+                        f"no answer ({why}); trying again for up to {JOB_RETRY_TIMEOUT_S / 60:.0f}"
                         " minutes"
                     )
                 is_busy = isinstance(error, _RetryLater) and error.is_busy
                 failing_since = (
                     time.monotonic() if failing_since is None or is_busy else failing_since
                 )
-                if time.monotonic() - failing_since > RETRY_TIMEOUT_S:
+                if time.monotonic() - failing_since > JOB_RETRY_TIMEOUT_S:
                     raise ConnectionLostError(
                         f"--url {self._http.base_url} does not answer: {why}"
                     ) from error

@@ -13,9 +13,9 @@ import httpx
 from tramontane.cluster.config.api_keys import KEY, read_key_file
 from tramontane.cluster.console.options import option
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineUnavailableError
+from tramontane.proto.timing import CLIENT_TIMEOUT_S
 from tramontane.router.engine.activity_log import Activity
 
-TIMEOUT_S = 20.0  # an ingress waits five seconds for its routers
 POLL_INTERVAL_S = 1.0
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 
@@ -62,7 +62,7 @@ def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
 
 def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
     """Return a client of the server. Raises ConfigError as ``base_url`` does."""
-    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT_S)
+    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=CLIENT_TIMEOUT_S)
 
 
 # httpx's own

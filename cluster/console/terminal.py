@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from tramontane.cluster.common.signals import undone_at_end
 from tramontane.cluster.ray_internals.accessors import set_process_title
-from tramontane.proto.errors import ConfigError, TramontaneError, UserError
+from tramontane.proto.errors import ConfigError, TramontaneError
 
 IFLAG, LFLAG, CC = 0, 3, 6  # indices of what tcgetattr returns
 
@@ -138,13 +138,6 @@ def print_error(message: str) -> None:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
 
 
-def exit_code(error: TramontaneError) -> int:
-    """Return 2 for a user's mistake and 1 for a failed pipeline or a server that does not
-    answer.
-    """
-    return 2 if isinstance(error, UserError) else 1
-
-
 @contextmanager
 def print_errors_at_once() -> Iterator[None]:
     """Print an error of the block before what is reported while the command ends, such as that the
@@ -154,7 +147,7 @@ def print_errors_at_once() -> Iterator[None]:
         yield
     except TramontaneError as error:
         print_error(str(error))
-        raise typer.Exit(exit_code(error)) from error
+        raise typer.Exit(error.exit_code) from error
 
 
 class PlainCommand(TyperCommand):

@@ -13,6 +13,7 @@ from tramontane.cluster.ray_internals.table import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.timing import TERMINATION_GRACE_S
 from tramontane.proto.units import GIB
 
 # The pods of a RayService: the head, the ingresses, and one pod for each stage and expert actor.
@@ -38,8 +39,6 @@ STORE_BYTES = GIB  # Ray's object store in each pod: some micro-batches of hidde
 HOST_BYTES = 12 * GIB
 OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, in addition to what its stage may use
 HEAD_BYTES, INGRESS_BYTES = 8 * GIB, 6 * GIB
-# for which a terminating ingress finishes streams; the Service sends it no new requests
-TERMINATION_GRACE_S = 120
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,15 @@ RETRY_AFTER_S = 5
 class BodyTooLargeError(RequestError):
     """The body has more bytes than the server reads."""
 
+    http_status = 413
+    parameter = None
+
 
 class BodyTooSlowError(RequestError):
     """The body comes so slowly that the server does not wait for the rest."""
+
+    http_status = 408
+    parameter = None
 
 
 class BodyLimiter:

@@ -12,19 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
-from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
-from tramontane.proto.errors import (
-    DEFECT,
-    DrainingError,
-    OverloadedError,
-    PipelineError,
-    TramontaneError,
-)
+from tramontane.proto.errors import DEFECT, DrainingError, ErrorType, TramontaneError
 from tramontane.proto.request import Identity, request_fields
 from tramontane.router.chat_apis import responses_answer
 from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
-from tramontane.router.openai.responses import ErrorType, Event, to_json
+from tramontane.router.openai.responses import Event, to_json
 
 # How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in two
 # ways, and Anthropic's.
@@ -106,29 +99,18 @@ METRICS = (
     "Ray exports the metrics of every node, at /metrics of the port in"
     " /tmp/ray/session_latest/metrics_export_port_* there; see Metrics in docs/observability.md"
 )
-DRAIN_RETRY_S = "5"  # another server may have taken over by then
 
 
-def error_response(error: TramontaneError, path: str = "") -> JSONResponse:
+def error_response(
+    error: TramontaneError, path: str = "", headers: Mapping[str, str] = MappingProxyType({})
+) -> JSONResponse:
     """Return the response for an error at a path, with ``retry-after`` where a client should try
     again.
     """
-    spec = _error_spec(error)
-    headers: dict[str, str] = {}
-    if isinstance(error, OverloadedError):
-        headers["retry-after"] = str(error.retry_after_s)
-    elif isinstance(error, DrainingError | PipelineError):
-        headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
+    spec, wait_s = http_error_for(error), error.retry_after_s
+    if wait_s is not None:
+        headers = {**headers, "retry-after": str(wait_s)}
     return JSONResponse(error_shape(path).body(spec, str(error)), spec.status, headers)
-
-
-def _error_spec(error: TramontaneError) -> HttpErrorSpec:
-    match error:
-        case BodyTooLargeError():
-            return HttpErrorSpec(413, "invalid_request_error")
-        case BodyTooSlowError():
-            return HttpErrorSpec(408, "invalid_request_error")
-    return http_error_for(error)
 
 
 def log_and_respond(error: TramontaneError, request_id: str, path: str = "") -> JSONResponse:

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.errors import error_shape
 from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
-from tramontane.router.openai.errors import HttpErrorSpec
+from tramontane.proto.timing import ATTEMPT_PAUSES_S, MAX_ATTEMPT_S, QUICK_FAILURE_S
+from tramontane.router.openai.errors import UNAVAILABLE, HttpErrorSpec
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
 # One response to a client, put together from those of several ingresses, and how an ingress reports
@@ -39,7 +40,6 @@ MAX_PROGRESS_BYTES = 2**18
 # the client's own timeout has passed: another ingress could not help
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT
 OTHER_MODEL = "the server has another model now; send the request again"
-UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
 LOST = "the server lost this request, and could not take it up again; send it again"
 
 
@@ -195,11 +195,6 @@ PATHS = (
     "/v1/responses",
     "/v1/messages",
 )
-# before another attempt, after an ingress that was soon lost and sent no update
-PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)
-QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy until then
-# an ingress that refuses after longer has retried by itself, and the next one could do no more
-MAX_ATTEMPT_S = 40.0
 # for one response, while none of them sends an update: the request may be what they die of
 MAX_INGRESSES = 20
 MAX_BODY = 8 * 2**20  # as much as an ingress reads by default
@@ -307,7 +302,7 @@ class _FailoverBudget:
 
     def __init__(self) -> None:
         self._num_updates = self._num_ingresses = 0
-        self._pauses = iter(PAUSES_S)
+        self._pauses = iter(ATTEMPT_PAUSES_S)
         self._started_at = self._attempted_at = asyncio.get_running_loop().time()
         self.is_left = True
 
@@ -327,7 +322,7 @@ class _FailoverBudget:
         if has_progressed or (
             response.node is not None and now - self._attempted_at > QUICK_FAILURE_S
         ):
-            self._pauses = iter(PAUSES_S)
+            self._pauses = iter(ATTEMPT_PAUSES_S)
         self._num_ingresses = 0 if has_progressed else self._num_ingresses
         self._num_updates = response.num_updates
         if not is_node_lost:

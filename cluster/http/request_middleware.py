@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import static_pages
-from tramontane.cluster.http.errors import json_error
+from tramontane.cluster.http.errors import error_response
+from tramontane.proto.errors import AuthenticationError
 from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Identity, request_fields
 
 logger = logging.getLogger(__name__)
@@ -75,15 +76,11 @@ class AuthMiddleware:
             scope["state"]["identity"] = identity
             await self._app(scope, receive, respond)
         else:
-            refusal = json_error(
-                401,
+            error = AuthenticationError(
                 "this server wants an API key; send a valid one as Authorization: Bearer KEY, or as"
-                " x-api-key: KEY",
-                "invalid_request_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-                path=_path(scope),
+                " x-api-key: KEY"
             )
+            refusal = error_response(error, _path(scope), {"www-authenticate": "Bearer"})
             await refusal(scope, receive, respond)
 
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.step import steady_time
+from tramontane.proto.timing import steady_time
 from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity, PipelineActivity
 

@@ -2,8 +2,9 @@
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.llm.inputs import SamplingParams
-from tramontane.cluster.llm.offline import LLM, CompletionOutput, GenerationOutput, TokenLogprob
+from tramontane.cluster.llm.offline import LLM, CompletionOutput, GenerationOutput
 from tramontane.proto.request import FinishReason
+from tramontane.router.openai.logprobs import TokenLogprob
 
 __all__ = [
     "LLM",

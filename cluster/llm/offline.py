@@ -30,16 +30,7 @@ from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.request import FinishReason, SequenceRequest, sequence_error
 from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceDetokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log-probability, and the likeliest tokens at its position: (token id,
-    log-probability), likeliest first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+from tramontane.router.openai.logprobs import TokenLogprob, index_by_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +280,8 @@ async def _completion(
     async with aclosing(engine.router.generate([spec])) as batches:
         async for batch in batches:
             num_cached += batch.num_cached
-            for run in batch.logprobs:
-                for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
-                    logprobs[run.start + offset] = TokenLogprob(logprob, top)
+            scores = index_by_position(batch.logprobs)
+            logprobs.update((position, score) for (_, position), score in scores.items())
             for event in batch.events:
                 if event.finish is FinishReason.ERROR:  # its token is not one of the answer
                     text.finish, failure = FinishReason.ERROR, str(sequence_error(event))

@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
-from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S, find_expert_actors
+from tramontane.cluster.actors.stage_control import find_expert_actors
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto import wire
@@ -30,6 +30,16 @@ from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanEr
 from tramontane.proto.model_folder import RandomWeights, WeightSource
 from tramontane.proto.plan import ExpertPlan, StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.timing import (
+    CAUSE_POLL_S,
+    CAUSE_POLLS,
+    FENCE_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    RESCUE_TIMEOUT_S,
+    STAGE_HEALTH_TIMEOUT_S,
+    SUPERVISOR_FENCE_TIMEOUT_S,
+    UNREACHABLE_TIMEOUT_S,
+)
 from tramontane.proto.units import backoff_delays
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
@@ -86,20 +96,10 @@ def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
     return sorted(common.items())
 
 
-# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that
-# a router had accepted, an ingress wait so long. If a router and a stage die together, the next
-# router does not exist before the weights are loaded.
-LOAD_TIMEOUT_S = 600.0
-HEALTH_TIMEOUT_S = 3.0
 # a router does not begin before it has asked them, and they may be restarting
 EXPERTS_TIMEOUT_S = 1.0
-UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
-# health checks take up to 3 s, and a process may have to be killed on another node
-RESCUE_TIMEOUT_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
 NODES_TIMEOUT_S = 2.0  # for the head node's answer
-SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # the supervisor waits for stages at most twice as long
-CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to report that an actor is dead
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class ObjectStoreStageChain:
         began, delays = time.monotonic(), backoff_delays(RETRY_S, MAX_RETRY_S)
         while True:
             try:
-                async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                async with asyncio.timeout(SUPERVISOR_FENCE_TIMEOUT_S):
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
@@ -233,7 +233,7 @@ class ObjectStoreStageChain:
             except TimeoutError:  # it hangs; another process finds everything again
                 logger.warning(
                     "the supervisor gets a new process: it has not answered a fence for %g s",
-                    SUPERVISOR_TIMEOUT_S,
+                    SUPERVISOR_FENCE_TIMEOUT_S,
                 )
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
 
@@ -331,10 +331,10 @@ class ObjectStoreStageChain:
         """
         refs = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
         try:
-            return list(await asyncio.wait_for(asyncio.gather(*refs), HEALTH_TIMEOUT_S))
+            return list(await asyncio.wait_for(asyncio.gather(*refs), STAGE_HEALTH_TIMEOUT_S))
         except (RayError, TimeoutError) as error:
             raise PipelineError(
-                f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s):"
+                f"a stage does not answer health checks (limit {STAGE_HEALTH_TIMEOUT_S:g} s):"
                 f" {ray_error_message(error)}"
             ) from error
 

@@ -21,20 +21,19 @@ from tramontane.cluster.serving.ingress import IngressReplica
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.router_replica import RouterReplica
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.timing import (
+    DRAIN_S,
+    HAND_OVER_S,
+    HEALTH_CHECK_INTERVAL_S,
+    HEALTH_CHECK_TIMEOUT_S,
+)
 
 APPLICATION = "tramontane"
 GRPC_FUNCTIONS = tuple(
     f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs")
 )
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
-# where pipelines are scaled and updated in place; a command that is interrupted waits less
-DRAIN_S = 600.0
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
-HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them
-# three missed checks replace a replica, before ingresses give its requests up
-HEALTH_CHECK_TIMEOUT_S = 10.0
-# after a router's grace: ingresses move its requests to another router, and it stops
-HAND_OVER_S = 15.0
 MAX_SURGE_PERCENT = 100  # all replicas of a new version start before those of the old one stop
 
 

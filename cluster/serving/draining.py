@@ -13,17 +13,21 @@ from ray.serve.exceptions import RayServeException
 from tramontane.cluster.common.ray_api import clear_drained, mark_drained
 from tramontane.cluster.ray_internals.accessors import connect_handle
 from tramontane.cluster.serving.app import APPLICATION
-
-POLL_INTERVAL_S = 0.1
-BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
-# for the remaining streams to receive their error before the server is removed
-END_TIMEOUT_S = 15.0
+from tramontane.proto.timing import (
+    BROADCAST_TIMEOUT_S,
+    DEFAULT_DRAIN_S,
+    DRAIN_POLL_INTERVAL_S,
+    END_TIMEOUT_S,
+)
 
 Report = Callable[[str], None]
 
 
-def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> None:
-    """Drain, then end the remaining requests with an error that says why."""
+def stop(timeout_s: float | None, report: Report, cancelled: Callable[[float], bool]) -> None:
+    """Drain, for DEFAULT_DRAIN_S if ``timeout_s`` is None, then end the remaining requests with an
+    error that says why.
+    """
+    timeout_s = DEFAULT_DRAIN_S if timeout_s is None else timeout_s
     if num_left := drain(timeout_s, report, cancelled):
         report(f"ending {num_left} request{'s' * (num_left != 1)}")
         _end_all()
@@ -36,7 +40,7 @@ def _end_all() -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     _broadcast("end_all")
     while start_draining() and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(DRAIN_POLL_INTERVAL_S)
         _broadcast("end_all")
 
 
@@ -54,7 +58,7 @@ def drain(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) 
                 f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most"
             )
             num_reported = num_left
-        if time.monotonic() >= deadline or cancelled(POLL_INTERVAL_S):
+        if time.monotonic() >= deadline or cancelled(DRAIN_POLL_INTERVAL_S):
             break
     return num_left
 

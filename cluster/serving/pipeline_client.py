@@ -32,13 +32,12 @@ from tramontane.cluster.serving.router_streams import BackgroundTasks, PendingCa
 from tramontane.cluster.serving.token_channel import DONE, model_key
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
+from tramontane.proto.timing import ACCEPT_TIMEOUT_S
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting
 from tramontane.router.engine.request_output import ResumableRequest
 
 MAX_STREAM_ATTEMPTS = 5  # to open the stream from one router for one request
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
-# a router answers at once whether it accepts a request, unless its machine is gone
-ACCEPT_TIMEOUT_S = 10.0
 LAST_TOKENS_TIMEOUT_S = 10.0
 DRAINING = (
     "the server is draining: it finishes what it has begun and takes nothing new; ask another one,"

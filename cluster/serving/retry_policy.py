@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
 from tramontane.proto import errors
 from tramontane.proto.request import SequenceRequest
+from tramontane.proto.timing import (
+    ADMISSION_RETRY_INTERVAL_S,
+    ADMISSION_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    NEW_VERSION_TIMEOUT_S,
+)
 from tramontane.proto.units import backoff_delays
 
-# for a version that was announced, and for an old router if only that could continue a request
-NEW_VERSION_TIMEOUT_S = 120.0
-# a request that no router has accepted can still be refused, and may find another server
-ADMISSION_TIMEOUT_S = 50.0
 # of routers that had accepted a request and sent no token of it: it may be what they die of
 MAX_LOSSES = 10
-# bounds of the first delay and of any; see ``backoff_delays``
-RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0
+MAX_RETRY_INTERVAL_S = 1.0  # bound of any delay
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
 # how long "this router is full", or all are, is believed, unless a request ends before
 FULL_TTL_S = 0.25
@@ -46,7 +46,7 @@ class FailoverBudget:
         """Forget all failures: the request has made progress."""
         self._failing_since: float | None = None
         self._num_losses = 0
-        self._delays = backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
+        self._delays = backoff_delays(ADMISSION_RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
 
     def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.

@@ -17,11 +17,11 @@ from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.ray_internals.accessors import broadcast_results, configure_handle
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.timing import ROUTER_READY_TIMEOUT_S
 from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
 from tramontane.router.scheduling.prefix_cache import cache_salt
 
-READY_TIMEOUT_S = 5.0
 READINESS_TTL_S = 1.0  # for which the answer of the routers stands
 DIGEST_TIMEOUT_S = 2.0  # the other digests wait for a router that hangs
 # The longest, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is that for
@@ -118,7 +118,7 @@ class RouterQueries:
         answers: list[Any] = []
         calls = await self._broadcast_calls(method, *arguments)
         pending = {
-            asyncio.create_task(_wait_for_answer(call, timeout_s or READY_TIMEOUT_S))
+            asyncio.create_task(_wait_for_answer(call, timeout_s or ROUTER_READY_TIMEOUT_S))
             for call in calls
         }
         try:
@@ -133,7 +133,7 @@ class RouterQueries:
     async def _broadcast_calls(self, method: str, *arguments: object) -> list[Any]:
         """Start the calls to all routers that Ray Serve knows."""
         with suppress(Exception):  # there is no router
-            async with asyncio.timeout(READY_TIMEOUT_S):
+            async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
                 calls: Any = configure_handle(self._handle, by_reference=False).broadcast(
                     method, *arguments
                 )
@@ -170,7 +170,7 @@ class RouterQueries:
     async def _is_retired(self, replica: str) -> bool:
         """Return whether another router gets a call that is meant for this one."""
         with suppress(Exception):  # routers may fail to answer for any reason
-            async with asyncio.timeout(READY_TIMEOUT_S):
+            async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
                 _, responder = await cancellable(self.method("is_ready", ONLY + replica).remote())
                 return bool(responder != replica)
         return False

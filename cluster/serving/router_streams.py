@@ -16,18 +16,12 @@ from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.serving.least_loaded_router import ONLY
 from tramontane.cluster.serving.retry_policy import AdmissionWindow, WaitingRequest
 from tramontane.cluster.serving.router_queries import RouterQueries
-from tramontane.cluster.serving.token_channel import (
-    KEEPALIVE,
-    SILENCE_TIMEOUT_S,
-    with_idle_timeout,
-)
+from tramontane.cluster.serving.token_channel import KEEPALIVE, with_idle_timeout
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RouterLostError, TramontaneError
 from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.timing import SILENCE_TIMEOUT_S, SILENT_ROUTER_TTL_S
 from tramontane.router.engine.request_output import OutputQueue
-
-# how long others are preferred to a silent router, which would seem to be the least loaded
-SILENT_ROUTER_TTL_S = 30.0
 
 logger = logging.getLogger(__name__)
 

@@ -155,7 +155,6 @@ Report = Callable[[str], None]
 
 READY_POLL_INTERVAL_S = 0.1
 READY_TIMEOUT_S = 60.0
-DEFAULT_DRAIN_S = 30.0
 # no client connects to these; the others are at this machine
 ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # names, not those of other applications: see ``adopt_or_create_pipeline``
@@ -252,11 +251,7 @@ def run_server(
             with report_losses(OUR_PIPELINES, logger.warning):
                 announce(ready)
                 signals.wait_next()
-            stop(
-                DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout,
-                report,
-                signals.wait_next,
-            )
+            stop(config.drain_timeout, report, signals.wait_next)
 
 
 def _log_progress(message: str) -> None:

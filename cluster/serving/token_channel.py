@@ -26,6 +26,7 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 from tramontane.proto.request import RequestOutput, announcement, request_fields
+from tramontane.proto.timing import KEEPALIVE_INTERVAL_S, STREAM_IDLE_TIMEOUT_S
 from tramontane.router.engine.request_output import split_output
 from tramontane.router.engine.router import Router
 
@@ -34,10 +35,6 @@ DONE = b""
 # Tokens, log-probabilities and expert ids in one message, of 50 bytes at most: an ingress decodes
 # them within some milliseconds, and Ray Serve's gRPC takes 4 MiB.
 MAX_MESSAGE_VALUES = 2**13
-KEEPALIVE_INTERVAL_S = 1.0
-IDLE_TIMEOUT_S = 2.0
-# then the other machine, or the network to it, is taken to be lost: no error would show it
-SILENCE_TIMEOUT_S = 5.0
 NUM_SILENCE_CHECKS = 10  # in that time
 PAUSE_SHARE = 0.4  # of the time between two writes of an ingress to one client
 MAX_PAUSE_S, MAX_URGENT_PAUSE_S, MIN_PAUSE_PER_REQUEST_S = 0.5, 0.1, 0.001
@@ -109,7 +106,9 @@ class IngressStream:
         while True:
             was_idle = not self.num_requests
             try:  # not asyncio.wait_for, which in Python 3.11 may swallow a cancellation
-                async with asyncio.timeout(IDLE_TIMEOUT_S if was_idle else KEEPALIVE_INTERVAL_S):
+                async with asyncio.timeout(
+                    STREAM_IDLE_TIMEOUT_S if was_idle else KEEPALIVE_INTERVAL_S
+                ):
                     await self._filled.wait()
             except TimeoutError:
                 if was_idle and not self.num_requests:

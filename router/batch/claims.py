@@ -24,6 +24,7 @@ from sqlalchemy import (
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
+from tramontane.proto.timing import JOB_LEASE_S
 from tramontane.router.batch.change_watch import ChangeWatch
 from tramontane.router.batch.database import (
     DONE,
@@ -45,7 +46,6 @@ from tramontane.router.batch.store import (
 )
 from tramontane.router.openai.errors import error_body
 
-LEASE_S = 15.0
 Condition = ColumnElement[bool]
 
 
@@ -116,7 +116,7 @@ class JobClaimStore:
         database: Database,
         queue: str,
         clock: Callable[[], float] = time.time,
-        lease_s: float = LEASE_S,
+        lease_s: float = JOB_LEASE_S,
         steady_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock, self.steady_clock, self.lease_s = clock, steady_clock, lease_s

@@ -38,7 +38,7 @@ from tramontane.router.batch.outcomes import (
     write_result_files,
 )
 from tramontane.router.batch.store import error_text
-from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
+from tramontane.router.openai.errors import UNAVAILABLE, http_error_for
 
 # Slots for lines of batch jobs, which tenants share equally.
 
@@ -148,7 +148,6 @@ PAGE_SIZE = 256  # lines of a job that are fetched at once
 MAX_JOBS = 64  # that take turns, shared by the tenants; each has one at least
 MAX_TRIES = 10  # that failed while the line ran
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
 
 
 @dataclass(slots=True)
@@ -304,7 +303,7 @@ class BatchRunner:
                 shape = http_error_for(error)  # as for an interactive request
                 return Outcome(line.place, True, shape.status, error_text(shape.body(str(error))))
             except (OverloadedError, PipelineUnavailableError) as error:  # the line has not started
-                wait = getattr(error, "retry_after_s", 0)
+                wait = error.retry_after_s if isinstance(error, OverloadedError) else 0
             except Exception as error:  # the job continues in any case
                 if not isinstance(error, TramontaneError):
                     logger.exception("a line of %s failed with a defect", run.claim.job_id)

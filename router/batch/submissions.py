@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
+from tramontane.proto.timing import ADD_INTERVAL_S, TAKEOVER_TIMEOUT_S
 from tramontane.proto.units import format_bytes
 from tramontane.router.batch.change_watch import ChangeWatch, is_stale
 from tramontane.router.batch.database import FAILED, PENDING, Database, JobThreadPool, jobs, lines
@@ -40,8 +41,6 @@ from tramontane.router.batch.store import (
 from tramontane.router.openai.errors import error_body
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
-# a submission without progress for this time is replaced if its request is repeated
-TAKEOVER_TIMEOUT_S = 30.0
 MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
 
 
@@ -307,7 +306,6 @@ def _line_error(problem: str) -> str:
 MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
 # that are split at once: threads are shared, and a mebibyte of line ends takes a second
 SPLIT_BYTES = 2**16
-ADD_INTERVAL_S = 10.0  # of a slow submission; well below TAKEOVER_TIMEOUT_S
 
 
 class JobIngest:

@@ -48,6 +48,7 @@ from tramontane.router.structured.request_model import (
     MAX_PARTS,
     RequestModel,
     TextParts,
+    bounded,
     check_depth,
     default_if_null,
     unsupported_except,
@@ -460,13 +461,13 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: int = Field(ge=1, lt=2**31)
+    max_tokens: Annotated[int, bounded("max_tokens")]
     stop_sequences: Annotated[
         tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)
     ] = Field((), strict=False)
-    temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)
-    top_k: Annotated[int, default_if_null(0)] = Field(0, ge=-1, lt=2**31)
+    temperature: Annotated[float, bounded("temperature"), default_if_null(1.0)] = 1.0
+    top_p: Annotated[float, bounded("top_p"), default_if_null(1.0)] = 1.0
+    top_k: Annotated[int, bounded("top_k"), default_if_null(0)] = 0
     stream: Annotated[bool, default_if_null(False)] = False
     metadata: RequestUser | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

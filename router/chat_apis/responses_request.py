@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.chat_apis.conversation import (
     NO_SEED,
     Conversation,
@@ -38,6 +37,7 @@ from tramontane.router.structured.grammar import (
 )
 from tramontane.router.structured.request_model import (
     RequestModel,
+    bounded,
     default_if_null,
     unsupported_except,
 )
@@ -195,9 +195,9 @@ class ResponsesRequest(RequestModel):
     ] = None
     input: InputItems
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)
+    max_output_tokens: Annotated[int | None, bounded("max_tokens")] = None
+    temperature: Annotated[float, bounded("temperature"), default_if_null(1.0)] = 1.0
+    top_p: Annotated[float, bounded("top_p"), default_if_null(1.0)] = 1.0
     text: TextConfig | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -207,7 +207,7 @@ class ResponsesRequest(RequestModel):
         Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)), fail_fast=True)]
         | None
     ) = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int | None, bounded("logprobs")] = None
     stream: Annotated[bool, default_if_null(False)] = False
     metadata: RequestMetadata | None = None
     truncation: Annotated[

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from tramontane.proto.step import MicroBatch, StepResult, steady_time
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.timing import steady_time
 from tramontane.router.engine.active_request import ActiveRequest
 
 # number of kept records, one for a micro-batch and one for each of its stages: 4000 micro-batches

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.timing import HANG_WATCH_INTERVAL_S
 from tramontane.router.engine.stats import PipelineStats
 
 # limit as a multiple of the slowest recent time: a micro-batch that is only slow is not given up
@@ -15,7 +16,6 @@ SLOW_FACTOR = 4.0
 SLOWEST_DECAY = 0.99  # factor of the slowest time with each micro-batch that is completed
 # factor of the limit for the first micro-batch: kernels are tuned, memory is laid out
 FIRST_FACTOR = 4.0
-WATCH_INTERVAL_S = 0.2
 RECHECK_S = 1.0  # wait after a check has found that a stage still computes or loads
 
 
@@ -137,7 +137,7 @@ class InFlightBatches:
         cost more.
         """
         while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(HANG_WATCH_INTERVAL_S)
             if self._deadline.overdue_s(self._clock()) > 0:
                 if reason := await self._chain.replace_hung_workers(self._deadline.limit_s):
                     return PipelineError(reason)

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from pydantic_core import PydanticKnownError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.completion_request import SamplingFields, Text, check_text, parse_body
 from tramontane.router.structured.grammar import MAX_TOOLS, Constraint, Tool, ToolChoice
 from tramontane.router.structured.guided import answer_constraint
@@ -16,6 +15,7 @@ from tramontane.router.structured.request_model import (
     MAX_PARTS,
     RequestModel,
     TextParts,
+    bounded,
     default_if_null,
     unsupported_except,
 )
@@ -245,10 +245,10 @@ class ChatRequest(SamplingFields):
 
     model: str | None = None
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: Annotated[int | None, bounded("max_tokens")] = None
+    max_completion_tokens: Annotated[int | None, bounded("max_tokens")] = None
     logprobs: Annotated[bool, default_if_null(False)] = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int | None, bounded("logprobs")] = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     reasoning_effort: ReasoningEffort | None = None

@@ -7,21 +7,19 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from tramontane.proto.errors import ParameterError, did_you_mean
+from tramontane.proto.errors import ParameterError, describe_value, did_you_mean
 from tramontane.proto.request import (
     MAX_BIAS,
     MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
     MAX_STOP_TOKENS,
-    REPETITION_PENALTIES,
     SamplingParams,
 )
 from tramontane.router.openai.body_bounds import check_elements
-from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, is_form
+from tramontane.router.openai.errors import describe_json_error, fields_at, is_form
 from tramontane.router.structured.guided import GuidedFields
 from tramontane.router.structured.request_model import (
     RequestModel,
+    bounded,
     check_depth,
     default_if_null,
     only_true,
@@ -91,10 +89,7 @@ def _bias(key: str, bias: Any) -> float:
     return float(bias)
 
 
-Penalty = Annotated[float, default_if_null(0.0)]
-
-
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, bounded("seed")]
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
     Field(max_length=MAX_STOP_TOKENS, strict=False, fail_fast=True),
@@ -143,15 +138,13 @@ class SamplingFields(NeutralFields, GuidedFields):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)
-    top_k: Annotated[int, default_if_null(0)] = Field(0, ge=-1, lt=2**31)
-    min_p: Annotated[float, default_if_null(0.0)] = Field(0.0, ge=0, le=1)
-    presence_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    frequency_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    repetition_penalty: Annotated[float, default_if_null(1.0)] = Field(
-        1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1]
-    )
+    temperature: Annotated[float, bounded("temperature"), default_if_null(1.0)] = 1.0
+    top_p: Annotated[float, bounded("top_p"), default_if_null(1.0)] = 1.0
+    top_k: Annotated[int, bounded("top_k"), default_if_null(0)] = 0
+    min_p: Annotated[float, bounded("min_p"), default_if_null(0.0)] = 0.0
+    presence_penalty: Annotated[float, bounded("presence_penalty"), default_if_null(0.0)] = 0.0
+    frequency_penalty: Annotated[float, bounded("frequency_penalty"), default_if_null(0.0)] = 0.0
+    repetition_penalty: Annotated[float, bounded("repetition_penalty"), default_if_null(1.0)] = 1.0
     logit_bias: Annotated[
         LogitBias, BeforeValidator(_biases, json_schema_input_type=LogitBiasInput)
     ] = Field((), strict=False)
@@ -332,8 +325,8 @@ class CompletionRequest(SamplingFields):
         AfterValidator(_all_encodable),
     ] = Field(strict=False)
     max_tokens: Annotated[int, default_if_null(16)] = Field(16, ge=0, lt=2**31)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int | None, bounded("logprobs")] = None
+    prompt_logprobs: Annotated[int | None, bounded("prompt_logprobs")] = None
     echo: Annotated[bool, default_if_null(False)] = False
     return_experts: Annotated[
         tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)

@@ -1,18 +1,18 @@
-"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; what pydantic finds,
-in our words.
+"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; where in a request
+they are, and what a JSON parser finds, in our words.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 
 from tramontane.proto import errors
-from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
+from tramontane.proto.errors import ErrorType
+from tramontane.router.openai.responses import Error, ErrorDetails
 
 TYPE_TAG = "type="
 
@@ -38,88 +38,12 @@ class HttpErrorSpec:
         return error_body(message, self.type, self.param, self.code)
 
 
-_INVALID = HttpErrorSpec(400, "invalid_request_error")
-_NOT_FOUND = HttpErrorSpec(404, "invalid_request_error", code="not_found")
-# The first class that an error is an instance of decides.
-_SPECS: tuple[tuple[type[errors.TramontaneError], HttpErrorSpec], ...] = (
-    (errors.QuotaExceededError, HttpErrorSpec(429, "rate_limit_error", code="quota_exceeded")),
-    (errors.OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
-    (
-        errors.UnknownModelError,
-        HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found"),
-    ),
-    (errors.UnknownJobError, _NOT_FOUND),
-    (errors.UnknownFileError, _NOT_FOUND),
-    (errors.FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
-    (
-        errors.UnsatisfiableSchemaError,
-        HttpErrorSpec(400, "invalid_request_error", code="unfollowable"),
-    ),
-    (errors.NotFiniteError, HttpErrorSpec(400, "invalid_request_error", code="not_finite")),
-    (errors.PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
-    (errors.JobRefusedError, _INVALID),
-    (errors.RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),
-    (errors.UserError, _INVALID),
-    (errors.DeadlineExceededError, HttpErrorSpec(504, "server_error", code="deadline_exceeded")),
-    (errors.DrainingError, HttpErrorSpec(503, "server_error", code="draining")),
-)
-
-
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
     """Return how a response describes an error."""
-    if isinstance(error, errors.ParameterError):
-        return HttpErrorSpec(400, "invalid_request_error", error.parameter)
-    unavailable = HttpErrorSpec(503, "server_error", code="unavailable")
-    return next((spec for kind, spec in _SPECS if isinstance(error, kind)), unavailable)
+    return HttpErrorSpec(error.http_status, error.openai_type, error.parameter, error.openai_code)
 
 
-# What a value must be, by the type of pydantic's error; the braces hold its context.
-_EXPECTED: Mapping[str, str] = MappingProxyType(
-    {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "int_parsing_size": "a whole number with fewer digits",
-        "float_type": "a number",
-        "finite_number": "a finite number",
-        "bool_type": "true or false",
-        "string_type": "a text",
-        "string_unicode": "valid Unicode",
-        "string_too_long": "a text of at most {max_length} characters",
-        "string_too_short": "a text of at least {min_length} character",
-        "string_pattern_mismatch": "a text that matches {pattern}",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "dict_type": "an object",
-        "model_type": "an object",
-        "model_attributes_type": "an object",
-        "too_short": "a list of at least {min_length} items",
-        "too_long": "a list of at most {max_length} items",
-        "greater_than": "above {gt}",
-        "greater_than_equal": "at least {ge}",
-        "less_than": "below {lt}",
-        "less_than_equal": "at most {le}",
-        "literal_error": "{expected}",
-        "union_tag_invalid": "one of {expected_tags}",
-    }
-)
-
-
-def describe_value(name: str, shown: str, problem: Mapping[str, Any]) -> str:
-    """Return why a value is refused, in our words: ``n is 'x'; it must be a whole number``.
-
-    Args:
-        name: Path of the value in the client's JSON.
-        shown: The value, in few characters.
-        problem: One of pydantic's errors.
-    """
-    expected = _EXPECTED.get(problem["type"])
-    if expected is None:
-        return f"{name} is {shown}; this value is not allowed here, see /docs"
-    context = {
-        key: f"{value:g}" if isinstance(value, float) else value
-        for key, value in problem.get("ctx", {}).items()
-    }
-    return f"{name} is {shown}; it must be {expected.format(**context)}"
+UNAVAILABLE = http_error_for(errors.PipelineError())
 
 
 def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:

@@ -4,8 +4,6 @@ a chat's answer.
 
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.chat_completion import CHAT_LOGPROBS, ChatFormatter, chat_change
 from tramontane.router.openai.completion import prepare_text
@@ -23,7 +21,7 @@ from tramontane.router.openai.responses import (
 )
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.structured.request_model import default_if_null
+from tramontane.router.structured.request_model import bounded, default_if_null
 
 # Requests for the text between a prompt and a suffix, with the fields of Mistral's API and the
 # sampling parameters of others.
@@ -35,7 +33,7 @@ class FimRequest(SamplingFields):
     model: str | None = None
     prompt: Text
     suffix: Annotated[Text, default_if_null("")] = ""
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: Annotated[int | None, bounded("max_tokens")] = None
 
     def as_completion(self, max_model_len: int) -> CompletionRequest:
         """Return the completion with the same answer; without max_tokens as long as the context has

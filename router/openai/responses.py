@@ -15,8 +15,9 @@ from pydantic import (
     WrapValidator,
 )
 
+from tramontane.proto.errors import ErrorType
+
 FinishReason = Literal["stop", "length", "tool_calls"]
-ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
 T = TypeVar("T")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
-from tramontane.proto.request import validate_prompt
+from tramontane.proto.request import validate_prompt, validate_token_ids
 from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.responses import Answer
@@ -170,18 +170,7 @@ def validate_sampling(model: ServedModel, request: SamplingFields) -> None:
     """Validate what requests of all APIs have. Raises ParameterError."""
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-    if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
-        raise ParameterError(
-            f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of"
-            f" {model.vocab_size}",
-            "logit_bias",
-        )
-    if wrong := [token_id for token_id in request.stop_token_ids if token_id >= model.vocab_size]:
-        raise ParameterError(
-            f"stop_token_ids: token id {wrong[0]} is outside the model's vocabulary of"
-            f" {model.vocab_size}",
-            "stop_token_ids",
-        )
+    validate_token_ids(request.logit_bias, request.stop_token_ids, model.vocab_size)
 
 
 def validate_answer_size(

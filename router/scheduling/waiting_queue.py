@@ -13,7 +13,7 @@ from itertools import chain
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.proto.request import validate_prompt
+from tramontane.proto.request import validate_prompt, validate_token_ids
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.prefill_queue import PrefillQueue
@@ -261,18 +261,8 @@ def validate_sequence(
 ) -> None:
     """Raise RequestError if this sequence could never run, however long it waited."""
     validate_prompt(sequence.prompt_ids, limits.max_model_len, limits.vocab_size)
-    for token_id, _ in sequence.sampling.logit_bias:
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                f"logit_bias: token id {token_id} is outside the model's vocabulary of"
-                f" {limits.vocab_size}"
-            )
-    for token_id in sequence.sampling.stop_token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                f"stop_token_ids: token id {token_id} is outside the model's vocabulary of"
-                f" {limits.vocab_size}"
-            )
+    sampling = sequence.sampling
+    validate_token_ids(sampling.logit_bias, sampling.stop_token_ids, limits.vocab_size)
     assert sequence.max_len <= limits.max_model_len
     if not allocator.can_ever_fit(sequence):
         raise RequestError(

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tramontane.proto.request import SAMPLING_BOUNDS
+
 MAX_DEPTH = 32  # of an object that may have any fields
 UNSUPPORTED = "this parameter is not supported; leave it out"
 
@@ -37,6 +39,11 @@ def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # any JSON
 def default_if_null(default: Any) -> BeforeValidator:
     """Replace null with ``default``: OpenAI's clients may send null for an absent field."""
     return BeforeValidator(lambda value: default if value is None else value)
+
+
+def bounded(name: str) -> Any:  # pydantic's Field is declared so, too
+    """Bound a field as the sampling parameter ``name`` is."""
+    return Field(**SAMPLING_BOUNDS[name])
 
 
 def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValidator:

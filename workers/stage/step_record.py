@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from tramontane.proto.request import ExpertChoices
-from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming, steady_time
+from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming
+from tramontane.proto.timing import steady_time
 from tramontane.workers.attention.rolling_cache import SequenceTable
 from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
 from tramontane.workers.experts.remote_experts import PendingExpertCall, StepCoroutine

@@ -509,7 +509,7 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
 def _start_and_leave(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's process gets the module as it is patched here."""
     ray.cloudpickle.register_pickle_by_value(supervisor_module)
-    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "SUPERVISOR_WATCH_INTERVAL_S", 0.1)
     try:
         supervisor = create_supervisor(spec)
         ray.get(supervisor.claim.remote("driver/that will be gone"))

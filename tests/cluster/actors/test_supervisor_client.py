@@ -74,7 +74,7 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(
 
     monkeypatch.setattr(supervisor_module, "recover_lease", lambda _spec: None)
     for name, value in {
-        "WATCH_INTERVAL_S": 0.001,
+        "SUPERVISOR_WATCH_INTERVAL_S": 0.001,
         "ABANDONED_AFTER_S": 0.01,
         "UNCLAIMED_AFTER_S": 0.01,
     }.items():

@@ -111,7 +111,7 @@ def tramontane(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Runs the command in this process, with short waits; returns its standard output."""
-    monkeypatch.setattr(batch_client, "MIN_WAIT_S", 0.01)
+    monkeypatch.setattr(batch_client, "JOB_MIN_WAIT_S", 0.01)
     monkeypatch.setattr(batch_client, "WATCH_INTERVAL_S", 0.01)
 
     def run(*arguments: object) -> str:
@@ -539,4 +539,4 @@ def test_a_server_at_work_is_waited_for(
             else pytest.raises(ConnectionLostError, match="does not answer")
         ):
             assert client.get("batch_x")["id"] == "batch_x"
-    assert now > batch_client.RETRY_TIMEOUT_S
+    assert now > batch_client.JOB_RETRY_TIMEOUT_S

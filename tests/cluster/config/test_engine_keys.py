@@ -15,11 +15,10 @@ from tramontane.cluster.cli.serve import drain
 from tramontane.cluster.config.engine_config import GROUPS, EngineConfig
 from tramontane.cluster.config.key import extra
 from tramontane.cluster.deploy.planned_cluster import THREADS
-from tramontane.cluster.serving.app import DRAIN_S
 from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
-from tramontane.cluster.serving.server import DEFAULT_DRAIN_S
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.timing import DEFAULT_DRAIN_S, DRAIN_S
 from tramontane.router.engine.router import Router
 
 # P: pipelines with different values are different pipelines, so that no new deployment adopts the

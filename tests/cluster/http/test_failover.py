@@ -170,7 +170,7 @@ MARK = "a model"
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(failover, "ATTEMPT_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 def _ingress(source: Any, case: str = "") -> ASGIApp:
@@ -948,7 +948,7 @@ def test_lost_nodes_do_not_count_against_a_request() -> None:
     """More of them than the ingresses that may fail quickly."""
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"}
-    lives = (0,) * (len(failover.PAUSES_S) + 2)
+    lives = (0,) * (len(failover.ATTEMPT_PAUSES_S) + 2)
 
     async def scenario() -> None:
         ingresses = SilentlyLostIngresses(

@@ -116,7 +116,7 @@ CONTENTS: dict[str, list[tuple[str, str]]] = {
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(failover, "ATTEMPT_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 async def _ask(

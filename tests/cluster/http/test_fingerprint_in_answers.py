@@ -155,7 +155,7 @@ def test_the_description_has_the_field() -> None:
 def test_what_another_pipeline_continues_has_its_fingerprint(
     case: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failover, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(failover, "ATTEMPT_PAUSES_S", (0.0,))
     monkeypatch.setattr(failover, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:

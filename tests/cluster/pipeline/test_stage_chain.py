@@ -109,7 +109,7 @@ def test_a_supervisor_that_does_not_answer_gets_a_new_process(
         supervisor.fence.remote = supervisor._fence
 
     supervisor.fence.remote = silent
-    monkeypatch.setattr(stage_chain, "SUPERVISOR_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(stage_chain, "SUPERVISOR_FENCE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(stage_chain.ray, "kill", kill)
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert killed == [(supervisor, False)]

@@ -219,7 +219,7 @@ def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
 def test_requests_continue_however_often_a_router_is_lost(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     rng = random.Random(seed)
     requests = _requests(rng, 12)
 
@@ -248,7 +248,7 @@ def test_requests_continue_however_often_a_router_is_lost(
 def test_a_request_that_every_router_is_lost_with_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         async with _harness(0, random.Random(0)) as (routing, routers):
@@ -277,7 +277,7 @@ def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
     """Neither because many come at once nor because no pipeline can take it now: it had been
     taken.
     """
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
     tokens = answer(new.prompt_ids, 5)
 
@@ -313,7 +313,7 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
     """Each loss comes after a time with a router that is longer than every retry budget, and one
     request survives them.
     """
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
@@ -351,7 +351,7 @@ def test_losses_do_not_add_up_where_tokens_came_between() -> None:
 
 def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     monkeypatch.setattr(token_channel, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=40))
     num_lost = retry_policy.MAX_LOSSES + 2
@@ -452,7 +452,7 @@ async def _left_without_a_router(
 def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
@@ -477,7 +477,7 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long it could continue trying."""
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
@@ -529,7 +529,7 @@ def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(
 def test_new_requests_wait_for_a_newer_version_as_many_as_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
     async def scenario() -> None:
@@ -557,7 +557,7 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_anothe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
 
     async def scenario() -> None:

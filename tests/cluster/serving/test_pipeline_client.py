@@ -150,7 +150,7 @@ def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(
 def test_reports_of_others_are_kept_where_a_router_does_not_answer(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_questions, "READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router_questions, "ROUTER_READY_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
@@ -368,7 +368,7 @@ def test_a_request_that_no_router_takes_is_not_kept_forever(
     """Where no replica is running, Ray Serve keeps calls until there is one."""
     monkeypatch.setattr(pipeline_client, "ACCEPT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(retry_policy, "ADMISSION_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
@@ -391,7 +391,7 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
     waited_s: float, expected_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that waits longest, however often it was tried since; a minute at most."""
-    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 1000.0

@@ -22,9 +22,9 @@ from tramontane.cluster.serving import token_channel
 from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.token_channel import (
     DONE,
-    IDLE_TIMEOUT_S,
     KEEPALIVE,
     MAX_MESSAGE_VALUES,
+    STREAM_IDLE_TIMEOUT_S,
     IngressStream,
     IngressStreams,
     model_key,
@@ -528,7 +528,7 @@ def test_a_stream_ends_some_time_after_its_last_request() -> None:
                 times.append(round(now(), 2))  # there is a pause of 2 ms
 
         reading = asyncio.create_task(read())
-        await asyncio.sleep(IDLE_TIMEOUT_S - 0.5)
+        await asyncio.sleep(STREAM_IDLE_TIMEOUT_S - 0.5)
         channel.num_requests += 2
         await asyncio.sleep(1.75)
         assert times == [0.0, 2.0, 3.0], (
@@ -543,7 +543,7 @@ def test_a_stream_ends_some_time_after_its_last_request() -> None:
         channel.release()
         await reading
         assert times[4:] == [3.75]
-        assert now() == 3.75 + IDLE_TIMEOUT_S
+        assert now() == 3.75 + STREAM_IDLE_TIMEOUT_S
 
     run_in_virtual_time(scenario())
 
@@ -570,7 +570,7 @@ def test_after_the_last_request_nothing_of_a_stream_is_left() -> None:
         async with _remote(chain, nodes=nodes, node="near") as (routers, _, handle):
             for _ in range(2):
                 assert await _num_tokens(routers, LONG) == 200
-                await asyncio.sleep(IDLE_TIMEOUT_S - 0.1)
+                await asyncio.sleep(STREAM_IDLE_TIMEOUT_S - 0.1)
                 assert (handle._channels.num_open, nodes.num_waiting) == (1, 1)
             await asyncio.sleep(0.2)
             assert (handle._channels.num_open, nodes.num_waiting) == (0, 0)

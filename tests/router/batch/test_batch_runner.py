@@ -30,7 +30,7 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.claims import LEASE_S, Claim, Outcome, PendingLine
+from tramontane.router.batch.claims import JOB_LEASE_S, Claim, Outcome, PendingLine
 from tramontane.router.batch.database import KEYLESS, JobThreadPool, jobs
 from tramontane.router.batch.files import JobStorage, StorageFile
 from tramontane.router.batch.input_lines import (
@@ -755,7 +755,7 @@ def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
             while begun < 16:
                 await asyncio.sleep(0)
             elsewhere = harness.claims()
-            elsewhere.clock = lambda: harness.clock.now + 2 * LEASE_S
+            elsewhere.clock = lambda: harness.clock.now + 2 * JOB_LEASE_S
             assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
             go_on.set()
             while runner._runs:

@@ -11,7 +11,7 @@ from batch_jobs import BatchHarness, all_results, echo, pieces, request, request
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
-from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore, PendingLine
+from tramontane.router.batch.claims import JOB_LEASE_S, Claim, JobClaimStore, PendingLine
 from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.runner import MAX_WAIT_S, BatchRunner
 
@@ -74,7 +74,7 @@ def test_a_job_that_its_runner_does_not_know_of_continues(
             other = await service.submit(pieces(request("w", "waits")), JobOptions())
             async with asyncio.timeout(20):
                 while not (now := await service.get(job.job_id)).state.has_ended:
-                    harness.clock.now += LEASE_S / 10
+                    harness.clock.now += JOB_LEASE_S / 10
                     await asyncio.sleep(0.005)
             assert (now.state, now.num_done) == (JobState.COMPLETED, 3)
             go_on.set()
@@ -88,13 +88,13 @@ def test_a_runner_renews_and_claims_by_what_it_runs(harness: BatchHarness) -> No
     for _ in range(2):
         asyncio.run(service.submit(pieces(requests(1)), JobOptions()))
     known, lost = claims.claim(5)
-    harness.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * JOB_LEASE_S
     assert list(claims.claimed([known.number], renew=True)) == [known.number]
     assert claims.claim(5, [known.number]) == []
-    harness.clock.now += 0.2 * LEASE_S
+    harness.clock.now += 0.2 * JOB_LEASE_S
     (again,) = claims.claim(5, [known.number])
     assert (again.number, again.epoch) == (lost.number, lost.epoch + 1)
-    harness.clock.now += 2 * LEASE_S
+    harness.clock.now += 2 * JOB_LEASE_S
     assert claims.claim(5, [known.number, again.number]) == [], (
         "what it runs it does not begin again, however late it is"
     )
@@ -164,7 +164,7 @@ def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> N
                 while num_polls < before + 2:  # one may have read the clock before it moves
                     await asyncio.sleep(0)
                 assert elsewhere.claim(5) == []
-                harness.clock.now += 0.6 * LEASE_S
+                harness.clock.now += 0.6 * JOB_LEASE_S
             go_on.set()
             assert len(await all_results(service, job.job_id)) == 1
 
@@ -195,7 +195,7 @@ def test_a_job_that_another_runner_holds_is_left_at_once(harness: BatchHarness) 
         job = await service.submit(pieces(requests(1)), JobOptions())
         async with harness.running(harness.runner(answer)):
             await has_begun.wait()
-            elsewhere.clock = lambda: harness.clock.now + 2 * LEASE_S
+            elsewhere.clock = lambda: harness.clock.now + 2 * JOB_LEASE_S
             assert [claim.job_id for claim in elsewhere.claim(1)] == [job.job_id]
             await asyncio.wait_for(has_left.wait(), 20)
 

@@ -11,7 +11,7 @@ from batch_jobs import BatchHarness, new_batch_harness, pieces, requests
 
 from tramontane.proto.errors import OverloadedError, RequestError
 from tramontane.proto.jobs import JobOptions
-from tramontane.router.batch.claims import LEASE_S, JobClaimStore
+from tramontane.router.batch.claims import JOB_LEASE_S, JobClaimStore
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.submissions import (
     ABANDONED_TIMEOUT_S,
@@ -66,7 +66,7 @@ def test_a_lease_of_a_clock_that_was_ahead_has_expired(
     assert [claim.number for claim in Machine(harness).claims(service).claim(5)] == [number]
 
 
-@pytest.mark.parametrize("off_s", [-0.9 * LEASE_S, 0.9 * LEASE_S])
+@pytest.mark.parametrize("off_s", [-0.9 * JOB_LEASE_S, 0.9 * JOB_LEASE_S])
 def test_clocks_within_one_lease_of_each_other_agree_on_a_living_one(
     harness: BatchHarness, off_s: float
 ) -> None:
@@ -91,13 +91,13 @@ def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(
     for step in range(40):
         machines[whose].off_s = jump_s if step > 5 else 0.0
         assert other.claim(5) == []
-        harness.clock.now += LEASE_S / 3
+        harness.clock.now += JOB_LEASE_S / 3
         assert [epoch for epoch, _ in holder.claimed([number], renew=True).values()] == [
             claim.epoch
         ]
-    harness.clock.now += LEASE_S / 2  # the holder dies
+    harness.clock.now += JOB_LEASE_S / 2  # the holder dies
     assert other.claim(5) == [], "the last renewal is seen"
-    harness.clock.now += LEASE_S
+    harness.clock.now += JOB_LEASE_S
     assert other.claim(5) == []
     harness.clock.now += 0.1
     assert [claim.number for claim in other.claim(5)] == [number]
@@ -119,7 +119,7 @@ def test_a_runner_that_has_dropped_a_job_claims_it_again_when_its_lease_ends(
     assert holder.claimed([number], renew=True)
     harness.clock.now += 5
     assert looks.claim(5, [number]) == [], "it sees the renewal"
-    harness.clock.now += LEASE_S - 4
+    harness.clock.now += JOB_LEASE_S - 4
     assert [claim.number for claim in looks.claim(5)] == ([number] if whose == "its own" else [])
 
 
@@ -129,7 +129,7 @@ def test_a_lease_that_is_renewed_while_it_is_claimed_stays(
     service, number = _submitted(harness)
     holder, other = Machine(harness).claims(service), Machine(harness).claims(service)
     (claim,) = holder.claim(5)
-    harness.clock.now += LEASE_S + 1
+    harness.clock.now += JOB_LEASE_S + 1
     look = other._expired
 
     def renewed_after(*args: object) -> object:

@@ -37,7 +37,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import database as batch_database
-from tramontane.router.batch.claims import LEASE_S, JobClaimStore, JobLostError, Outcome
+from tramontane.router.batch.claims import JOB_LEASE_S, JobClaimStore, JobLostError, Outcome
 from tramontane.router.batch.database import Database, lines
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.service import BatchService
@@ -106,14 +106,14 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: Ba
     first, second = harness.claims(), harness.claims()
     (old,) = first.claim(5)
     assert second.claim(5) == first.claim(5) == []
-    harness.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * JOB_LEASE_S
     assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
     assert second.claim(5) == [], "it was renewed"
-    harness.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * JOB_LEASE_S
     assert second.claim(5) == []
-    harness.clock.now += 0.1 * LEASE_S
+    harness.clock.now += 0.1 * JOB_LEASE_S
     assert second.claim(5) == [], "it ends now"
-    harness.clock.now += 0.1 * LEASE_S
+    harness.clock.now += 0.1 * JOB_LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
     assert service._jobs.get(job.job_id).job.started_at == job.created_at, "by the first"
@@ -518,7 +518,7 @@ def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
         async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             runs[body["prompt"]] += 1
             if random.random() < 0.05:
-                harness.clock.now += 2 * LEASE_S
+                harness.clock.now += 2 * JOB_LEASE_S
             return {"said": body["prompt"], "run": runs[body["prompt"]]}
 
         service = harness.service()
@@ -760,7 +760,7 @@ def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     done_before = num_killed = 0
     while num_killed < 8:
         # the one that was killed holds the lease
-        later = harness.clock.now + 2 * LEASE_S * num_killed
+        later = harness.clock.now + 2 * JOB_LEASE_S * num_killed
         arguments = (harness.database, harness.storage, later, 400 // 8 - 1)
         process = start.Process(target=run_until_killed, args=arguments, daemon=True)
         process.start()
@@ -774,7 +774,7 @@ def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
         now = service._jobs.get(job.job_id).job
         assert not now.state.has_ended, "there was nothing left to kill for"
         done_before, num_killed = now.num_done, num_killed + 1
-    harness.clock.now += 100 * LEASE_S
+    harness.clock.now += 100 * JOB_LEASE_S
 
     async def finished() -> list[Any]:
         async with harness.running(harness.runner(echo)):

@@ -332,7 +332,7 @@ class StuckChain(StatefulChain):
 def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(in_flight, "HANG_WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     async def scenario() -> None:
@@ -363,7 +363,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
 def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(in_flight, "HANG_WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     class Defective(StuckChain):
@@ -428,7 +428,7 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
     """Each step fails, or hangs until its stage is replaced: router follows router, as in a
     replica, until the stage is well.
     """
-    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(in_flight, "HANG_WATCH_INTERVAL_S", 0.0)
     now, is_ill = [0.0], True
 
     async def ill(_batch: MicroBatch) -> None:

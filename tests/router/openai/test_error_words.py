@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tramontane.proto.errors import ParameterError
+from tramontane.proto.errors import ParameterError, describe_value
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.input_lines import InputLine, parse_line
 from tramontane.router.batch.schema import BatchRequest
@@ -20,7 +20,7 @@ from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.client.messages import PARAMETERS
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest, parse_body
-from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at
+from tramontane.router.openai.errors import describe_json_error, fields_at
 from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 

@@ -15,7 +15,7 @@ from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
 from tramontane.router.engine.active_request import PositionBuffer
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
-    TokenLogprobs,
+    TokenLogprob,
     TokenWithLogprobs,
     chat_logprobs,
     completion_logprobs,
@@ -27,7 +27,7 @@ from tramontane.router.openai.logprobs import (
 )
 from tramontane.router.tokenization.tokenizer import REPLACE_EACH
 
-SCORE = TokenLogprobs(-1.0, ())
+SCORE = TokenLogprob(-1.0, ())
 
 
 def _cut(text: bytes, at: tuple[int, ...]) -> list[bytes]:
@@ -146,8 +146,8 @@ PIECES = [b"", b" What", b"\xf0\x9f", b"\xc3\xa9", b"x", b"x"]
 TOKENIZER = PieceTokenizer(PIECES)
 TOKENS = [
     TokenWithLogprobs(0, 0, None),
-    TokenWithLogprobs(1, 0, TokenLogprobs(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
-    TokenWithLogprobs(2, 5, TokenLogprobs(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
+    TokenWithLogprobs(1, 0, TokenLogprob(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
+    TokenWithLogprobs(2, 5, TokenLogprob(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
 ]
 
 

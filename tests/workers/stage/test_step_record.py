@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tramontane.proto.step import steady_time
+from tramontane.proto.timing import steady_time
 from tramontane.workers.stage.step_record import StepTimer
 
 HOUR = 3600.0
