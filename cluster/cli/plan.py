@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from tramontane.cluster.cli.plan_tables import (
+    DraftModelReport,
+    show_draft_model,
+    show_experts,
+    show_plan,
+)
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.key import expand_home, for_each_expert_actor
 from tramontane.cluster.config.measurements import per_expert
@@ -32,13 +37,8 @@ from tramontane.cluster.planning.batch_limits import (
     with_chosen_limits,
 )
 from tramontane.cluster.planning.capacity import (
-    LENGTHS,
-    max_length_in_slots,
-    num_seqs_in_pages,
-    pipeline_capacity,
     plan_as_data,
     relative_times,
-    stage_capacity,
     suggest_fixes,
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
@@ -50,14 +50,14 @@ from tramontane.cluster.planning.planner import (
     layer_costs,
     make_plan,
 )
-from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
+from tramontane.cluster.planning.runtime_memory import config_runtime
 from tramontane.proto.end_tokens import NOTHING_ENDS
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
-from tramontane.proto.units import GIB, format_bytes
+from tramontane.proto.units import format_bytes
 
 if TYPE_CHECKING:
     from tramontane.cluster.planning.hardware import Gpu, Hardware
@@ -118,15 +118,14 @@ def plan(
             f"start: {problem}"
         )
         Console(stderr=True, highlight=False).print(note, soft_wrap=True, markup=False)
-    settings = _settings(context)
-    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
-        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
+    settings = _settings(context, gpus)
     here = None
     if settings.gpu_memory is None:
         settings, here = _with_memory_here(settings, gpus)
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
-    budgets = _stage_budgets(settings, gpus)
+    memories, speeds = _gpus(settings, gpus)
+    budgets = _stage_budgets(settings, memories, speeds, here)
     args.check_num_stages(
         len(budgets),
         _describe_stages(len(budgets), settings.stages_per_gpu, here is None or bool(here.gpus)),
@@ -135,22 +134,21 @@ def plan(
     experts = _plan_experts(args, settings, dtype)
     pipeline, budgets = _plan_stages(settings, args, budgets, here, experts_inside=experts is None)
     times = relative_times(layer_costs(args, experts is None, settings.measured), pipeline, budgets)
-    drafts = settings.speculative_config
-    index_bytes = (
-        0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
-    )
+    drafting = _plan_draft_model(settings, model, args, pipeline, memories, here)
     # by the cores, which are known here
     num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)
+    index_bytes = _index_bytes(settings, pipeline)
     if as_json:
         parameters = {
             "parameters": args.num_parameters,
             "active_parameters": args.num_active_parameters,
         }
         data = parameters | plan_as_data(pipeline, budgets, times, experts, index_bytes)
-        print(json.dumps(data | {"ingress_replicas": num_ingresses}))
+        data |= {"ingress_replicas": num_ingresses, "draft_model": drafting and drafting.as_data()}
+        print(json.dumps(data))
         return
     console = Console(highlight=False)
-    _show(console, str(model), args, pipeline, budgets, times)
+    show_plan(console, str(model), args, pipeline, budgets, times)
     if num_ingresses is not None and num_ingresses != settings.num_ingresses:
         console.print(describe_ingresses(settings, pipeline, num_ingresses), soft_wrap=True)
     if index_bytes:
@@ -159,8 +157,16 @@ def plan(
             f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory",
             soft_wrap=True,
         )
+    if drafting is not None:
+        show_draft_model(console, drafting)
     if experts is not None:
-        _show_experts(console, experts)
+        show_experts(console, experts)
+
+
+def _index_bytes(settings: EngineConfig, plan: PipelinePlan) -> int:
+    """Return what the router keeps for drafts from the text."""
+    drafts = settings.speculative_config
+    return 0 if drafts is None else drafts.index_bytes(plan.max_num_seqs, plan.max_model_len)
 
 
 def _problem_of_weights(folder: Path, args: ModelArgs) -> str:
@@ -182,8 +188,12 @@ def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:
     return what if has_gpus else f"there would be {num_stages} stages"
 
 
-def _settings(context: typer.Context) -> EngineConfig:
-    """Return the validated options. Raises ConfigError for expert actors where there are none."""
+def _settings(context: typer.Context, gpus: int | None) -> EngineConfig:
+    """Return the validated options. Raises ConfigError, also for options of expert actors where
+    there are none.
+    """
+    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
     keys: dict[str, Any] = given_keys(context)
     if not keys["expert_actors"] and (
         wrong := [name for name in ONLY_FOR_EXPERT_ACTORS if keys[name] is not None]
@@ -205,13 +215,15 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
     hardware = probe_local()
     per_slot = hardware.stages_per_slot(settings.stages_per_gpu)
     if hardware.gpus:
-        num_gpus = gpus or (settings.stages and -(-settings.stages // per_slot))
+        needed = settings.stages and -(-settings.stages // per_slot) + settings.num_draft_models
+        num_gpus = gpus or needed
         memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_gpus]
         sizes = ", ".join(map(_describe_memory, hardware.gpus[: len(memories)]))
         source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs: {sizes}"
     else:
         num_stages = settings.stages or gpus or hardware.default_stage_count()
-        memories = (hardware.stage_memory(num_stages),) * num_stages
+        share = hardware.stage_memory(num_stages + settings.num_draft_models)
+        memories = (share,) * num_stages
         each, free = (format_bytes(memories[0] * number) for number in (1, num_stages))
         source = f"one stage with this machine's {free} of free memory, as it has no GPU"
         if num_stages > 1:
@@ -230,11 +242,6 @@ def _describe_memory(gpu: "Gpu") -> str:
     """Return ``30 GiB``, or ``30 GiB (other processes hold 50 GiB)``."""
     held = f" (other processes hold {format_bytes(gpu.held)})" if gpu.held else ""
     return f"{format_bytes(gpu.memory)}{held}"
-
-
-def _size(num_bytes: float) -> str:
-    """Return the number of GiB, or a smaller size with its unit."""
-    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB else format_bytes(num_bytes)
 
 
 def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int | None) -> PipelinePlan:
@@ -291,18 +298,24 @@ def _plan_stages(
     return plan, request_for(Limits(plan.max_num_seqs, plan.max_num_batched_tokens)).budgets
 
 
-def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
-    """Return each stage's memory: half of a GPU with 2. Of 5 stages the third GPU has one."""
+def _gpus(settings: EngineConfig, gpus: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the memory and the speed of each GPU. Raises ConfigError for numbers of them that
+    differ. A draft model may have one more than the stages need.
+    """
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     needed = None if stages is None else math.ceil(stages / per_gpu)
-    if None not in (gpus, needed) and gpus != needed:
-        raise ConfigError(
-            f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs "
-            f"{needed}; give one of both"
-        )
+    if needed is not None and gpus is not None:
+        if gpus not in (needed, needed + settings.num_draft_models):
+            raise ConfigError(
+                f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs "
+                f"{needed}; give one of both"
+            )
+        needed = gpus
     source, given = ("--stages", needed) if gpus is None else ("--gpus", gpus)
     if len(memories) == 1:
         memories *= given or 1
+    if settings.num_draft_models and needed is not None and len(memories) == needed + 1:
+        given = len(memories)
     speeds = settings.gpu_speed or (1,) * len(memories)
     for name, number in (
         (source, len(memories) if given is None else given),
@@ -313,11 +326,69 @@ def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudge
                 f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; "
                 "give as many of each"
             )
-    budgets = [
-        StageBudget(memory // per_gpu, speed)
-        for memory, speed in zip(memories, speeds, strict=True)
-    ]
-    return tuple(budget for budget in budgets for _ in range(per_gpu))[:stages]
+    return memories, speeds
+
+
+def _offered(memories: Sequence[int], here: "Hardware | None") -> "Hardware":
+    """Return this machine if it is planned for and has no GPU, else GPUs with so much memory, each
+    on a node of its own.
+    """
+    from tramontane.cluster.planning.hardware import Gpu, Hardware  # imports Ray
+
+    if here is not None and not here.gpus:
+        return here
+    found = tuple(Gpu("GPU", memory, node=str(node)) for node, memory in enumerate(memories))
+    return Hardware((1,) * len(found), tuple(memories), found)
+
+
+def _stage_budgets(
+    settings: EngineConfig,
+    memories: Sequence[int],
+    speeds: Sequence[int],
+    here: "Hardware | None",
+) -> tuple[StageBudget, ...]:
+    """Return each stage's memory: half of a GPU with 2. Of 5 stages the third GPU has one.
+
+    Without what a draft model has: the smallest GPU, or a part of the last one.
+    """
+    shared = [*zip(memories, speeds, strict=True)]
+    if settings.num_draft_models and (here is None or here.gpus):
+        from tramontane.cluster.planning.gpu_placement import DRAFT_PART, draft_shares_gpu
+
+        last, speed = shared[-1]
+        without_experts = settings.model_copy(update={"expert_actors": 0})
+        if draft_shares_gpu(without_experts, _offered(memories, here)):
+            shared[-1] = last - last // DRAFT_PART, speed
+        else:
+            del shared[min(range(len(shared)), key=lambda gpu: (shared[gpu][0], -gpu))]
+    per_gpu = settings.stages_per_gpu
+    budgets = [StageBudget(memory // per_gpu, speed) for memory, speed in shared]
+    return tuple(budget for budget in budgets for _ in range(per_gpu))[: settings.stages]
+
+
+def _plan_draft_model(
+    settings: EngineConfig,
+    model: Path,
+    args: ModelArgs,
+    target: PipelinePlan,
+    memories: Sequence[int],
+    here: "Hardware | None",
+) -> DraftModelReport | None:
+    """Return the plan of the draft model; None if there is none. Raises ConfigError for one that
+    does not fit to the model, and PlanError if it has too little memory.
+    """
+    drafts = settings.speculative_config
+    if drafts is None or not settings.num_draft_models:
+        return None
+    from tramontane.cluster.pipeline.draft_model import plan_draft_model, validate_draft_model
+    from tramontane.cluster.planning.gpu_placement import draft_shares_gpu
+
+    # expert actors have a memory of their own, --expert-memory
+    settings = settings.model_copy(update={"model": expand_home(model), "expert_actors": 0})
+    own, offered = validate_draft_model(settings, args), _offered(memories, here)
+    stage = plan_draft_model(settings, own, target, offered)
+    shares = draft_shares_gpu(settings, offered)
+    return DraftModelReport(drafts.model, stage, shares)
 
 
 def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> ExpertPlanReport | None:
@@ -335,165 +406,3 @@ def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> Expert
     replicas = None if settings.expert_replicas == "auto" else settings.expert_replicas
     loads = None if settings.expert_load is None else per_expert(settings.expert_load)
     return report(args, ExpertRequest(budgets, dtype, settings.quantize, replicas, loads))
-
-
-def _show(
-    console: Console,
-    model: str,
-    args: ModelArgs,
-    plan: PipelinePlan,
-    budgets: tuple[StageBudget, ...],
-    times: Sequence[float],
-) -> None:
-    has_windows = any(args.windows)
-    capacities = [
-        stage_capacity(stage, budget) for stage, budget in zip(plan.stages, budgets, strict=True)
-    ]
-    lengths = [f"{each.length // 1024}k" for each in capacities[0]]
-    table = Table("stage", "layers", "GiB", "weights", "cache", *lengths)
-    for stage, budget, row in zip(plan.stages, budgets, capacities, strict=True):
-        counts = (
-            f"{c.num_seqs} ({c.num_seqs_without_windows})" if has_windows else str(c.num_seqs)
-            for c in row
-        )
-        sizes = map(_size, (budget.memory, stage.packed_bytes, stage.cache_bytes))
-        table.add_row(
-            f"{stage.stage_id + 1}/{len(budgets)}",
-            f"{stage.first_layer}-{stage.last_layer - 1}",
-            *sizes,
-            *counts,
-        )
-    of_all = pipeline_capacity(plan)
-    totals = map(sum, zip(*((s.packed_bytes, s.cache_bytes) for s in plan.stages), strict=True))
-    memory = sum(budget.memory for budget in budgets)
-    counts = (str(of_all.get(each.length, "")) for each in capacities[0])
-    table.add_row("all", f"0-{args.n_layers - 1}", _size(memory), *map(_size, totals), *counts)
-    console.print(table)
-    if lengths:
-        brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
-        explained = (
-            f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a "
-            f"stage's weights{brackets}"
-        )
-        console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
-    if (runtime := budgets[0].runtime) is not None:
-        _show_runtime(console, runtime, budgets)
-    for choice in plan.chosen:
-        console.print(choice.describe(), soft_wrap=True)
-    formats = plan.stages[0].weight_format
-    matrices = formats.quantize or formats.matrix_dtype
-    weights = (
-        formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
-    )
-    console.print(f"{model}: {_parameters(args)}", soft_wrap=True, markup=False)
-    if plan.stages[0].kv_cache_dtype != "auto":
-        weights += f", keys and values in {plan.stages[0].kv_cache_dtype}"
-    console.print(
-        f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}",
-        soft_wrap=True,
-        markup=False,
-    )
-    each = ", ".join(f"{time:.2f}" for time in times)
-    console.print(
-        f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True
-    )
-    console.print(_at_once(plan), soft_wrap=True)
-
-
-def _show_runtime(console: Console, runtime: RuntimeMemory, budgets: Sequence[StageBudget]) -> None:
-    """Show what a stage's process takes besides weights and cache, and what is left where a tenth
-    of the memory is more.
-    """
-    table = Table("besides weights and cache", "each stage")
-    for name, num_bytes in runtime.as_data().items():
-        table.add_row("all" if name == "total" else name, _size(num_bytes))
-    spare = [budget.memory - budget.usable - runtime.total for budget in budgets]
-    each = sorted(
-        {_size(least) for least in (min(spare), max(spare))},
-        key=lambda size: size != _size(min(spare)),
-    )
-    table.add_row("kept free", " to ".join(each))
-    console.print(table)
-
-
-def _parameters(args: ModelArgs) -> str:
-    """Describe their number: ``46.7 billion parameters, of which 12.9 billion compute a token``."""
-    total, active = (number / 1e9 for number in (args.num_parameters, args.num_active_parameters))
-    digits = 1 if total > 1 else 3
-    of_experts = f", of which {active:.{digits}f} billion compute a token" if args.moe else ""
-    return f"{total:.{digits}f} billion parameters{of_experts}"
-
-
-def _pages(plan: PipelinePlan) -> str:
-    """Describe the cache: ``16448 pages of 16 tokens in layers with a sliding window of 4096``."""
-    if len(plan.cache.classes) == 1 and plan.cache.classes[0].window is None:
-        return (
-            f"a cache of {plan.cache.classes[0].num_pages} pages of {plan.cache.page_size} tokens"
-        )
-    layers = [
-        f"{c.num_pages} pages of {plan.cache.page_size} tokens in layers "
-        + (f"with a sliding window of {c.window}" if c.window else "without a sliding window")
-        for c in plan.cache.classes
-    ]
-    return f"a cache of {' and '.join(layers)}"
-
-
-def _at_once(plan: PipelinePlan) -> str:
-    """Describe how many sequences fit at once: one per slot, or as many long ones as pages hold."""
-    num_slots, length = plan.max_num_seqs, max_length_in_slots(plan)
-    sequences = "1 sequence" if num_slots == 1 else f"{num_slots} sequences"
-    in_slots = f"at once: {sequences} of up to {length} tokens, one per slot (--max-num-seqs)"
-    if length == plan.max_model_len:
-        return f"{in_slots}; there are pages for all of them"
-    longer = sorted(
-        {*(each for each in LENGTHS if length < each < plan.max_model_len), plan.max_model_len}
-    )
-    return f"{in_slots}; of longer ones as many as the pages hold: " + ", ".join(
-        f"{num_seqs_in_pages(plan, each)} of {each} tokens" for each in longer
-    )
-
-
-def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
-    table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
-    actors = experts.plan.actors
-    for actor, budget, share in zip(actors, experts.budgets, experts.shares, strict=True):
-        sizes = map(_size, (budget.memory, budget.usable, actor.weight_bytes))
-        table.add_row(
-            f"{actor.actor_id + 1}/{actor.num_actors}",
-            *sizes,
-            str(len(actor.experts)),
-            f"{share:.2f} x",
-        )
-    totals = [
-        sum(budget.memory for budget in experts.budgets),
-        sum(budget.usable for budget in experts.budgets),
-    ]
-    totals.append(sum(actor.weight_bytes for actor in actors))
-    table.add_row("all", *map(_size, totals), str(sum(len(actor.experts) for actor in actors)), "")
-    console.print(table)
-    kind = (
-        "all experts assumed to be alike"
-        if experts.busiest_if_even is None
-        else "by the measured load"
-    )
-    console.print(
-        "experts: pairs of a layer and one of its experts; load: relative to the actors' mean, "
-        f"{kind}"
-    )
-    busiest = f"the busiest expert actor does {experts.busiest:.2f} times the mean"
-    if experts.busiest_if_even is not None:
-        busiest += (
-            "; distributed as if all experts were alike it would be "
-            f"{experts.busiest_if_even:.2f} times"
-        )
-    console.print(busiest, soft_wrap=True)
-    console.print(_replicas_line(experts), soft_wrap=True)
-
-
-def _replicas_line(experts: ExpertPlanReport) -> str:
-    copies = [number for number in experts.num_copies.values() if number > 1]
-    if not copies:
-        return f"none of {len(experts.num_copies)} experts has replicas"
-    number = str(copies[0]) if min(copies) == max(copies) else f"{min(copies)} to {max(copies)}"
-    of_all = f"{len(copies)} of {len(experts.num_copies)} experts"
-    return f"{of_all} are on {number} actors each, the others on one"

@@ -17,7 +17,8 @@ from tiny_models import few_experts, random_model, tiny_args, write_checkpoint
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
@@ -743,6 +744,64 @@ def test_drafts_make_rings_longer_and_sequences_fewer(capsys: pytest.CaptureFixt
     )
     assert [num * 257 // 260 for num in longest] <= most <= longest
     assert without["sequences"][-1]["num_seqs"] > drafted["sequences"][-1]["num_seqs"]
+
+
+@pytest.mark.parametrize(
+    ("memories", "options", "shares"),
+    [
+        ((80,), {}, True),
+        ((80, 80), {}, False),
+        ((24, 80, 24), {}, False),
+        ((80, 80), {"stages": 2}, True),
+        ((80,), {"stages": 2, "stages_per_gpu": 2}, True),
+        ((80, 80), {"stages": 1}, False),
+        ((80, 80, 80), {"stages": 2, "gpus": 3}, False),
+    ],
+)
+def test_a_draft_model_is_planned_as_a_server_plans_it(
+    memories: tuple[int, ...],
+    options: dict[str, Any],
+    shares: bool,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    args = tiny_args(n_layers=6)
+    folder = write_checkpoint(tmp_path / "model", args, random_model(args))
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+    sizes = ",".join(f"{each}GiB" for each in memories)
+    keys = {"speculative_config": json.dumps(drafts)} | options
+    planned = _planned(capsys, str(folder), sizes, **keys)
+    gpus = tuple(Gpu("GPU", size * GIB, node=str(node)) for node, size in enumerate(memories))
+    hardware = Hardware((8,) * len(gpus), (GIB,) * len(gpus), gpus)
+    config = EngineConfig.build(
+        None,
+        {"model": folder, "speculative_config": drafts}
+        | {name: value for name, value in options.items() if name != "gpus"},
+    )
+    spec = pipeline_spec(config, args, hardware)
+    served = spec.plan
+    assert [stage["cache_bytes"] for stage in planned["stages"]] == [
+        stage.cache_bytes for stage in served.stages
+    ]
+    assert [each["num_pages"] for each in planned["pages"]] == [
+        each.num_pages for each in served.cache.classes
+    ]
+    assert spec.draft_model is not None
+    assert planned["draft_model"] == {
+        "shares_gpu": shares,
+        "weights": spec.draft_model.plan.packed_bytes,
+        "cache": spec.draft_model.plan.cache_bytes,
+        "max_num_seqs": spec.draft_model.plan.max_num_seqs,
+    }
+    assert spec.draft_model.shares_gpu is shares
+
+
+def test_a_draft_model_that_no_server_would_take_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafts = {"method": "draft_model", "model": "/none", "num_speculative_tokens": 4}
+    with pytest.raises(ConfigError, match="model folder /none does not exist"):
+        _planned(capsys, "mistral-7b-v0.3", "80GiB", speculative_config=json.dumps(drafts))
 
 
 @pytest.mark.parametrize(
