@@ -186,12 +186,19 @@ def test_sampled_tokens_are_scored_some_at_a_time(monkeypatch: pytest.MonkeyPatc
     for most in (2**22, 8_999):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", most)
         tracker = LogprobTracker(1000, has_exact_sums=True)
-        tracker.update(_first_batch(63))
+        batch = _first_batch(63)
+        chunks = [  # each sequence asks for another number of tokens
+            chunk._replace(sampling=replace(PENALIZED, logprobs=1 + chunk.seq_id % 4))
+            for chunk in batch.chunks
+        ]
+        tracker.update(replace(batch, chunks=tuple(chunks)))
         with _live_bytes() as live:
             found.append(list(tracker.sampled(logits_SV, tokens, range(63), [3] * 63)))
         peaks.append(live.peak)
     assert found[0] == found[1]
     assert [row for row, _ in found[0]] == [0, *range(2, 63)]
+    numbers = [len(scored.top[0]) for _, scored in found[0] if scored is not None]
+    assert numbers == [1 + row % 4 for row in (0, *range(2, 63))]
     assert peaks[1] <= 8_999 * SORTING_BYTES < peaks[0]
 
 
