@@ -150,7 +150,7 @@ def _below(cls: type[Any]) -> Iterator[type[Any]]:
 
 class TramontaneError(Exception):
     """Root of all errors that are raised on purpose. A class that sets nothing is answered like a
-    failed pipeline, and is restored as one.
+    failed pipeline, but without the advice to try again, and is restored as a failed pipeline.
 
     Attributes:
         http_status: Of the response.

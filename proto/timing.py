@@ -114,12 +114,12 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             ABANDONED_AFTER_S,
             UNCLAIMED_AFTER_S,
         ),
-        "a stream is silent after several missing signs of life, and before its router is": (
+        "a stream is silent after several missing signs of life, and before a call is given up": (
             2 * KEEPALIVE_INTERVAL_S,
             SILENCE_TIMEOUT_S,
             ACCEPT_TIMEOUT_S,
         ),
-        "an ingress sends a sign of life before its stream counts as idle": (
+        "a stream without requests ends before it would count as silent": (
             KEEPALIVE_INTERVAL_S,
             STREAM_IDLE_TIMEOUT_S,
             SILENCE_TIMEOUT_S,
@@ -131,7 +131,8 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             NEW_VERSION_TIMEOUT_S,
             LOAD_TIMEOUT_S,
         ),
-        "a silent router is avoided for longer than it took to notice": (
+        "a silent router is avoided for longer than it took to notice that it is silent": (
+            SILENCE_TIMEOUT_S,
             ACCEPT_TIMEOUT_S,
             SILENT_ROUTER_TTL_S,
         ),
@@ -164,7 +165,7 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             STAGE_HEALTH_TIMEOUT_S + KILL_TIMEOUT_S,
             RESCUE_TIMEOUT_S,
         ),
-        "a hang is looked for more often than it can occur": (
+        "a hang is looked for many times while a process may start": (
             HANG_WATCH_INTERVAL_S,
             WORKER_START_TIMEOUT_S,
         ),
@@ -173,7 +174,7 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             CAUSE_POLLS * CAUSE_POLL_S,
             UNREACHABLE_TIMEOUT_S,
         ),
-        "a drained server ends within the grace of a pod": (
+        "a drained server ends within the grace of a pod, or in the longer time of an update": (
             DRAIN_POLL_INTERVAL_S,
             BROADCAST_TIMEOUT_S,
             END_TIMEOUT_S,

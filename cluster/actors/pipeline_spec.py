@@ -2,7 +2,8 @@
 actors.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from tramontane.cluster.config.engine_keys import ExpertKeys, PipelineKeys
@@ -113,6 +114,12 @@ class DraftModelSpec:
     weights: WeightSource
     fingerprint: Fingerprint = ()
     shares_gpu: bool = False
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Take what a process of an older version has pickled, which may have fewer fields."""
+        given = dict(zip((each.name for each in fields(self)), state, strict=False))
+        for each in fields(self):
+            object.__setattr__(self, each.name, given.get(each.name, each.default))
 
 
 @dataclass(frozen=True, slots=True)

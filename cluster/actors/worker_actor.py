@@ -20,7 +20,13 @@ import ray
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.common.ray_api import start_periodic_thread
 from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
-from tramontane.proto.errors import CheckpointError, LinkError, PipelineError, TramontaneError
+from tramontane.proto.errors import (
+    CheckpointError,
+    LinkError,
+    PipelineError,
+    StaleEpochError,
+    TramontaneError,
+)
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import format_request_ids, requests_fields
 from tramontane.proto.step import MicroBatch
@@ -122,6 +128,8 @@ def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[No
     request_ids = worker.request_ids_of(batch) if worker else []
     try:
         yield
+    except StaleEpochError:  # it is refused, and no request has failed
+        raise
     except Exception as error:
         what = (batch.step_id, format_request_ids(request_ids) or "-", error)
         is_ours = isinstance(error, TramontaneError)

@@ -358,7 +358,7 @@ def _stage_budgets(
         last, speed = shared[-1]
         without_experts = settings.model_copy(update={"expert_actors": 0})
         if draft_shares_gpu(without_experts, _offered(memories, here)):
-            shared[-1] = last - last // DRAFT_PART, speed
+            shared[-1] = last * (DRAFT_PART - 1) // DRAFT_PART, speed
         else:
             del shared[min(range(len(shared)), key=lambda gpu: (shared[gpu][0], -gpu))]
     per_gpu = settings.stages_per_gpu

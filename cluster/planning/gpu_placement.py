@@ -38,6 +38,8 @@ def placement_candidates(
     ConfigError.
     """
     hardware.check_threads(config.threads_per_stage)
+    shares = draft_shares_gpu(config, cluster or hardware)
+    config = _without_draft_values(config, cluster or hardware)
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
     num_stages = _num_stages(config, max_stages, hardware)
     num_slots = -(-num_stages // per_slot)
@@ -55,7 +57,7 @@ def placement_candidates(
     candidates = [
         _apply_overrides(slots, config.gpu_memory, config.gpu_speed) for slots in candidates
     ]
-    if draft_shares_gpu(config, cluster or hardware):
+    if shares:
         candidates = [_without_draft_part(slots) for slots in candidates]
     return [_divide_slots(slots, num_stages, per_slot) for slots in candidates]
 
@@ -116,15 +118,45 @@ def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
     """
     if not hardware.gpus or not config.num_draft_models or config.local:
         return False
-    num_slots = -(-(config.stages or 1) // hardware.stages_per_slot(config.stages_per_gpu))
+    lists = (each for each in (config.gpu_memory, config.gpu_speed) if each and len(each) > 1)
+    if config.stages:
+        num_slots = -(-config.stages // hardware.stages_per_slot(config.stages_per_gpu))
+    else:  # a list has a value for the draft model's GPU too
+        num_slots = max(map(len, lists), default=2) - 1
     num_own = num_slots + config.expert_actors + config.num_draft_models
     return num_own * config.max_pipelines > len(hardware.gpus)
+
+
+def _without_draft_values(config: EngineConfig, hardware: Hardware) -> EngineConfig:
+    """Return the settings with lists of values for the GPUs of stages alone.
+
+    A draft model with a GPU of its own has the least memory of a list that has one value more, and
+    the speed in the same place: memories of 24, 80 and 24 GiB are 24 and 80 for the stages.
+    """
+    has_own = config.num_draft_models and hardware.gpus and not config.local
+    if not has_own or draft_shares_gpu(config, hardware):
+        return config
+    values = {"gpu_memory": config.gpu_memory, "gpu_speed": config.gpu_speed}
+    lists = {name: given for name, given in values.items() if given is not None and len(given) > 1}
+    if config.stages:
+        num_slots = -(-config.stages // hardware.stages_per_slot(config.stages_per_gpu))
+        lists = {name: given for name, given in lists.items() if len(given) == num_slots + 1}
+    if not lists:
+        return config
+    memories = lists.get("gpu_memory") or tuple(gpu.memory for gpu in hardware.gpus)
+    num_values = min(map(len, (memories, *lists.values())))
+    dropped = min(range(num_values), key=lambda gpu: (memories[gpu], -gpu))
+    return config.model_copy(
+        update={name: given[:dropped] + given[dropped + 1 :] for name, given in lists.items()}
+    )
 
 
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
     """Return the hardware without the smallest GPUs, which draft models have to themselves."""
     num_drafting = config.num_draft_models * config.max_pipelines
-    if not hardware.gpus or config.local or draft_shares_gpu(config, hardware):
+    if not num_drafting or not hardware.gpus or config.local:
+        return hardware
+    if draft_shares_gpu(config, hardware):
         return hardware
     ordered = sorted(hardware.gpus, key=lambda gpu: (-gpu.memory, gpu.node, gpu.index))
     return replace(hardware, gpus=tuple(ordered[: len(ordered) - num_drafting]))
@@ -140,10 +172,8 @@ def _without_draft_part(slots: tuple[GpuSlot, ...]) -> tuple[GpuSlot, ...]:
 
 def draft_memory(config: EngineConfig, hardware: Hardware) -> int:
     """Return the bytes of memory that a draft model has on any GPU that it may be given."""
-    smallest = min(gpu.memory for gpu in hardware.gpus)
-    if draft_shares_gpu(config, hardware):
-        return min((smallest, *(config.gpu_memory or ()))) // DRAFT_PART
-    return smallest
+    smallest = min((*(gpu.memory for gpu in hardware.gpus), *(config.gpu_memory or ())))
+    return smallest // (DRAFT_PART if draft_shares_gpu(config, hardware) else 1)
 
 
 def expert_slots(
@@ -287,7 +317,7 @@ def stage_speeds(
 
     Three stages, 2 per GPU, with ``--gpu-speed 1,3``: 1, 1, 3.
     """
-    if (given := config.gpu_speed) is not None:
+    if (given := _without_draft_values(config, hardware).gpu_speed) is not None:
         per_slot = hardware.stages_per_slot(config.stages_per_gpu)
         return tuple(
             given[stage // per_slot if len(given) > 1 else 0] for stage in range(len(devices))

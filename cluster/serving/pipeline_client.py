@@ -128,10 +128,10 @@ class PipelineClient:
     @contextmanager
     def _call(self, progress: ResumableRequest, budget: FailoverBudget) -> Iterator[PendingCall]:
         """Give what is left of a request to one router while the block runs."""
-        call = self._streams.begin_call(
-            progress.remaining_specs(), budget.without_router_since, self._window
-        )
-        running = self._tasks.start(self._run(call), call.specs[0].request_id)
+        specs = progress.remaining_specs()
+        encoded = wire.encode_specs(specs)
+        call = self._streams.begin_call(specs, budget.without_router_since, self._window)
+        running = self._tasks.start(self._run(call, encoded), call.specs[0].request_id)
         call.fail_after(ACCEPT_TIMEOUT_S, errors.PipelineError("no router has answered in time"))
         try:
             yield call
@@ -170,12 +170,12 @@ class PipelineClient:
             extra=request_fields(first.request_id),
         )
 
-    async def _run(self, call: PendingCall) -> None:
+    async def _run(self, call: PendingCall, encoded: bytes) -> None:
         """Find a router for a call, and wait until the router has done it, which may be before the
         last tokens arrive.
         """
         try:
-            refusal = await self._submit(call)
+            refusal = await self._submit(call, encoded)
         except Exception as error:  # of any kind: the client must get an answer
             name = call.specs[0].request_id
             text, fields = "the call of request %s failed: %s", request_fields(name)
@@ -189,12 +189,12 @@ class PipelineClient:
             # the last tokens are on their way, unless the router has died since
             call.fail_after(LAST_TOKENS_TIMEOUT_S, errors.PipelineError("the router is gone"))
 
-    async def _submit(self, call: PendingCall) -> errors.TramontaneError | None:
+    async def _submit(self, call: PendingCall, encoded: bytes) -> errors.TramontaneError | None:
         """Ask one router after the other, and wait until the one that accepts the call is done;
         return the reason if all of them refuse it.
         """
         search = RouterSearch(self._refusals, call.specs[0])
-        encoded, num_unopened, only = wire.encode_specs(call.specs), Counter[str](), ""
+        num_unopened, only = Counter[str](), ""
         while True:
             outcome = await self._ask_router(call, encoded, search, only)
             if outcome == DONE:

@@ -38,7 +38,7 @@ class Stream(NamedTuple):
 class PendingCall:
     """One attempt of a request on one router. It has a number, which comes with its tokens.
 
-    ``stream``: which brings its tokens, from the first output on.
+    ``stream``: the one that has brought its first output; None before that.
     """
 
     def __init__(

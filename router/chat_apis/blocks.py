@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from tramontane.proto.request import TokenEvent
 from tramontane.router.openai.choice_text import ChatDetokenizer
-from tramontane.router.openai.logprobs import TokenLogprob, TokenWithLogprobs
+from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.tokenization.tool_parser import CallDelta
 
@@ -43,7 +43,7 @@ class PieceRecorder(ChatDetokenizer):
         self._has_text = False  # since the last log-probabilities
         self.num_chars = 0  # of all pieces
 
-    def push(self, event: TokenEvent, score: TokenLogprob | None = None) -> str:
+    def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
         """See ``ChoiceDetokenizer``."""
         was_calling = self.is_calling
         text = super().push(event, score)

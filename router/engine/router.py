@@ -326,7 +326,9 @@ class Router:
         return len(set(self._requests.values()))
 
     def snapshot(self) -> PipelineSnapshot:
-        """Return what this router and its scheduler hold now. May be called in any thread."""
+        """Return what this router and its scheduler hold now. In another thread than the event
+        loop's the numbers may be of slightly different moments.
+        """
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         drafts, kinds = scheduler.draft_counts, allocator.cache.classes
         counts = zip(kinds, allocator.num_free, allocator.num_cached, strict=True)

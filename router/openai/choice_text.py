@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import TokenLogprob, TokenWithLogprobs
+from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.structured.grammar import Constraint, build_grammar
 from tramontane.router.structured.guided import answer_constraint
@@ -48,7 +48,7 @@ class ChoiceDetokenizer:
         self.num_reasoning_tokens: int | None = None  # None where there are no thoughts
         self.finish: FinishReason | None = None
 
-    def push(self, event: TokenEvent, score: TokenLogprob | None = None) -> str:
+    def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
         """Return the text that this token completes. A token that completes a stop string counts as
         generated.
 
@@ -108,7 +108,7 @@ class ChoiceDetokenizer:
             self._pending = [token for token in self._pending if not self._is_emitted(token)]
         return ready
 
-    def _piece(self, token_id: int, score: TokenLogprob | None) -> str:
+    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
         if score is None:
             return self._decoder.push(token_id) if self._decoder else ""
         piece, offset = self._decoder.push_with_offset(token_id) if self._decoder else ("", 0)
@@ -119,7 +119,7 @@ class ChoiceDetokenizer:
         """Return the rest of the text, at the end of the sequence."""
         return self._decoder.finish() if self._decoder else ""
 
-    def _take_silent(self, token_id: int, offset: int, score: TokenLogprob | None) -> None:
+    def _take_silent(self, token_id: int, offset: int, score: TokenLogprobs | None) -> None:
         """Take the last token, which has no text."""
         if score is not None:
             self._pending.append(TokenWithLogprobs(token_id, offset, score))
@@ -163,7 +163,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
         self._calls: list[CallDelta] = []
         self._reasoning: list[str] = []  # that was not taken
         # tokens that may be of a marker
-        self._undecided: deque[tuple[int, TokenLogprob | None]] = deque()
+        self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()
         self.num_reasoning_tokens = None if thoughts is None else 0
 
     @property
@@ -220,7 +220,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
         reasoning, self._reasoning = "".join(self._reasoning), []
         return reasoning
 
-    def _piece(self, token_id: int, score: TokenLogprob | None) -> str:
+    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
         thoughts, tools = self._thoughts, self._tools
         if tools is not None and (
             tools.is_calling or thoughts is None or not thoughts.is_of_thought(token_id)
@@ -233,7 +233,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
         self._undecided.append((token_id, score))
         return self._add(thoughts.push(token_id))
 
-    def _take_silent(self, token_id: int, offset: int, score: TokenLogprob | None) -> None:
+    def _take_silent(self, token_id: int, offset: int, score: TokenLogprobs | None) -> None:
         if self._thoughts is None or not self._thoughts.in_thought:
             super()._take_silent(token_id, offset, score)
             return

@@ -28,7 +28,7 @@ from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
-    TokenLogprob,
+    TokenLogprobs,
     TokenWithLogprobs,
     completion_logprobs,
     index_by_position,
@@ -132,7 +132,7 @@ class Choice:
         self.text.resume(state, is_whole=is_buffered)
         self.is_new, self.num_echoed = False, len(echoed)
 
-    def push(self, event: TokenEvent, scores: Mapping[tuple[int, int], TokenLogprob]) -> str:
+    def push(self, event: TokenEvent, scores: Mapping[tuple[int, int], TokenLogprobs]) -> str:
         """Return the text that a token completes. ``scores``: by sequence and position."""
         position = len(self.prompt_ids) + self.text.num_tokens
         return self.text.push(event, scores.get((self.index, position)) if scores else None)
@@ -360,7 +360,7 @@ class Generation:
         choice: Choice,
         text: str,
         token_ids: list[int],
-        scores: dict[tuple[int, int], TokenLogprob],
+        scores: dict[tuple[int, int], TokenLogprobs],
     ) -> CompletionChange:
         request, finish, is_first = self.request, choice.text.finish, choice.is_new
         choice.is_new = False
@@ -383,7 +383,7 @@ class Generation:
         self,
         change: CompletionChange,
         choice: Choice,
-        scores: dict[tuple[int, int], TokenLogprob],
+        scores: dict[tuple[int, int], TokenLogprobs],
         *,
         is_first: bool,
     ) -> None:

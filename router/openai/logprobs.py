@@ -10,7 +10,7 @@ from tramontane.router.openai.responses import CompletionLogprobs
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
-class TokenLogprob(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the
     likeliest first.
     """
@@ -24,14 +24,14 @@ class TokenWithLogprobs(NamedTuple):
 
     token_id: int
     offset: int  # index of the character with which the token begins, or which it continues
-    score: TokenLogprob | None  # None for the first token of a prompt
+    score: TokenLogprobs | None  # None for the first token of a prompt
     in_thought: bool = False  # then ``offset`` means nothing
 
 
-def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprob]:
+def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
     """Return log-probabilities by sequence and position."""
     return {
-        (seq_id, start + i): TokenLogprob(*score)
+        (seq_id, start + i): TokenLogprobs(*score)
         for seq_id, start, logprobs, top in batch
         for i, score in enumerate(zip(logprobs, top, strict=True))
     }
@@ -41,7 +41,7 @@ def prompt_tokens(
     tokenizer: Tokenizer | None,
     token_ids: Sequence[int],
     index: int,
-    scores: dict[tuple[int, int], TokenLogprob],
+    scores: dict[tuple[int, int], TokenLogprobs],
 ) -> list[TokenWithLogprobs]:
     """Return the tokens of sequence ``index``'s prompt."""
     offsets = tokenizer.offsets(token_ids) if tokenizer else [0] * len(token_ids)

@@ -76,6 +76,8 @@ class StageLink:
 
         Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
         """
+        # before the link is looked at: it may be that of a later epoch, and not connected yet
+        self._worker.check_epoch(batch)
         try:
             return self._linked_step(batch, last)
         except StaleEpochError:  # nothing was received for it, or an interruption closes the link

@@ -746,6 +746,7 @@ def test_drafts_make_rings_longer_and_sequences_fewer(capsys: pytest.CaptureFixt
     assert without["sequences"][-1]["num_seqs"] > drafted["sequences"][-1]["num_seqs"]
 
 
+@pytest.mark.parametrize("is_configured", [False, True])
 @pytest.mark.parametrize(
     ("memories", "options", "shares"),
     [
@@ -756,15 +757,19 @@ def test_drafts_make_rings_longer_and_sequences_fewer(capsys: pytest.CaptureFixt
         ((80,), {"stages": 2, "stages_per_gpu": 2}, True),
         ((80, 80), {"stages": 1}, False),
         ((80, 80, 80), {"stages": 2, "gpus": 3}, False),
+        ((80, 80, 80), {"stages": 2}, False),
+        ((80, 24, 80), {"gpu_speed": "1,2,3"}, False),
     ],
 )
 def test_a_draft_model_is_planned_as_a_server_plans_it(
     memories: tuple[int, ...],
     options: dict[str, Any],
     shares: bool,
+    is_configured: bool,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
+    """Also a server that is given the sizes, not only the GPUs."""
     args = tiny_args(n_layers=6)
     folder = write_checkpoint(tmp_path / "model", args, random_model(args))
     drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
@@ -776,7 +781,8 @@ def test_a_draft_model_is_planned_as_a_server_plans_it(
     config = EngineConfig.build(
         None,
         {"model": folder, "speculative_config": drafts}
-        | {name: value for name, value in options.items() if name != "gpus"},
+        | {name: value for name, value in options.items() if name != "gpus"}
+        | ({"gpu_memory": sizes} if is_configured else {}),
     )
     spec = pipeline_spec(config, args, hardware)
     served = spec.plan

@@ -1,5 +1,6 @@
 """Where a draft model is placed, and what it is planned for."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_without_one_nothing_is_more() -> None:
     assert drafting.node_selectors == [{"ray.io/node-id": "in(a)"}, {"ray.io/node-id": "in(b)"}, {}]
 
 
+def test_one_that_an_older_version_has_pickled_has_a_gpu_of_its_own() -> None:
+    spec = DraftModelSpec(tiny_plan(SMALL).stages[0], Path("y"), (), shares_gpu=True)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    older = object.__new__(DraftModelSpec)
+    older.__setstate__([spec.plan, spec.weights, ()])
+    assert older == replace(spec, shares_gpu=False)
+
+
 def test_it_has_as_many_sequences_as_it_has_memory_for(tmp_path: Path) -> None:
     config = _config(tmp_path, tmp_path)
     target = plan_pipeline(EngineConfig(max_num_seqs=64), PRESETS["mistral-7b-v0.1"], _gpus(80, 80))
@@ -125,6 +134,12 @@ def test_it_shares_the_gpu_of_the_last_stage_where_none_is_left(
     drafting = plan_draft_model(config, SMALL, plan, hardware)
     assert [budget.memory / GIB for budget in requests[0].budgets] == [of_draft]
     assert drafting.max_num_batched_tokens == 512 < plan.stages[0].max_num_batched_tokens
+
+
+def test_without_gpus_a_list_of_memories_is_for_the_stages() -> None:
+    config = _config(Path("x"), "y").model_copy(update={"gpu_memory": (GIB, GIB)})
+    plan, _ = search_plan(config, ARGS, Hardware((8,), (8 * GIB,)))
+    assert len(plan.stages) == 2
 
 
 def test_stages_and_the_draft_model_next_to_them_have_one_bundle_and_equal_shares() -> None:

@@ -2,6 +2,8 @@
 which clients get them.
 """
 
+import io
+import pickle
 from itertools import combinations, pairwise
 
 import pytest
@@ -15,7 +17,7 @@ from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
 from tramontane.router.engine.active_request import PositionBuffer
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
-    TokenLogprob,
+    TokenLogprobs,
     TokenWithLogprobs,
     chat_logprobs,
     completion_logprobs,
@@ -25,9 +27,10 @@ from tramontane.router.openai.logprobs import (
     prompt_tokens,
     token_text,
 )
+from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ResumeState
 from tramontane.router.tokenization.tokenizer import REPLACE_EACH
 
-SCORE = TokenLogprob(-1.0, ())
+SCORE = TokenLogprobs(-1.0, ())
 
 
 def _cut(text: bytes, at: tuple[int, ...]) -> list[bytes]:
@@ -146,8 +149,8 @@ PIECES = [b"", b" What", b"\xf0\x9f", b"\xc3\xa9", b"x", b"x"]
 TOKENIZER = PieceTokenizer(PIECES)
 TOKENS = [
     TokenWithLogprobs(0, 0, None),
-    TokenWithLogprobs(1, 0, TokenLogprob(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
-    TokenWithLogprobs(2, 5, TokenLogprob(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
+    TokenWithLogprobs(1, 0, TokenLogprobs(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
+    TokenWithLogprobs(2, 5, TokenLogprobs(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
 ]
 
 
@@ -257,3 +260,28 @@ def test_what_is_received_twice_is_reported_once() -> None:
     )
     with pytest.raises(AssertionError, match="missing"):
         history.add(logprobs(0, 9, 10))
+
+
+def test_what_moves_to_another_ingress_has_the_names_that_older_versions_know() -> None:
+    """Ray Serve pickles it, and a proxy lives longer than the ingresses of one version."""
+    token = TokenWithLogprobs(5, 0, TokenLogprobs(-0.5, ((5, -0.5),)))
+    choice = ChoiceState([5], FinishReason.LENGTH, [token])
+    state = ResumeState("id", 1, 2, "model", {0: choice}, [], 1, 0.5)
+    update: ChoiceUpdate = (0, [5], FinishReason.LENGTH, [token])
+    found = set[str]()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            found.add(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    for data in (state, update):
+        assert Noting(io.BytesIO(pickle.dumps(data))).load() == data
+    openai = "tramontane.router.openai"
+    assert found == {
+        f"{openai}.resume_state.ResumeState",
+        f"{openai}.resume_state.ChoiceState",
+        f"{openai}.logprobs.TokenWithLogprobs",
+        f"{openai}.logprobs.TokenLogprobs",
+        "tramontane.proto.request.FinishReason",
+    }

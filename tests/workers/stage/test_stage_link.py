@@ -194,6 +194,25 @@ def test_a_step_of_another_epoch_changes_nothing(edges: ChannelFactory) -> None:
         assert asyncio.run(_run(chain, _batch(1))).step_id == 1
 
 
+def test_a_step_of_another_epoch_leaves_a_link_that_is_being_made_as_it_is() -> None:
+    """It comes late, from a router that has lost the pipeline."""
+    first, last = _workers(2)
+    links = [_link(worker, TcpChannelFactory()) for worker in (first, last)]
+    for worker in (first, last):
+        worker.fence(5)
+    address = links[0].listen()
+    with pytest.raises(StaleEpochError, match="is at epoch 5"):
+        links[0].step(_batch(0, epoch=4))
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(links[0].connect, None)
+        links[1].connect(address)
+        accepted.result(60)
+        for link in links:
+            assert link.step(_batch(0, epoch=5)).step_id == 0
+    for link in links:
+        link.close()
+
+
 async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
     return await chain.submit(batch)
 

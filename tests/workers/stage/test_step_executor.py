@@ -223,7 +223,7 @@ def test_nothing_is_received_for_a_step_of_another_epoch(is_overlapped: bool) ->
     for epoch in (2, 4):
         with pytest.raises(StaleEpochError, match="is at epoch 3"):
             executor.step(_batch(0, epoch), receive)
-    with pytest.raises(AssertionError, match="0 was due"):
+    with pytest.raises(AssertionError, match="0 was due"):  # others wait for their turn
         SerialExecutor(worker, 1).step(_batch(1, 3), receive)
     assert worker.next_step_id == 0
 
