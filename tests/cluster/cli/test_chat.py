@@ -35,6 +35,8 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.token_sampler import TokenSampler
 
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
+# the leader of a session gets the first terminal that it opens, and its Ctrl-C
+CONTROLLED = "import os\nos.close(os.open(os.ttyname(0), os.O_RDWR))\n"
 SLOW = """
 import time
 from tramontane.cluster.cli import main as cli
@@ -403,13 +405,17 @@ class Terminal:
             "--temperature",
             "0",
         ]
-        self.child, self.terminal = pty.fork()
-        if self.child == 0:
-            os.execve(
-                sys.executable,
-                [sys.executable, "-c", code, *command],
-                os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"},
-            )
+        self.terminal, other_end = pty.openpty()
+        # not pty.fork: a process with threads, of gRPC for instance, may hang where it forks
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", CONTROLLED + code, *command],
+            env=os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"},
+            stdin=other_end,
+            stdout=other_end,
+            stderr=other_end,
+            start_new_session=True,
+        )
+        os.close(other_end)
         self.screen = b""
 
     def wait_for(self, text: bytes) -> bytes:
@@ -437,7 +443,7 @@ class Terminal:
     def exit_code(self) -> int:
         while self.read():
             pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+        return self.child.wait()
 
 
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:
@@ -490,7 +496,7 @@ def test_the_terminal_is_as_before_however_a_conversation_ends(model: Path) -> N
         terminal = Terminal(model)
         before = terminal.local_flags()
         terminal.wait_for(b"reading the tokenizer")
-        os.kill(terminal.child, number)
+        terminal.child.send_signal(number)
         assert (terminal.exit_code(), terminal.local_flags()) == (expected, before)
 
 
@@ -501,7 +507,7 @@ def test_the_terminal_is_as_before_where_a_second_signal_ends_the_process_at_onc
     before = terminal.local_flags()
     terminal.wait_for(b"Ray starts")
     assert not terminal.local_flags() & termios.ECHO
-    os.kill(terminal.child, signal.SIGINT)
+    terminal.child.send_signal(signal.SIGINT)
     terminal.wait_for(b"once more")
-    os.kill(terminal.child, signal.SIGINT)
+    terminal.child.send_signal(signal.SIGINT)
     assert (terminal.exit_code(), terminal.local_flags()) == (130, before)
