@@ -304,17 +304,16 @@ def _gpus(settings: EngineConfig, gpus: int | None) -> tuple[tuple[int, ...], tu
     """
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     needed = None if stages is None else math.ceil(stages / per_gpu)
-    if needed is not None and gpus is not None:
-        if gpus not in (needed, needed + settings.num_draft_models):
-            raise ConfigError(
-                f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs "
-                f"{needed}; give one of both"
-            )
-        needed = gpus
+    offered = () if needed is None else (needed, needed + settings.num_draft_models)
+    if offered and gpus is not None and gpus not in offered:
+        raise ConfigError(
+            f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs "
+            f"{needed}; give one of both"
+        )
     source, given = ("--stages", needed) if gpus is None else ("--gpus", gpus)
     if len(memories) == 1:
         memories *= given or 1
-    if settings.num_draft_models and needed is not None and len(memories) == needed + 1:
+    elif gpus is None and len(memories) in offered:
         given = len(memories)
     speeds = settings.gpu_speed or (1,) * len(memories)
     for name, number in (

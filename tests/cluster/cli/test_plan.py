@@ -802,6 +802,16 @@ def test_a_draft_model_is_planned_as_a_server_plans_it(
     assert spec.draft_model.shares_gpu is shares
 
 
+@pytest.mark.parametrize("options", [{"stages": 2, "gpus": 4}, {"stages": 2, "gpus": 3}])
+def test_a_draft_model_has_one_gpu_more_and_no_other(
+    options: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts = {"method": "draft_model", "model": "/none", "num_speculative_tokens": 4}
+    keys = options | {"speculative_config": json.dumps(drafts)}
+    with pytest.raises(ConfigError, match="--gpus is"):
+        _planned(capsys, "mistral-7b-v0.3", ",".join(["80GiB"] * 4), **keys)
+
+
 def test_a_draft_model_that_no_server_would_take_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

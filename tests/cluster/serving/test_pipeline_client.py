@@ -41,11 +41,19 @@ from tramontane.cluster.serving.least_loaded_router import (
     prefer,
 )
 from tramontane.cluster.serving.pipeline_client import PipelineClient
+from tramontane.cluster.serving.retry_policy import AdmissionWindow
 from tramontane.cluster.serving.router_queries import (
     prefix_aware_routing as prefix_aware_routing_of,
 )
-from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.cluster.serving.router_streams import BackgroundTasks, RouterStreams, Stream
+from tramontane.proto.errors import (
+    OverloadedError,
+    PipelineError,
+    QueueFullError,
+    RequestError,
+    RouterLostError,
+)
+from tramontane.proto.request import SamplingParams, SequenceRequest, announcement
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
@@ -636,5 +644,33 @@ def test_a_request_that_was_never_sent_does_not_count() -> None:
         ((other,),) = await routing.choose_replicas(two, pending())
         assert other.replica_id.unique_id == "b"
         assert routing._num_assigned == {"a": 1, "b": 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_breaks_ends_the_calls_that_a_router_may_have_accepted() -> None:
+    """Those whose tokens it has brought, and those that no router is known to have accepted."""
+
+    async def scenario() -> None:
+        queries: Any = None
+        streams = RouterStreams(queries, BackgroundTasks(), "node", 0.0)
+        window, spec = AdmissionWindow(10), SequenceRequest((1,), SamplingParams(max_tokens=2))
+        lost, other = (Stream(streams.name, replica) for replica in "ab")
+        on_lost, on_other, unknown = (streams.begin_call([spec], 0.0, window) for _ in range(3))
+        for call, stream in ((on_lost, lost), (on_other, other)):
+            call.deliver(announcement("fp"), stream)
+        streams._on_break(lost, ConnectionError("reset"))
+        with pytest.raises(RouterLostError, match="the stream from the router broke"):
+            await on_lost.next_output()
+        with pytest.raises(PipelineError, match="the stream from the router broke") as raised:
+            await unknown.next_output()
+        assert not isinstance(raised.value, RouterLostError)
+        assert streams.name != lost.ingress, "the router may take the old one to be open"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await on_other.next_output()
+        for call in (on_lost, on_other, unknown):
+            streams.end_call(call)
+        window.check(10, 0)
 
     asyncio.run(scenario())
