@@ -370,7 +370,7 @@ class RequestOutput(NamedTuple):
         return sum((each.end - each.start) * each.values_per_token for each in extras)
 
 
-def announcement(fingerprint: str) -> RequestOutput:
+def fingerprint_output(fingerprint: str) -> RequestOutput:
     """Return an output without tokens: those that follow are made by a pipeline with this
     fingerprint, "" if it is not known.
     """

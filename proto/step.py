@@ -68,9 +68,9 @@ class DecodeColumns(NamedTuple):
     flight samples it. The only stage takes it from there; the first of several gets the result of
     the step before this one together with it.
 
-    ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 has
-    the drafts 43 and 44 next: starts (12, 13). The first one is right if the last token that has
-    been sampled for the sequence is 43, for position 12.
+    ``is_lookahead``: all tokens are drafts, and those before them are still in flight. Sequence 7
+    has the drafts 43 and 44 next: starts (12, 13). The first one is right if the last token
+    that has been sampled for the sequence is 43, for position 12.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class DecodeColumns(NamedTuple):
     # Only for the few sequences that gained pages: (index of the sequence's last row, pages per
     # window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
-    is_ahead: bool = False
+    is_lookahead: bool = False
 
     @property
     def has_placeholders(self) -> bool:

@@ -50,7 +50,7 @@ AREAS = {
     "scheduling": ("router/scheduling/*.py",),
     "remote routers": tuple(
         f"cluster/serving/{name}.py"
-        for name in ("pipeline_client", "router_streams", "retry_policy", "token_channel")
+        for name in ("pipeline_client", "router_streams", "retry_policy", "token_stream")
     ),
     "batch": ("router/batch/*.py",),
     "experts": ("workers/experts/*.py", "cluster/actors/expert_*.py"),

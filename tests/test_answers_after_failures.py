@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         )
         found[kind] = (
             folder,
-            answers_of(folder, plan, _scheduler(plan, 512, 1, reuses_prefixes=False)),
+            answers_of(folder, plan, _scheduler(plan, 512, 1, enable_prefix_caching=False)),
         )
     return found
 
@@ -45,7 +45,7 @@ def _scheduler(
     budget: int,
     in_flight: int,
     *,
-    reuses_prefixes: bool = True,
+    enable_prefix_caching: bool = True,
     speculative: SpeculativeConfig | None = None,
     async_scheduling: bool = False,
 ) -> Scheduler:
@@ -54,7 +54,7 @@ def _scheduler(
         budget,
         plan.max_model_len,
         plan.args.vocab_size,
-        reuses_prefixes=reuses_prefixes,
+        enable_prefix_caching=enable_prefix_caching,
         speculative=speculative,
         async_scheduling=async_scheduling,
     )

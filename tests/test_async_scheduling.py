@@ -24,7 +24,7 @@ from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, Micro
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.workers.stage.activation import Activation, PendingStep
+from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor
 
@@ -45,7 +45,11 @@ def _scheduler(
     plan: PipelinePlan, budget: int, policy: Policy, *, async_scheduling: bool
 ) -> Scheduler:
     limits = SchedulerLimits(
-        plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True
+        plan.max_num_seqs,
+        budget,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        enable_prefix_caching=True,
     )
     return Scheduler(plan.cache, replace(limits, async_scheduling=async_scheduling), policy)
 
@@ -112,7 +116,7 @@ class RelayingChain(LocalStageChain):
         first, *others = self.stages
         carried = first.step(batch, self._last)
         for stage in others:
-            assert isinstance(carried, Activation)
+            assert isinstance(carried, HiddenStates)
             carried = stage.step(batch, carried)
         assert isinstance(carried, StepResult)
         self._last = carried
@@ -198,7 +202,9 @@ def test_the_same_answer_of_a_single_stream(
     expected = answers_of(folders["window"], plan, _synchronous(plan, 64), [number])
     launch = StageWorker.launch
 
-    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingStep:
+    def counted(
+        worker: StageWorker, batch: MicroBatch, incoming: HiddenStates | None
+    ) -> PendingStep:
         found.append(batch.decodes.has_placeholders)
         return launch(worker, batch, incoming)
 

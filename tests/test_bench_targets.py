@@ -258,7 +258,7 @@ def test_a_planted_other_end_is_found(old: str, new: str) -> None:
         ("    x = 1\n", "    sys.exit('no GPU is available')\n"),
         ("    main()\n", "    sys.exit(main())\n"),
         ("    x = 1\n", '    """Compare with the target."""\n'),
-        ("    x = 1\n", "    x = {'target_tokens': 1500}\n"),
+        ("    x = 1\n", "    x = {'autoscale_tokens': 1500}\n"),
     ],
 )
 def test_what_may_be_in_a_program_is_no_fault(old: str, new: str) -> None:

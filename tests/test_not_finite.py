@@ -120,7 +120,11 @@ def _scheduler(
     num_in_flight: int = 2,
 ) -> Scheduler:
     limits = SchedulerLimits(
-        plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True
+        plan.max_num_seqs,
+        budget,
+        plan.max_model_len,
+        plan.args.vocab_size,
+        enable_prefix_caching=True,
     )
     limits = replace(limits, async_scheduling=async_scheduling, speculative=speculative)
     return Scheduler(

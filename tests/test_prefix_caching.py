@@ -48,13 +48,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _scheduler(plan: PipelinePlan, budget: int, *, reuses_prefixes: bool) -> Scheduler:
+def _scheduler(plan: PipelinePlan, budget: int, *, enable_prefix_caching: bool) -> Scheduler:
     limits = SchedulerLimits(
         plan.max_num_seqs,
         budget,
         plan.max_model_len,
         plan.args.vocab_size,
-        reuses_prefixes=reuses_prefixes,
+        enable_prefix_caching=enable_prefix_caching,
     )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(2, budget))
 
@@ -88,7 +88,7 @@ def _answers(
 ) -> tuple[list[list[Values]], int]:
     """Return the answers of each turn, and how many tokens were found in the cache."""
     chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
-    scheduler = _scheduler(plan, budget, reuses_prefixes=reuses)
+    scheduler = _scheduler(plan, budget, enable_prefix_caching=reuses)
     try:
         return asyncio.run(_converse(chain, scheduler, turns)), scheduler.allocator.num_hit
     finally:
@@ -160,7 +160,7 @@ def test_a_conversation_finds_nearly_all_of_it(
 
 def test_fences_forget_everything(folders: dict[str, Path]) -> None:
     plan = tiny_plan(ATTENTION_KINDS["window"], 1, 4)
-    scheduler = _scheduler(plan, 64, reuses_prefixes=True)
+    scheduler = _scheduler(plan, 64, enable_prefix_caching=True)
     prompt = tuple(random_ids(50, seed=2))
     answers = []
     for _ in range(2):  # a new process of the stage: its caches are lost

@@ -35,7 +35,7 @@ def _scheduler(plan: PipelinePlan, budget: int, config: SpeculativeConfig | None
         budget,
         plan.max_model_len,
         plan.args.vocab_size,
-        reuses_prefixes=True,
+        enable_prefix_caching=True,
         speculative=config,
     )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(4, budget))

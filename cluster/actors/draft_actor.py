@@ -91,7 +91,9 @@ def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle
     share = spec.gpu_share if draft_model.shares_gpu else 1
     options = bundle_options(spec, spec.bundle_of_draft_model, group, share)
     settings = replace(
-        spec.worker_settings, weights=draft_model.weights, fingerprint=draft_model.fingerprint
+        spec.worker_settings,
+        weights=draft_model.weights,
+        checkpoint_digest=draft_model.checkpoint_digest,
     )
     create = actor.options(**options, name=spec.draft_name).remote
     return cast("ActorHandle[Any]", create(draft_model, settings))

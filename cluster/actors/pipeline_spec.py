@@ -13,7 +13,7 @@ from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan, StagePlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 from tramontane.router.tokenization.loader import load_tokenizer
-from tramontane.workers.weights.checkpoint import Fingerprint
+from tramontane.workers.weights.checkpoint import CheckpointDigest
 
 # Suffixes of the names of a pipeline's actors; after the last three there is a number.
 SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = (
@@ -99,7 +99,7 @@ class WorkerSettings:
     device: str
     threads: int
     pipeline: str = ""
-    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
     logs: LogSettings | None = None  # None leaves logging to Python
 
 
@@ -112,7 +112,7 @@ class DraftModelSpec:
 
     plan: StagePlan
     weights: WeightSource
-    fingerprint: Fingerprint = ()
+    checkpoint_digest: CheckpointDigest = ()
     shares_gpu: bool = False
 
     def __setstate__(self, state: Sequence[object]) -> None:
@@ -133,11 +133,11 @@ class PipelineSpec:
     use_gpus: bool
     # of each bundle (see ``gpu_placement``); () is any node
     nodes: tuple[tuple[str, ...], ...] = ()
-    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
     # micro-batches that a stage keeps open, if experts are on actors of their own
-    ping_pong: int = ExpertKeys().ping_pong
+    expert_micro_batches: int = ExpertKeys().expert_micro_batches
     pieces: TokenPieceLoader | None = None  # of the model's tokenizer
     # to wait for free resources in the cluster
     placement_timeout_s: float = PipelineKeys().placement_timeout
@@ -221,7 +221,12 @@ class PipelineSpec:
         """The settings of each stage actor and expert actor."""
         device = "cuda" if self.use_gpus else "cpu"
         return WorkerSettings(
-            self.weights, device, self.threads_per_stage, self.name, self.fingerprint, self.logs
+            self.weights,
+            device,
+            self.threads_per_stage,
+            self.name,
+            self.checkpoint_digest,
+            self.logs,
         )
 
     @property
@@ -255,5 +260,5 @@ class PipelineSpec:
             experts,
             tuple(self.expert_name(a.actor_id) for a in experts.actors),
             self.link,
-            self.ping_pong,
+            self.expert_micro_batches,
         )

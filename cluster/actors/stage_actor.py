@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tramontane.cluster.actors.pipeline_spec import PipelineSpec
     from tramontane.workers.experts.remote_experts import RemoteExperts
     from tramontane.workers.links.channel import Address
-    from tramontane.workers.stage.activation import Packed, StageInput
+    from tramontane.workers.stage.hidden_states import Packed, StageInput
     from tramontane.workers.stage.stage_link import StageLink
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import StepExecutor
@@ -57,13 +57,13 @@ class Way(StrEnum):
     DIRECT = "direct"
 
 
-class SentStates:
+class HiddenStateTransfers:
     """Counts of one stage's transfers of hidden states. Threads that compute steps add to the
     counts, and another thread reads them.
     """
 
-    def __init__(self, inline_limit: int) -> None:
-        self._inline_limit = inline_limit
+    def __init__(self, inline_hidden_states_below: int) -> None:
+        self._inline_hidden_states_below = inline_hidden_states_below
         self._lock = threading.Lock()
         self._hops: Counter[Way] = Counter()
         self._num_bytes: Counter[Way] = Counter()
@@ -74,7 +74,9 @@ class SentStates:
         """
         header, array_B = packed
         size = len(header) + array_B.nbytes + SERIALIZED_OVERHEAD
-        self._add(Way.INLINE if size < self._inline_limit else Way.PLASMA, array_B.nbytes)
+        self._add(
+            Way.INLINE if size < self._inline_hidden_states_below else Way.PLASMA, array_B.nbytes
+        )
 
     def add_direct(self, num_bytes: int) -> None:
         """Count hidden states that went through a direct channel."""
@@ -91,7 +93,7 @@ class SentStates:
             return {str(way): (hops, self._num_bytes[way]) for way, hops in self._hops.items()}
 
 
-def inline_limit() -> int:
+def inline_hidden_states_below() -> int:
     """Return the size below which this cluster's results are inline: a setting of the head node, or
     else of the environment.
     """
@@ -142,7 +144,7 @@ class StageActor(WorkerActor["StageWorker"]):
         self._executor: StepExecutor | None = None
         self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
         self._link: StageLink | None = None  # if hidden states travel through direct channels
-        self._sent = SentStates(inline_limit())
+        self._sent = HiddenStateTransfers(inline_hidden_states_below())
         self._sampled_epoch = -1  # of the last step with a token
         super().__init__(plan.label, plan.weight_bytes, settings)
 
@@ -251,7 +253,7 @@ class StageActor(WorkerActor["StageWorker"]):
         one, if that was in flight when this one was submitted: tokens in the places of placeholders
         are taken from it.
         """
-        from tramontane.workers.stage.activation import ActivationSender
+        from tramontane.workers.stage.hidden_states import HiddenStatesCopy
 
         self._refuse_while_loading()
         worker = self._wait_until_loaded()
@@ -259,7 +261,7 @@ class StageActor(WorkerActor["StageWorker"]):
             raise StaleEpochError(
                 f"{self.label} is at epoch {worker.epoch}: not fenced since it was loaded"
             )
-        decoded, outbox = wire.decode_batch(batch), ActivationSender()
+        decoded, outbox = wire.decode_batch(batch), HiddenStatesCopy()
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
             outcome = self._executor.step(decoded, lambda: self._unpack(incoming), outbox.send)
         if isinstance(outcome, StepResult):
@@ -299,11 +301,13 @@ class StageActor(WorkerActor["StageWorker"]):
         return self._executor.busy_for_s if self._executor else 0.0
 
     def _unpack(self, incoming: Any) -> "StageInput":
-        from tramontane.workers.stage.activation import Activation
+        from tramontane.workers.stage.hidden_states import HiddenStates
 
         if incoming is None:
             return None
-        return wire.decode_result(incoming) if self._plan.is_first else Activation.unpack(incoming)
+        return (
+            wire.decode_result(incoming) if self._plan.is_first else HiddenStates.unpack(incoming)
+        )
 
     def _note_tokens(self, outcome: StepResult) -> None:
         if outcome.num_sampled:

@@ -31,7 +31,7 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import format_request_ids, requests_fields
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.device.numerics import Numerics
-from tramontane.workers.weights.checkpoint import check_fingerprint
+from tramontane.workers.weights.checkpoint import check_checkpoint_digest
 
 if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
@@ -266,7 +266,9 @@ class WorkerActor(Generic[W]):
             import_torch()
             with _limit_load_attempts(self.label, self.max_load_crashes), annotate_node():
                 if not isinstance(self._settings.weights, RandomWeights):
-                    check_fingerprint(self._settings.weights, self._settings.fingerprint)
+                    check_checkpoint_digest(
+                        self._settings.weights, self._settings.checkpoint_digest
+                    )
                 self._worker = self._load()
             start_periodic_thread(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # raised to callers that wait for the weights

@@ -85,9 +85,9 @@ class PolicyRecorder:
         """Return what the wrapped policy does."""
         return self._policy.draft_break_even(state)
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
+    def lookahead_break_even(self, state: SchedulerState) -> float:
         """Return what the wrapped policy does."""
-        return self._policy.ahead_break_even(state)
+        return self._policy.lookahead_break_even(state)
 
 
 async def calibrate(

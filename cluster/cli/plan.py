@@ -74,7 +74,7 @@ KEYS = (
         "max_num_batched_tokens",
     ),
     *("page_size", "kv_cache_dtype", "speculative_config"),
-    *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
+    *("stage_times", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
 
@@ -133,7 +133,9 @@ def plan(
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
     pipeline, budgets = _plan_stages(settings, args, budgets, here, experts_inside=experts is None)
-    times = relative_times(layer_costs(args, experts is None, settings.measured), pipeline, budgets)
+    times = relative_times(
+        layer_costs(args, experts is None, settings.stage_times), pipeline, budgets
+    )
     drafting = _plan_draft_model(settings, model, args, pipeline, memories, here)
     # by the cores, which are known here
     num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)
@@ -282,7 +284,7 @@ def _plan_stages(
             settings.page_size,
             quantize=settings.quantize,
             experts_inside=experts_inside,
-            measured=settings.measured,
+            stage_times=settings.stage_times,
             num_drafts=settings.num_drafts,
             kv_cache_dtype=settings.kv_cache_dtype,
             max_num_batched_tokens=limits.num_tokens,

@@ -197,11 +197,11 @@ class EngineConfig(
                 "--dashboard is for a Ray cluster that serve starts; the one at --address has its"
                 " own, or none"
             )
-        if self.address and self.inline_limit is not None:
+        if self.address and self.inline_hidden_states_below is not None:
             raise ConfigError(
-                "--inline-limit is for a Ray cluster that this command starts; for another give"
-                ' ray start --head --system-config=\'{"max_direct_call_object_size":'
-                f" {self.inline_limit:d}}}'"
+                "--inline-hidden-states-below is for a Ray cluster that this command starts;"
+                ' for another give ray start --head --system-config=\'{"max_direct_call_object_size":'
+                f" {self.inline_hidden_states_below:d}}}'"
             )
         if self.load_format == "auto" and is_preset(self.model):
             raise ConfigError(
@@ -213,8 +213,10 @@ class EngineConfig(
         """Raise ConfigError for values that need Ray."""
         if self.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
-        if self.inline_limit is not None:
-            raise ConfigError("--local runs without Ray, so --inline-limit cannot be used with it")
+        if self.inline_hidden_states_below is not None:
+            raise ConfigError(
+                "--local runs without Ray, so --inline-hidden-states-below cannot be used with it"
+            )
         if self.link == "direct":
             raise ConfigError(
                 "--local keeps all stages in one process without links, so --link direct cannot be"
@@ -278,8 +280,8 @@ class ConfigFile:
         """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in
         file.yaml) is 9``.
 
-        ``--measured[0].last`` becomes ``measured[0].last (in file.yaml)``. An option that was given
-        as a flag keeps its dashes.
+        ``--stage-times[0].last`` becomes ``stage_times[0].last (in file.yaml)``. An option that was
+        given as a flag keeps its dashes.
         """
 
         def name(option: re.Match[str]) -> str:

@@ -244,14 +244,14 @@ class PipelineKeys(KeyGroup):
         metavar="LIST",
         defines_pipeline=True,
     )
-    measured: Annotated[tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)] = (
-        key(
-            None,
-            "Output of bench --json, by which layers are split.",
-            unset="by size",
-            metavar="FILE",
-            defines_pipeline=True,
-        )
+    stage_times: Annotated[
+        tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)
+    ] = key(
+        None,
+        "Output of bench --json, by which layers are split.",
+        unset="by size",
+        metavar="FILE",
+        defines_pipeline=True,
     )
     link: Link = key(
         "object-store",
@@ -259,7 +259,7 @@ class PipelineKeys(KeyGroup):
         " to stage).",
         defines_pipeline=True,
     )
-    inline_limit: Annotated[ByteSize, Field(ge=1, le=2**26)] | None = key(
+    inline_hidden_states_below: Annotated[ByteSize, Field(ge=1, le=2**26)] | None = key(
         None,
         "Size from which hidden states go through Ray's object store, and not with the calls of the"
         " router, on a cluster that this command starts. The head of another sets it.",
@@ -304,7 +304,7 @@ class ExpertKeys(KeyGroup):
         metavar="FILE",
         defines_pipeline=True,
     )
-    ping_pong: SmallInt = key(
+    expert_micro_batches: SmallInt = key(
         2, "Micro-batches that a stage keeps open while expert actors work.", defines_pipeline=True
     )
 

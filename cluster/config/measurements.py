@@ -203,4 +203,6 @@ def parse_stage_times_option(value: object) -> object:
     value = _parse_list(value)
     if not isinstance(value, str | Path):
         return value
-    return _read(Path(value), "--measured", "tramontane bench --json", "stages", parse_stage_times)
+    return _read(
+        Path(value), "--stage-times", "tramontane bench --json", "stages", parse_stage_times
+    )

@@ -68,7 +68,7 @@ class ServingKeys(KeyGroup):
         "Seconds to finish running requests at the stop.",
         unset="30 for serve, 600 in a Ray Serve config",
     )
-    slow_reader_timeout: PositiveSeconds = key(
+    slow_client_timeout: PositiveSeconds = key(
         60.0, "Seconds after which a client is dropped that leaves its answer unread."
     )
     dashboard: bool = key(
@@ -104,11 +104,11 @@ class ScalingKeys(KeyGroup):
         "Pipelines under high load. GPUs, cores and memory are shared out for this many.",
         unset="the value of replicas",
     )
-    target_load: Annotated[float, Field(gt=0, le=100)] = key(
+    autoscale_load: Annotated[float, Field(gt=0, le=100)] = key(
         0.75,
         "How full each pipeline is to be where their number changes. Above 1, some sequences wait.",
     )
-    target_tokens: PositiveInt | None = key(
+    autoscale_tokens: PositiveInt | None = key(
         None,
         "Tokens in flight that one pipeline is meant for, in addition to the load.",
         unset="tokens do not count",

@@ -28,7 +28,6 @@ from tramontane.cluster.config.measurements import (
     MeasuredLoad,
     parse_load,
 )
-from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,
     internal_error_handler,
@@ -38,16 +37,17 @@ from tramontane.cluster.http.errors import (
 from tramontane.cluster.http.failover import NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddleware
-from tramontane.cluster.http.slow_clients import BackpressureMiddleware
+from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints
+from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.completion_request import parse_body
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.json_limits import check_elements
+from tramontane.router.openai.response_models import (
     ExpertTokens,
     Health,
     MoveExpertsResponse,
@@ -83,7 +83,7 @@ class HttpAppConfig:
     how conversations become prompts. ``extra_routes`` are endpoints of others behind the same keys,
     and ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
     ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
-    ``BackpressureMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
+    ``SlowClientMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
     """
 
     model: ServedModel
@@ -136,7 +136,7 @@ class HttpApp:
                 sends_id=config.sends_request_id,
                 public_paths=config.public_paths,
             ),
-            Middleware(BackpressureMiddleware, limit_s=config.slow_client_timeout_s),
+            Middleware(SlowClientMiddleware, limit_s=config.slow_client_timeout_s),
         ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         app.router.redirect_slashes = False  # a client that follows a redirect sends a GET

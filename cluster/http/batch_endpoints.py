@@ -16,15 +16,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
+from tramontane.cluster.http.upload_limiter import BodyLimiter
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
 from tramontane.router.batch.files import PIECE, FileRecord
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.store import StoredJob
-from tramontane.router.openai.responses import Answer
+from tramontane.router.openai.response_models import Answer
 
 logger = logging.getLogger(__name__)
 

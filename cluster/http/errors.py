@@ -17,7 +17,7 @@ from tramontane.proto.request import Identity, request_fields
 from tramontane.router.chat_apis import responses_answer
 from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
-from tramontane.router.openai.responses import Event, to_json
+from tramontane.router.openai.response_models import Event, to_json
 
 # How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in two
 # ways, and Anthropic's.

@@ -233,7 +233,7 @@ class FailoverMiddleware:
                 **scope,
                 "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.state.id.encode())],
             }
-        budget = _FailoverBudget()
+        budget = _IngressFailoverBudget()
         try:
             while budget.is_left:
                 is_node_lost = await self._attempt(
@@ -294,7 +294,7 @@ def _request_id(scope: Scope) -> str:
     )
 
 
-class _FailoverBudget:
+class _IngressFailoverBudget:
     """Decides how often, and when, another ingress gets a response to continue.
 
     The pauses are few and fixed: their number bounds the attempts, and a client waits.

@@ -16,7 +16,7 @@ from tramontane.router.chat_apis.messages_answer import AnthropicError, Messages
 from tramontane.router.chat_apis.messages_request import CountTokensRequest, MessagesRequest
 from tramontane.router.chat_apis.responses_answer import ResponsesAnswer
 from tramontane.router.chat_apis.responses_request import ResponsesRequest
-from tramontane.router.openai import responses
+from tramontane.router.openai import response_models as responses
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.fim import FimRequest

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 buffered_messages: ContextVar[Callable[[], int]] = ContextVar("buffered_messages")
 
 
-class SlowReaderError(Exception):
+class SlowClientError(Exception):
     """A client has not read for too long."""
 
 
@@ -49,7 +49,7 @@ def num_buffered() -> int:
 def with_backpressure(
     send: Send, limit_s: float, count_buffered: Callable[[], int] = num_buffered
 ) -> Send:
-    """Wrap ``send`` so that it waits while too much is buffered. It raises SlowReaderError after
+    """Wrap ``send`` so that it waits while too much is buffered. It raises SlowClientError after
     ``limit_s``.
     """
     # which takes every message at once, so that no time limit is needed
@@ -67,12 +67,12 @@ def with_backpressure(
                 while count_buffered() > MAX_BUFFERED:
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
-            raise SlowReaderError from None
+            raise SlowClientError from None
 
     return send_and_wait
 
 
-class BackpressureMiddleware:
+class SlowClientMiddleware:
     """ASGI middleware around an ingress's endpoints: responses wait for their readers, and are
     dropped after ``limit_s``.
     """
@@ -94,13 +94,13 @@ class BackpressureMiddleware:
 
         try:
             await self._app(scope, receive, send_with_limit)
-        except SlowReaderError:
+        except SlowClientError:
             request_id = str(scope.get("state", {}).get("request_id", "-"))
             message = "request %s was dropped: its client did not read for %g s"
             logger.warning(message, request_id, self._limit_s, extra=request_fields(request_id))
 
 
-class SlowClientMiddleware:
+class ProxySlowClientMiddleware:
     """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the
     ingress allows.
 
@@ -167,7 +167,7 @@ def _reset_connection(send: Send) -> None:
     """
     transport = _transport(send)
     if transport is None:
-        raise SlowReaderError("a client does not read")
+        raise SlowClientError("a client does not read")
     if (connection := transport.get_extra_info("socket")) is not None:
         # without SO_LINGER the system would still send the rest
         with socket.socket(fileno=os.dup(connection.fileno())) as copy:

@@ -13,9 +13,9 @@ from tramontane.cluster.common.load_meter import FULL_LOAD, Load
 from tramontane.cluster.http.errors import error_shape, format_event, log_and_respond
 from tramontane.cluster.http.failover import MESSAGE_UPDATES, SCOPE_RESUME
 from tramontane.proto.errors import TramontaneError
-from tramontane.router.openai.body_bounds import SMALL_BODY, run_off_loop
 from tramontane.router.openai.formatter import AnswerFormatter
-from tramontane.router.openai.responses import CompletionChange, encode_and_free, to_json
+from tramontane.router.openai.json_limits import SMALL_BODY, run_off_loop
+from tramontane.router.openai.response_models import CompletionChange, encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 FINGERPRINT_HEADER = "x-tramontane-fingerprint"

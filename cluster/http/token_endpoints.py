@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
@@ -21,6 +20,7 @@ from tramontane.cluster.http.sse import (
     fingerprint_header,
     sse_events,
 )
+from tramontane.cluster.http.upload_limiter import BodyLimiter
 from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
@@ -28,20 +28,20 @@ from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_me
 from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
 from tramontane.router.chat_apis.responses_answer import prepare_response
 from tramontane.router.chat_apis.responses_request import parse_responses
-from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.formatter import AnswerFormatter
+from tramontane.router.openai.json_limits import run_off_loop
 from tramontane.router.openai.request_context import (
     TIMEOUT_HEADER,
     RequestStats,
     RequestTokenSource,
     parse_timeout,
 )
-from tramontane.router.openai.responses import encode_and_free
+from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate

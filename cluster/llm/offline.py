@@ -29,7 +29,7 @@ from tramontane.cluster.llm.inputs import (
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.request import FinishReason, SequenceRequest, sequence_error
-from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceDetokenizer
+from tramontane.router.openai.detokenizer import ChatDetokenizer, ChoiceDetokenizer
 from tramontane.router.openai.logprobs import TokenLogprobs as TokenLogprob
 from tramontane.router.openai.logprobs import index_by_position
 

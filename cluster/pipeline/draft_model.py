@@ -69,7 +69,7 @@ def draft_model_spec(
     return DraftModelSpec(
         plan_draft_model(config, args, plan, hardware),
         folder.resolve(),
-        Checkpoint(folder).fingerprint(),
+        Checkpoint(folder).digest(),
         draft_shares_gpu(config, hardware),
     )
 

@@ -45,8 +45,8 @@ from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.step_profile import read_profile
 from tramontane.workers.weights.checkpoint import (
     Checkpoint,
-    Fingerprint,
-    fingerprint_without_weights,
+    CheckpointDigest,
+    checkpoint_digest_without_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -151,13 +151,13 @@ def validate_model(config: EngineConfig) -> ModelArgs:
     return replace(args, dtype=stored) if config.dtype == "float32" else args
 
 
-def model_fingerprint(config: EngineConfig) -> Fingerprint:
-    """Return the fingerprint of what is read from the model's folder; () for a preset."""
+def model_checkpoint_digest(config: EngineConfig) -> CheckpointDigest:
+    """Return the digest of what is read from the model's folder; () for a preset."""
     if is_preset(config.model):
         return ()
     if config.load_format == "dummy":
-        return fingerprint_without_weights(config.model)
-    return Checkpoint(config.model).fingerprint()
+        return checkpoint_digest_without_weights(config.model)
+    return Checkpoint(config.model).digest()
 
 
 def make_scheduler(
@@ -176,8 +176,8 @@ def make_scheduler(
         eos_token_ids=plan.args.eos_token_ids,
         max_queued_seqs=config.max_queued_requests if bounded else None,
         max_queued_tokens=config.max_queued_tokens if bounded else None,
-        reuses_prefixes=config.enable_prefix_caching,
-        shares_prefixes=config.share_prefixes,
+        enable_prefix_caching=config.enable_prefix_caching,
+        share_prefixes=config.share_prefixes,
         model=model,
         speculative=config.speculative_config,
         async_scheduling=_schedules_async(config, plan),
@@ -220,7 +220,7 @@ def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
         _max_tokens(config, plan),
         itl_target_s,
         plan.max_concurrent_stages,
-        open_per_stage=config.ping_pong if plan.experts else None,
+        open_per_stage=config.expert_micro_batches if plan.experts else None,
         async_scheduling=_schedules_async(config, plan),
     )
 
@@ -257,7 +257,7 @@ async def _local_pipeline(
     pieces = TokenPieceLoader(config.model, args.vocab_size)
 
     def load() -> LocalStageChain:
-        name = weights_name(config.weights, model_fingerprint(config), config.model)
+        name = weights_name(config.weights, model_checkpoint_digest(config), config.model)
         return LocalStageChain.load(
             plan, config.weights, devices, show_unless_stopped, pieces, name
         )
@@ -288,7 +288,8 @@ async def _ray_pipeline(
     spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
     report("starting Ray")
     with local_ray_cluster(
-        num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit
+        num_cpus=spec.num_workers * spec.threads_per_stage,
+        inline_hidden_states_below=config.inline_hidden_states_below,
     ):
         check_ray_gpus(hardware)
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
@@ -316,12 +317,12 @@ def pipeline_spec(
     args: ModelArgs,
     hardware: Hardware,
     name: str | None = None,
-    fingerprint: Fingerprint | None = None,
+    checkpoint_digest: CheckpointDigest | None = None,
 ) -> PipelineSpec:
     """Return the specification of one of ``config.max_pipelines`` pipelines.
 
-    Without a name it gets a unique one; without a fingerprint, that of the model's folder on this
-    machine. Raises as ``search_plan`` does.
+    Without a name it gets a unique one; without a checkpoint's digest, that of the model's folder
+    on this machine. Raises as ``search_plan`` does.
     """
     plan, slots = search_plan(config, args, hardware)
     draft_model = (
@@ -336,9 +337,11 @@ def pipeline_spec(
         use_gpus=bool(hardware.gpus),
         stages_per_gpu=per_slot,
         nodes=tuple(slot.nodes for slot in (*slots[:num_stages:per_slot], *slots[num_stages:])),
-        fingerprint=model_fingerprint(config) if fingerprint is None else fingerprint,
+        checkpoint_digest=model_checkpoint_digest(config)
+        if checkpoint_digest is None
+        else checkpoint_digest,
         link=config.link,
-        ping_pong=config.ping_pong,
+        expert_micro_batches=config.expert_micro_batches,
         pieces=TokenPieceLoader(config.model, args.vocab_size),
         placement_timeout_s=config.placement_timeout,
         logs=config.logs,

@@ -42,7 +42,7 @@ from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStor
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
 from tramontane.proto.units import backoff_delays
-from tramontane.workers.weights.checkpoint import Fingerprint
+from tramontane.workers.weights.checkpoint import CheckpointDigest
 
 Report = Callable[[str], None]
 EvictCallback = Callable[[], Awaitable[bool]]  # whether it has removed another pipeline
@@ -179,13 +179,15 @@ VERSION = "[0-9a-f]{8}"
 Driven = tuple[PipelineSpec, ObjectStoreStageChain]
 
 
-def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
+def pipeline_prefix(
+    application: str, config: EngineConfig, checkpoint_digest: CheckpointDigest
+) -> str:
     """Return the prefix ``application-version`` of pipelines that may be adopted: of the same code,
     model and settings.
 
     A number follows it in their names.
     """
-    parts = (version("tramontane"), config.model_dump(include=PIPELINE_KEYS), fingerprint)
+    parts = (version("tramontane"), config.model_dump(include=PIPELINE_KEYS), checkpoint_digest)
     return f"{application}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 
 

@@ -14,7 +14,7 @@ from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import PipelinePlan, StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.sampling.structured_output import LoadVocabulary
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 
 
@@ -104,7 +104,7 @@ class LocalStageChain:
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, batch: MicroBatch) -> StepResult:
-        carried: Activation | StepResult | None = None
+        carried: HiddenStates | StepResult | None = None
         try:
             for stage in self.stages:
                 assert not isinstance(carried, StepResult)

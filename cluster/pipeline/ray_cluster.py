@@ -44,13 +44,13 @@ ADVICE = f"{ADVICE_IF_REQUIRED}, or leave --address out to start Ray on this mac
 
 @contextmanager
 def local_ray_cluster(
-    num_cpus: int, dashboard: bool = False, inline_limit: int | None = None
+    num_cpus: int, dashboard: bool = False, inline_hidden_states_below: int | None = None
 ) -> Iterator[str]:
     """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's
     cores.
 
-    ``inline_limit``: bytes from which results are put into the object store, if not those of
-    ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty without
+    ``inline_hidden_states_below``: bytes from which results are put into the object store, if not
+    those of ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty without
     ``dashboard``. Raises PipelineError if Ray cannot be started.
     """
     assert_supported(RAY_SYMBOLS)
@@ -79,7 +79,9 @@ def local_ray_cluster(
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
                 _system_config=dict(RAY_SETTINGS)
-                | ({INLINE_LIMIT: inline_limit} if inline_limit else {}),
+                | (
+                    {INLINE_LIMIT: inline_hidden_states_below} if inline_hidden_states_below else {}
+                ),
             )
     except PipelineError:
         raise

@@ -42,7 +42,7 @@ from tramontane.proto.timing import (
 )
 from tramontane.proto.units import backoff_delays
 from tramontane.workers.device.numerics import Numerics
-from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
 # The fingerprint of a pipeline: with the same one, the same request gives the same tokens.
 
@@ -50,8 +50,8 @@ PREFIX = "fp_"  # as OpenAI's begin
 NUM_DIGITS = 16
 
 
-def weights_name(weights: WeightSource, files: Fingerprint, model: Path | None) -> str:
-    """Name the weights by the fingerprint of the files that are read; for a model without files, by
+def weights_name(weights: WeightSource, files: CheckpointDigest, model: Path | None) -> str:
+    """Name the weights by the digest of the files that are read; for a model without files, by
     the model's name.
     """
     if not isinstance(weights, RandomWeights):
@@ -295,7 +295,7 @@ class ObjectStoreStageChain:
         ):
             return ""
         weights = weights_name(
-            spec.weights, spec.fingerprint, spec.pieces.folder if spec.pieces else None
+            spec.weights, spec.checkpoint_digest, spec.pieces.folder if spec.pieces else None
         )
         return pipeline_fingerprint(weights, pairs, known)
 

@@ -175,7 +175,9 @@ def _seconds_per_token(
     """
     if tflops is None:
         return None
-    costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
+    costs = layer_costs(
+        args, experts_inside=not config.expert_actors, stage_times=config.stage_times
+    )
     slowest = max(sum(costs[layer] for layer in stage.layers) for stage in plan.stages)
     return (
         2 * slowest * min(config.stages_per_gpu, len(plan.stages)) / (REACHED_SHARE * tflops * 1e12)

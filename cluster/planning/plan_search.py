@@ -76,7 +76,9 @@ def _best_stages(
     to a model of cost 40.
     """
     candidates = placement_candidates(config, len(args.layer_groups), hardware, cluster)
-    costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
+    costs = layer_costs(
+        args, experts_inside=not config.expert_actors, stage_times=config.stage_times
+    )
     limits = least_limits(config)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
     # the sort is stable: of equally fast candidates, the one with the largest GPUs stays first
@@ -148,7 +150,7 @@ def _request(
         kv_cache_memory=config.kv_cache_memory,
         quantize=config.quantize,
         experts_inside=is_inside,
-        measured=config.measured,
+        stage_times=config.stage_times,
         batch_invariant=config.batch_invariant,
         num_drafts=config.num_drafts,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -168,7 +168,7 @@ class PlanRequest:
     quantize: Quantization | None = None
     experts_inside: bool = True  # the stages have the model's experts, if it has any
     # stage times of a pipeline that ran, which give the cost of the head
-    measured: tuple[StageTime, ...] | None = None
+    stage_times: tuple[StageTime, ...] | None = None
     batch_invariant: bool | None = None  # see StagePlan
     num_drafts: int = 0  # most drafts of a sequence in flight; page rings are longer by them
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
@@ -245,7 +245,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
 
 
 def layer_costs(
-    args: ModelArgs, experts_inside: bool = True, measured: Sequence[StageTime] | None = None
+    args: ModelArgs, experts_inside: bool = True, stage_times: Sequence[StageTime] | None = None
 ) -> list[int]:
     """Return the parameters that one token uses, per layer.
 
@@ -258,17 +258,19 @@ def layer_costs(
     layer takes 20 %, so the head takes 10 %, which is 5 parameters.
     """
     costs = [_active_parameters(args, layer, experts_inside) for layer in range(args.n_layers)]
-    if measured is None:
+    if stage_times is None:
         head = int(args.vocab_size * args.dim * SAMPLED_SHARE)
     else:
-        if measured[-1].last != args.n_layers - 1:
+        if stage_times[-1].last != args.n_layers - 1:
             raise ConfigError(
-                f"--measured is of {measured[-1].last + 1} layers, and the model has"
+                f"--stage-times is of {stage_times[-1].last + 1} layers, and the model has"
                 f" {args.n_layers}"
             )
-        *others, last = (sum(costs[stage.first : stage.last + 1]) for stage in measured)
+        *others, last = (sum(costs[stage.first : stage.last + 1]) for stage in stage_times)
         head = (
-            round(measured[-1].busy * sum(others) / sum(stage.busy for stage in measured[:-1]))
+            round(
+                stage_times[-1].busy * sum(others) / sum(stage.busy for stage in stage_times[:-1])
+            )
             - last
         )
     costs[-1] += max(head, 0)
@@ -372,7 +374,7 @@ def _layer_bytes(
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
     """Divide the layers, in groups that stay together, by their costs and the stages' speeds."""
     by_layer, groups = (
-        layer_costs(args, request.experts_inside, request.measured),
+        layer_costs(args, request.experts_inside, request.stage_times),
         args.layer_groups,
     )
     costs = [sum(by_layer[layer] for layer in group) for group in groups]

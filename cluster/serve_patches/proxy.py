@@ -18,7 +18,7 @@ from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.common.ray_api import list_dead_nodes
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.failover import FailoverMiddleware
-from tramontane.cluster.http.slow_clients import SlowClientMiddleware, buffered_messages
+from tramontane.cluster.http.slow_clients import ProxySlowClientMiddleware, buffered_messages
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
 from tramontane.cluster.ray_internals.accessors import (
@@ -240,7 +240,7 @@ def proxy_middlewares() -> list[Middleware]:
         Middleware(CancelAbandonedCalls),
         failover,
         Middleware(StripControlHeaders),
-        Middleware(SlowClientMiddleware),
+        Middleware(ProxySlowClientMiddleware),
     ]
 
 

@@ -13,7 +13,7 @@ from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.common.ray_api import avoid_head_node
 from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
 from tramontane.cluster.config.key import has_password
-from tramontane.cluster.pipeline.engine import model_fingerprint
+from tramontane.cluster.pipeline.engine import model_checkpoint_digest
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS, assert_supported
 from tramontane.cluster.serving.autoscaling import router_scaling_options
 from tramontane.cluster.serving.batch_replica import BatchReplica
@@ -99,7 +99,7 @@ def application(
     """
     config = config.with_absolute_paths()
     with annotate_node():
-        fingerprint = model_fingerprint(config)
+        checkpoint_digest = model_checkpoint_digest(config)
     common = _replica_options(config)
     many: dict[str, Any] = {
         "max_ongoing_requests": UNBOUNDED,
@@ -125,10 +125,12 @@ def application(
         **many,
     )(serve.ingress()(IngressReplica))
     build_id = uuid.uuid4().hex
-    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, build_id)
-    jobs = batch.bind(config.without_secrets(), fingerprint, routers)
+    routers = router.bind(
+        config.without_secrets(), checkpoint_digest, launched, owns_serve, build_id
+    )
+    jobs = batch.bind(config.without_secrets(), checkpoint_digest, routers)
     return ingress.bind(
-        config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id
+        config, checkpoint_digest, routers, jobs, grpc_on_loopback_only, grace_s, build_id
     )
 
 

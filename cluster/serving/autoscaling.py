@@ -32,9 +32,9 @@ class PipelineAutoscalingPolicy:
     """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues
     included, would fill.
 
-    ``target_load``: the share of a pipeline's slots or of its cache's pages, whichever is scarcer,
-    that is to be used. ``target_tokens``: how many tokens a pipeline is to have in flight, if that
-    is to count as well.
+    ``autoscale_load``: the share of a pipeline's slots or of its cache's pages, whichever is
+    scarcer, that is to be used. ``autoscale_tokens``: how many tokens a pipeline is to have in
+    flight, if that is to count as well.
 
     Ray Serve rounds up, applies the bounds and the delays. A router that is gone does not count;
     its requests count where they continue.
@@ -44,13 +44,13 @@ class PipelineAutoscalingPolicy:
     """
 
     def __init__(
-        self, target_load: object = None, target_tokens: object = None, **unknown: object
+        self, autoscale_load: object = None, autoscale_tokens: object = None, **unknown: object
     ) -> None:
-        self._target_load, self._target_tokens = (
-            _positive(target_load) or ScalingKeys().target_load,
-            _positive(target_tokens),
+        self._autoscale_load, self._autoscale_tokens = (
+            _positive(autoscale_load) or ScalingKeys().autoscale_load,
+            _positive(autoscale_tokens),
         )
-        targets = {"target_load": target_load, "target_tokens": target_tokens}
+        targets = {"autoscale_load": autoscale_load, "autoscale_tokens": autoscale_tokens}
         ignored = unknown | {
             key: value
             for key, value in targets.items()
@@ -58,7 +58,7 @@ class PipelineAutoscalingPolicy:
         }
         if ignored:
             logger.warning(
-                "%s ignores %s: target_load and target_tokens must be positive numbers",
+                "%s ignores %s: autoscale_load and autoscale_tokens must be positive numbers",
                 POLICY,
                 ignored,
             )
@@ -72,9 +72,9 @@ class PipelineAutoscalingPolicy:
             return context.target_num_replicas, {}
         metrics = context.aggregated_metrics or {}
         shares, tokens = metrics.get(SHARE, {}), metrics.get(TOKENS, {})
-        wanted = sum(shares.values()) / self._target_load
-        if self._target_tokens is not None:
-            wanted = max(wanted, sum(tokens.values()) / self._target_tokens)
+        wanted = sum(shares.values()) / self._autoscale_load
+        if self._autoscale_tokens is not None:
+            wanted = max(wanted, sum(tokens.values()) / self._autoscale_tokens)
         # one has not reported yet
         if len(shares) < context.current_num_replicas and context.config is not None:
             wanted = max(
@@ -96,12 +96,12 @@ def autoscaling_fields(config: EngineConfig, slots: int) -> dict[str, Any]:
     """Return how the Router deployment is scaled, as it is written in a Serve config. ``slots``:
     those of one pipeline.
     """
-    targets = {"target_load": config.target_load, "target_tokens": config.target_tokens}
+    targets = {"autoscale_load": config.autoscale_load, "autoscale_tokens": config.autoscale_tokens}
     return {
         "min_replicas": config.replicas,
         "max_replicas": config.max_pipelines,
         # for routers that have not reported yet
-        "target_ongoing_requests": max(int(slots * config.target_load), 1),
+        "target_ongoing_requests": max(int(slots * config.autoscale_load), 1),
         "upscale_delay_s": config.upscale_delay,
         "downscale_delay_s": config.downscale_delay,
         "policy": {"policy_function": POLICY, "policy_kwargs": targets},

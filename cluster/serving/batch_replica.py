@@ -48,7 +48,7 @@ from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
-from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
 NODE_CHECK_INTERVAL_S = 10.0  # nodes may join at any time
 HOME_FOLDER = ".tramontane"  # in the user's home, created for the first job
@@ -208,16 +208,22 @@ class BatchReplica:
     """
 
     def __init__(
-        self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]"
+        self,
+        config: EngineConfig,
+        checkpoint_digest: CheckpointDigest,
+        router: "DeploymentHandle[Any]",
     ) -> None:
         bind_internal_port_to_node()
         use_serve_log(config.logs, "batch")
-        model = load_checked_model(config, fingerprint)
+        model = load_checked_model(config, checkpoint_digest)
         num_running = max_running(config) * config.max_pipelines
         # some always wait, so that no slot stays empty
         concurrency = config.jobs_concurrency or num_running + num_running // 4
         node = ray.get_runtime_context().get_node_id()
-        max_unaccepted, mark = model.max_sequences * config.max_pipelines, short_digest(fingerprint)
+        max_unaccepted, mark = (
+            model.max_sequences * config.max_pipelines,
+            short_digest(checkpoint_digest),
+        )
         routing = prefix_aware_routing(config, mark)
         self._routers = PipelineClient(
             router, max_unaccepted, model=mark, node=node, routing=routing

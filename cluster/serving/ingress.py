@@ -18,7 +18,6 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
-from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.status_endpoints import (
@@ -27,6 +26,7 @@ from tramontane.cluster.http.status_endpoints import (
     ActivityEndpoint,
     MetricsEndpoint,
 )
+from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
@@ -41,7 +41,7 @@ from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
 WRITES_PER_CORE = 50  # a second, by all ingress replicas of a machine together
 # a second, by one ingress replica: it is one process, whatever the number of cores
@@ -58,7 +58,7 @@ class IngressReplica(GrpcServicer):
     def __init__(
         self,
         config: EngineConfig,
-        fingerprint: Fingerprint,
+        checkpoint_digest: CheckpointDigest,
         router: "DeploymentHandle[Any]",
         _batch: "DeploymentHandle[Any]",  # bound only so that Batch is part of the application
         grpc_on_loopback_only: bool,
@@ -68,7 +68,10 @@ class IngressReplica(GrpcServicer):
         use_serve_log(config.logs, "ingress")
         bind_internal_port_to_node()
         track_response_queues()
-        model, digest = load_checked_model(config, fingerprint), short_digest(fingerprint)
+        model, digest = (
+            load_checked_model(config, checkpoint_digest),
+            short_digest(checkpoint_digest),
+        )
         node = ray.get_runtime_context().get_node_id()
         pacer = _pacer(config)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
@@ -130,7 +133,7 @@ class IngressReplica(GrpcServicer):
             extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             public_paths=PUBLIC_PATHS | ({"/metrics"} if config.public_metrics else set()),
-            slow_client_timeout_s=config.slow_reader_timeout,
+            slow_client_timeout_s=config.slow_client_timeout,
             body_limiter=bodies,
             node=node,
             model_digest=digest,

@@ -22,14 +22,14 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.serving.least_loaded_router import ONLY, prefer
 from tramontane.cluster.serving.retry_policy import (
     AdmissionWindow,
-    FailoverBudget,
-    RecentRefusals,
+    RefusalTracker,
+    RouterFailoverBudget,
     RouterSearch,
     WaitingRequest,
 )
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.router_streams import BackgroundTasks, PendingCall, RouterStreams
-from tramontane.cluster.serving.token_channel import DONE, model_key
+from tramontane.cluster.serving.token_stream import DONE, model_key
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
 from tramontane.proto.timing import ACCEPT_TIMEOUT_S
@@ -73,7 +73,7 @@ class PipelineClient:
         self._streams = RouterStreams(self.queries, self._tasks, node, handover_grace_s)
         self._routing = routing
         self._following: asyncio.Task[None] | None = None  # the digests of the routers
-        self._window, self._refusals = AdmissionWindow(max_unaccepted), RecentRefusals()
+        self._window, self._refusals = AdmissionWindow(max_unaccepted), RefusalTracker()
         self._model_key, self._write_interval_s = model_key(model), write_interval_s
         self._is_draining = self._is_ending = False
         self._num_requests = 0
@@ -100,13 +100,13 @@ class PipelineClient:
         self, specs: Sequence[SequenceRequest]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate tokens, on one router after the other where they are lost, until the request is
-        complete or its ``FailoverBudget`` is used up; see ``TokenSource``.
+        complete or its ``RouterFailoverBudget`` is used up; see ``TokenSource``.
         """
         progress = ResumableRequest(specs)
         if not progress.was_accepted:  # through another ingress
             self.check_capacity(len(specs), specs[0].owner)
         self._follow_digests()
-        budget = FailoverBudget(was_accepted=progress.was_accepted)
+        budget = RouterFailoverBudget(was_accepted=progress.was_accepted)
         self._num_requests += 1
         try:
             while not progress.is_complete:
@@ -126,7 +126,9 @@ class PipelineClient:
             self._following = self._tasks.start(self.queries.follow_digests(self._routing))
 
     @contextmanager
-    def _call(self, progress: ResumableRequest, budget: FailoverBudget) -> Iterator[PendingCall]:
+    def _call(
+        self, progress: ResumableRequest, budget: RouterFailoverBudget
+    ) -> Iterator[PendingCall]:
         """Give what is left of a request to one router while the block runs."""
         specs = progress.remaining_specs()
         encoded = wire.encode_specs(specs)
@@ -146,7 +148,7 @@ class PipelineClient:
         self,
         first: SequenceRequest,
         progress: ResumableRequest,
-        budget: FailoverBudget,
+        budget: RouterFailoverBudget,
         error: errors.TramontaneError,
     ) -> None:
         """Wait until the request may be given to another router.

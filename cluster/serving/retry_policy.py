@@ -29,7 +29,7 @@ FULL_TTL_S = 0.25
 NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
 
 
-class FailoverBudget:
+class RouterFailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
     Which error ends a request, and after how long, depends on what routers have answered; only the
@@ -161,7 +161,7 @@ class AdmissionWindow:
         self._full.clear()
 
 
-class RecentRefusals:
+class RefusalTracker:
     """The routers that have refused a request a moment ago. Other requests ask the others first.
 
     A router that refuses is always the least loaded one; without this memory every request would be
@@ -214,7 +214,7 @@ class RouterSearch:
     it.
     """
 
-    def __init__(self, recent: RecentRefusals, first: SequenceRequest) -> None:
+    def __init__(self, recent: RefusalTracker, first: SequenceRequest) -> None:
         self._recent, self._first, self.may_wait = recent, first, False
         self.refused = recent.matching(first)  # by replica
 

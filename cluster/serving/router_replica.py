@@ -32,13 +32,17 @@ from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import probe_cluster
 from tramontane.cluster.serve_patches.proxy import bind_internal_port_to_node
 from tramontane.cluster.serving.autoscaling import to_metrics
-from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixDigest, make_digest
 from tramontane.router.engine.router import Router, run_with_drafts
-from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import (
+    CheckpointDigest,
+    check_checkpoint_digest,
+    short_digest,
+)
 
 RETRY_INTERVAL_S = 0.2
 FINGERPRINT_INTERVAL_S = 2.0
@@ -58,7 +62,7 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]
         self,
         config: EngineConfig,
-        fingerprint: Fingerprint,
+        checkpoint_digest: CheckpointDigest,
         launched: bool,
         owns_serve: bool,
         build_id: str,
@@ -67,8 +71,8 @@ class RouterReplica:
         bind_internal_port_to_node()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._model, self._num_routers = short_digest(fingerprint), 0
-        self._streams = IngressStreams(self._name, self._model, load=LoadMeter())
+        self._model, self._num_routers = short_digest(checkpoint_digest), 0
+        self._streams = TokenStreams(self._name, self._model, load=LoadMeter())
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._is_given_up = False
@@ -80,7 +84,7 @@ class RouterReplica:
         deployed_at = number_deployment(application.name, build_id)
         self._deployments, self._deployed_at = DeploymentWatch(application.name), deployed_at
         self._acquiring = asyncio.create_task(
-            self._exit.enter_async_context(self._pipeline(fingerprint, application))
+            self._exit.enter_async_context(self._pipeline(checkpoint_digest, application))
         )
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
@@ -92,11 +96,11 @@ class RouterReplica:
         await self._wait_until_ready()
 
     def _pipeline(
-        self, fingerprint: Fingerprint, application: OwnerApplication
+        self, checkpoint_digest: CheckpointDigest, application: OwnerApplication
     ) -> AbstractAsyncContextManager[Driven]:
         config = self._config
-        prefix = pipeline_prefix(application.name, config, fingerprint)
-        new_spec = partial(_new_spec, config, fingerprint, application)
+        prefix = pipeline_prefix(application.name, config, checkpoint_digest)
+        new_spec = partial(_new_spec, config, checkpoint_digest, application)
         # only the first to be claimed; Ray Serve may give None
         rank = getattr(serve.get_replica_context().rank, "rank", 0)
         return adopt_or_create_pipeline(
@@ -130,7 +134,7 @@ class RouterReplica:
         self._metrics.export(self._router)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        """Stream tokens to one ingress; see ``IngressStreams``."""
+        """Stream tokens to one ingress; see ``TokenStreams``."""
         async with aclosing(self._streams.subscribe(ingress, replica)) as messages:
             async for message in messages:
                 yield message
@@ -144,7 +148,7 @@ class RouterReplica:
         may_wait: bool = True,
         write_interval_s: float = 0.0,
     ) -> bytes:
-        """Run one request from its arrival to its end; see ``IngressStreams``."""
+        """Run one request from its arrival to its end; see ``TokenStreams``."""
         if not self._router.is_attached and await self._is_superseded():
             return self._streams.refusal(
                 PipelineSupersededError(
@@ -373,14 +377,14 @@ class RouterReplica:
 
 
 def _new_spec(
-    config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication
+    config: EngineConfig, checkpoint_digest: CheckpointDigest, application: OwnerApplication
 ) -> PipelineSpec:
     """Plan a pipeline for the cluster as it is now; it gets its name later."""
     with annotate_node():
-        check_fingerprint(config.model, fingerprint)
+        check_checkpoint_digest(config.model, checkpoint_digest)
         args = validate_model(config)
     spec = pipeline_spec(
-        config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint
+        config, args, probe_cluster(config.gpu_speed is None), "unnamed", checkpoint_digest
     )
     for choice in spec.plan.chosen:
         logger.info("%s", choice.describe())

@@ -1,7 +1,7 @@
 """The streams from routers to one ingress, and the calls whose tokens they carry.
 
 A call lasts as long as a router works on its request, and answers only how it ended. The tokens of
-all calls to one router come by one stream, see ``token_channel``.
+all calls to one router come by one stream, see ``token_stream``.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.serving.least_loaded_router import ONLY
 from tramontane.cluster.serving.retry_policy import AdmissionWindow, WaitingRequest
 from tramontane.cluster.serving.router_queries import RouterQueries
-from tramontane.cluster.serving.token_channel import KEEPALIVE, with_idle_timeout
+from tramontane.cluster.serving.token_stream import KEEPALIVE, with_idle_timeout
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RouterLostError, TramontaneError
 from tramontane.proto.request import RequestOutput, SequenceRequest

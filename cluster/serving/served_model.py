@@ -11,21 +11,21 @@ from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
-from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint
+from tramontane.workers.weights.checkpoint import CheckpointDigest, check_checkpoint_digest
 
 WEIGHTS_SUFFIX = ".safetensors"  # files that only stages read
 
 
-def load_checked_model(config: EngineConfig, fingerprint: Fingerprint) -> ServedModel:
+def load_checked_model(config: EngineConfig, checkpoint_digest: CheckpointDigest) -> ServedModel:
     """Load the model in a replica, if its folder has on this node what it had where the application
     was built.
 
     Raises CheckpointError, which names the node.
     """
     with annotate_node():
-        check_fingerprint(
+        check_checkpoint_digest(
             config.model,
-            tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)),
+            tuple(entry for entry in checkpoint_digest if not entry[0].endswith(WEIGHTS_SUFFIX)),
         )
         return load_served_model(config)
 

@@ -278,7 +278,9 @@ def _own_cluster(
     report("starting Ray")
     num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage
     with (
-        local_ray_cluster(num_cpus, config.dashboard, config.inline_limit) as dashboard,
+        local_ray_cluster(
+            num_cpus, config.dashboard, config.inline_hidden_states_below
+        ) as dashboard,
         _announced(dashboard, problem, config.port, report),
     ):
         check_ray_gpus(hardware)

@@ -12,8 +12,8 @@ from pydantic_core import from_json
 from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.units import format_bytes
-from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.errors import describe_json_error
+from tramontane.router.openai.json_limits import check_elements
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}

@@ -13,7 +13,7 @@ from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
-from tramontane.router.openai.responses import Answer
+from tramontane.router.openai.response_models import Answer
 from tramontane.router.structured.request_model import default_if_null
 
 MAX_LIST = 100

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, select, update
 from tramontane.proto.errors import UnknownJobError
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.batch.database import FAILED, PENDING, Database, Scope, jobs, lines
-from tramontane.router.openai.responses import Answer
+from tramontane.router.openai.response_models import Answer
 
 NUM_SHOWN = 3
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.chat_apis.blocks import Blocks, PieceRecorder, Step
+from tramontane.router.chat_apis.blocks import BlockEvent, BlockRecorder, Blocks
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import encode_chat, prepare_conversation
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.generation import Generation
-from tramontane.router.openai.responses import CompletionChange, Event
+from tramontane.router.openai.json_limits import run_off_loop
+from tramontane.router.openai.response_models import CompletionChange, Event
 from tramontane.router.openai.resume_state import ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.structured.grammar import visible_tools
@@ -37,7 +37,7 @@ async def prepare_blocks(
     try:
         request = _request_for(template, conversation)
         return await prepare_conversation(
-            model, template, request, arrived_at, state, PieceRecorder
+            model, template, request, arrived_at, state, BlockRecorder
         )
     except ParameterError as error:
         raise _renamed(error, template, conversation) from error
@@ -98,7 +98,7 @@ class BlockFormatter(AnswerFormatter):
     def __init__(self, generation: Generation, echo_bytes: int = 0) -> None:
         super().__init__(generation)
         [choice] = generation.texts
-        assert isinstance(choice, PieceRecorder)
+        assert isinstance(choice, BlockRecorder)
         self._choice, self._echo_bytes = choice, echo_bytes
         self._blocks = Blocks()
         # what the client has received; of a whole answer its proxy
@@ -145,7 +145,9 @@ class BlockFormatter(AnswerFormatter):
         """Return the events before all blocks."""
 
     @abstractmethod
-    def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
+    def events_of(
+        self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
+    ) -> list[Event]:
         """Return the events of what happens to blocks."""
 
     @abstractmethod

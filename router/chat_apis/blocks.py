@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tramontane.proto.request import TokenEvent
-from tramontane.router.openai.choice_text import ChatDetokenizer
+from tramontane.router.openai.detokenizer import ChatDetokenizer
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.tokenization.tool_parser import CallDelta
@@ -22,7 +22,7 @@ from tramontane.router.tokenization.tool_parser import CallDelta
 Kind = Literal["thought", "text", "call"]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What one token adds to an answer, in this order."""
 
     thought: str = ""
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     calls: tuple[CallDelta, ...] = ()
 
 
-class PieceRecorder(ChatDetokenizer):
+class BlockRecorder(ChatDetokenizer):
     """A choice of a chat that also keeps what each token adds, in order.
 
     Text that may begin a stop string is returned when calls begin, because none can complete then.
@@ -39,7 +39,7 @@ class PieceRecorder(ChatDetokenizer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:  # those of a ``ChatDetokenizer``
         super().__init__(*args, **settings)
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         self._has_text = False  # since the last log-probabilities
         self.num_chars = 0  # of all pieces
 
@@ -51,7 +51,7 @@ class PieceRecorder(ChatDetokenizer):
             held = self._matcher.finish()
             self._num_emitted += len(held)
             text += held
-        piece = Piece(self.take_reasoning(), text, tuple(self.take_calls()))
+        piece = AnswerPiece(self.take_reasoning(), text, tuple(self.take_calls()))
         if piece.thought or text or piece.calls:
             self._pieces.append(piece)
             self.num_chars += (
@@ -65,7 +65,7 @@ class PieceRecorder(ChatDetokenizer):
         super().resume(state, is_whole=is_whole)
         self._has_text = False  # what came with it has been sent
 
-    def take_pieces(self) -> list[Piece]:
+    def take_pieces(self) -> list[AnswerPiece]:
         """Return the pieces since the last time; at first those of a resumed choice, which the
         client may have received.
         """
@@ -99,7 +99,7 @@ class Block:
         return "".join(self.parts)
 
 
-class Step(NamedTuple):
+class BlockEvent(NamedTuple):
     """Something that happens to a block; ``parts`` are the texts that are added to it."""
 
     action: Literal["open", "add", "close"]
@@ -114,11 +114,11 @@ class Blocks:
         self.all: list[Block] = []
         self._is_open = False
 
-    def push(self, pieces: Iterable[Piece]) -> list[Step]:
+    def push(self, pieces: Iterable[AnswerPiece]) -> list[BlockEvent]:
         """Add what tokens add. Returns what happens to the blocks, with one addition to a block at
         most.
         """
-        steps: list[Step] = []
+        steps: list[BlockEvent] = []
         for piece in pieces:
             if piece.thought:
                 self._add(steps, "thought", piece.thought)
@@ -131,15 +131,15 @@ class Blocks:
                     self._add(steps, "call", call.arguments)
         return steps
 
-    def finish(self) -> list[Step]:
+    def finish(self) -> list[BlockEvent]:
         """End the last block. An answer of nothing becomes an empty text."""
-        steps: list[Step] = []
+        steps: list[BlockEvent] = []
         if not self.all:
             self._open(steps, Block("text", 0))
         self._close(steps)
         return steps
 
-    def _add(self, steps: list[Step], kind: Kind, text: str) -> None:
+    def _add(self, steps: list[BlockEvent], kind: Kind, text: str) -> None:
         if not self._is_open or self.all[-1].kind != kind:
             self._open(steps, Block(kind, len(self.all)))
         block = self.all[-1]
@@ -147,15 +147,15 @@ class Blocks:
         if steps and steps[-1].action == "add":
             steps[-1].parts.append(text)
         else:
-            steps.append(Step("add", block, [text]))
+            steps.append(BlockEvent("add", block, [text]))
 
-    def _open(self, steps: list[Step], block: Block) -> None:
+    def _open(self, steps: list[BlockEvent], block: Block) -> None:
         self._close(steps)
         self.all.append(block)
         self._is_open = True
-        steps.append(Step("open", block, []))
+        steps.append(BlockEvent("open", block, []))
 
-    def _close(self, steps: list[Step]) -> None:
+    def _close(self, steps: list[BlockEvent]) -> None:
         if self._is_open:
-            steps.append(Step("close", self.all[-1], []))
+            steps.append(BlockEvent("close", self.all[-1], []))
         self._is_open = False

@@ -12,10 +12,10 @@ from tramontane.router.chat_apis.block_formatter import (
     encode_conversation,
     prepare_blocks,
 )
-from tramontane.router.chat_apis.blocks import Block, Step
+from tramontane.router.chat_apis.blocks import Block, BlockEvent
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_request import check_input
-from tramontane.router.openai.responses import Answer, Event, to_json
+from tramontane.router.openai.response_models import Answer, Event, to_json
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -114,7 +114,9 @@ class MessagesFormatter(BlockFormatter):
         """Return the event before all blocks."""
         return [_event("message_start", message=self._message([], is_whole=False))]
 
-    def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
+    def events_of(
+        self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
+    ) -> list[Event]:
         """Return the events of what happens to blocks."""
         return [_event_of(step) for step in steps]
 
@@ -187,7 +189,7 @@ def _event(kind: str, **fields: Any) -> Event:
     return Event(kind, {"type": kind, **fields})
 
 
-def _event_of(step: Step) -> Event:
+def _event_of(step: BlockEvent) -> Event:
     block = step.block
     if step.action == "open":
         return _event("content_block_start", index=block.index, content_block=_started(block))

@@ -32,7 +32,7 @@ from tramontane.router.openai.completion_request import (
     parse_body,
     parse_stops,
 )
-from tramontane.router.openai.responses import to_json
+from tramontane.router.openai.response_models import to_json
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
     NAME,

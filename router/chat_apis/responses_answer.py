@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from tramontane.proto.request import FinishReason
 from tramontane.router.chat_apis.block_formatter import BlockFormatter, prepare_blocks
-from tramontane.router.chat_apis.blocks import Block, Step
+from tramontane.router.chat_apis.blocks import Block, BlockEvent
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.openai.generation import Generation
-from tramontane.router.openai.responses import Answer, Bulk, Event, Usage
+from tramontane.router.openai.response_models import Answer, Bulk, Event, Usage
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -281,7 +281,9 @@ class ResponsesFormatter(BlockFormatter):
             )
         ]
 
-    def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
+    def events_of(
+        self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
+    ) -> list[Event]:
         """Return the events of what happens to blocks; log-probabilities are in the first delta of
         text.
         """

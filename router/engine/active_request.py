@@ -168,7 +168,7 @@ class ActiveRequest:
         found: list[SequenceDrafts] = []
         for index in {event.seq_id: None for event in events}:
             sequence, sent = self._sequences[index], self._sent_drafts.get(index)
-            counts = sequence.num_draft_tokens, sequence.num_right_drafts
+            counts = sequence.num_draft_tokens, sequence.num_accepted_draft_tokens
             if counts != sent:
                 self._sent_drafts[index] = counts
                 num_drafts, num_right = sent or (0, 0)

@@ -69,7 +69,7 @@ def make_digest(
     return PrefixDigest(
         replica,
         router,
-        scheduler.allocator.cached_keys.since(version),
+        scheduler.allocator.prefix_hashes.since(version),
         scheduler.allocator.cache.page_size,
         busy_s=tuple(map(seconds, scheduler.measure_load().left)),
         prefill_s=seconds(BatchWork(SAMPLE_TOKENS, SAMPLE_TOKENS**2 // 2)) / SAMPLE_TOKENS,
@@ -176,22 +176,24 @@ class _Pipeline:
     # thousands of streams when it chooses.
     open_prefill_tokens: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
     open_decodes: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
-    sent_keys: dict[bytes, float] = field(default_factory=dict)  # keys of requests, and their time
+    sent_hashes: dict[bytes, float] = field(
+        default_factory=dict
+    )  # keys of requests, and their time
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
         self.digest, self.at = digest, asked_at
         added, removed = split_keys(digest.changes.added), split_keys(digest.changes.removed)
         if digest.changes.is_whole:
             removed = list(self.keys.difference(added))
-        expired = [key for key, at in self.sent_keys.items() if at < asked_at - LATE_S]
+        expired = [key for key, at in self.sent_hashes.items() if at < asked_at - LATE_S]
         self.keys.difference_update(removed)
         self.keys.update(added)
         for key in expired:
-            del self.sent_keys[key]
+            del self.sent_hashes[key]
         self.index.add(self.bit, added)
         self.index.discard(
             self.bit,
-            [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_keys],
+            [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_hashes],
         )
         token_s = TokenSeconds.of([digest])
         self.others_s = [
@@ -205,7 +207,7 @@ class _Pipeline:
     def forget(self) -> None:
         """Remove the pipeline's keys from the index."""
         self.index.discard(self.bit, self.keys)
-        self.index.discard(self.bit, self.sent_keys)
+        self.index.discard(self.bit, self.sent_hashes)
 
     def busy_s(self, priority: int, token_s: TokenSeconds) -> float:
         tokens, decodes = (
@@ -229,7 +231,7 @@ class _Pipeline:
         self.sent[number] = request
         self.open_prefill_tokens[request.priority] += request.prefill_tokens
         self.open_decodes[request.priority] += request.decodes
-        self.sent_keys.update(dict.fromkeys(keys, request.sent_at))
+        self.sent_hashes.update(dict.fromkeys(keys, request.sent_at))
         self.index.add(self.bit, keys)
 
     def record_end(self, number: int, now: float) -> None:

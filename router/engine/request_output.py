@@ -48,9 +48,9 @@ class OutputQueue:
     """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads.
 
     Outputs without events are read together with the events that follow, never before: parts of
-    ``split_output``, and fingerprints of ``announcement``. Outputs are merged as they arrive, into
-    lists of plain values: Python's garbage collector would examine thousands of waiting outputs
-    again and again, which took half of the time of an ingress with 500 streams.
+    ``split_output``, and fingerprints of ``fingerprint_output``. Outputs are merged as they arrive,
+    into lists of plain values: Python's garbage collector would examine thousands of waiting
+    outputs again and again, which took half of the time of an ingress with 500 streams.
     """
 
     def __init__(self) -> None:

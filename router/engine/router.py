@@ -23,7 +23,7 @@ from tramontane.proto.request import (
     RequestOutput,
     SequenceRequest,
     TokenEvent,
-    announcement,
+    fingerprint_output,
     request_fields,
     requests_fields,
 )
@@ -234,14 +234,14 @@ class Router:
         for request in (
             dict.fromkeys(self._requests.values()) if self.fingerprint not in ("", before) else ()
         ):
-            request.sink(announcement(self.fingerprint))
+            request.sink(fingerprint_output(self.fingerprint))
 
     async def generate(
         self, specs: Sequence[SequenceRequest]
     ) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
         ready = OutputQueue()
-        ready.put(announcement(self.fingerprint))
+        ready.put(fingerprint_output(self.fingerprint))
         request = self.submit(specs, ready.put)
         try:
             num_unfinished = len(specs)
@@ -364,7 +364,7 @@ class Router:
         )
         salt = self.scheduler.limits.cache_salt(spec.cache_salt)
         sequence = LiveSequence(*fields, output_ids=list(spec.output_ids), cache_salt=salt)
-        sequence.was_scheduled = bool(spec.output_ids)
+        sequence.goes_first = bool(spec.output_ids)
         return sequence
 
     def _check_overload(self, sequences: Sequence[LiveSequence]) -> None:

@@ -37,10 +37,10 @@ from tramontane.router.grpc.messages import (
     to_models_response,
     to_score_response,
 )
-from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.formatter import CompletionFormatter
+from tramontane.router.openai.json_limits import run_off_loop
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tramontane.proto.errors import ParameterError, RequestError
-from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
-from tramontane.router.openai.choice_text import ChatDetokenizer
+from tramontane.router.openai.detokenizer import ChatDetokenizer
 from tramontane.router.openai.formatter import ChunkFormatter
 from tramontane.router.openai.generation import Generation, GenerationRequest, LogprobsFormat
+from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.response_models import (
     AnswerMessage,
     ChatAnswer,
     ChatChange,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tramontane.router.openai.choice_text import completion_grammar, make_detokenizer
 from tramontane.router.openai.completion_request import CompletionRequest
+from tramontane.router.openai.detokenizer import completion_grammar, make_detokenizer
 from tramontane.router.openai.formatter import CompletionFormatter
 from tramontane.router.openai.generation import (
     COMPLETION_LOGPROBS,

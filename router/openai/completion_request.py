@@ -14,8 +14,8 @@ from tramontane.proto.request import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.errors import describe_json_error, fields_at, is_form
+from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.structured.guided import GuidedFields
 from tramontane.router.structured.request_model import (
     RequestModel,

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from tramontane.proto import errors
 from tramontane.proto.errors import ErrorType
-from tramontane.router.openai.responses import Error, ErrorDetails
+from tramontane.router.openai.response_models import Error, ErrorDetails
 
 TYPE_TAG = "type="
 

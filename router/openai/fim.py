@@ -13,7 +13,7 @@ from tramontane.router.openai.completion_request import (
     Text,
     parse_body,
 )
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.response_models import (
     AnswerMessage,
     ChatChange,
     ChatChoice,

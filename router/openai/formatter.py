@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.generation import Generation
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.response_models import (
     CHOICES_DEPTH,
     ChatChunk,
     CompletionAnswer,

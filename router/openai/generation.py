@@ -25,8 +25,8 @@ from tramontane.proto.request import (
 )
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
-from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.detokenizer import ChoiceDetokenizer
+from tramontane.router.openai.json_limits import run_off_loop
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
     TokenWithLogprobs,
@@ -36,7 +36,7 @@ from tramontane.router.openai.logprobs import (
     prompt_logprobs,
     prompt_tokens,
 )
-from tramontane.router.openai.responses import CompletionChange, Timings, Usage
+from tramontane.router.openai.response_models import CompletionChange, Timings, Usage
 from tramontane.router.openai.resume_state import (
     ChoiceState,
     ChoiceUpdate,

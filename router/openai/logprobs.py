@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tramontane.proto.request import Logprobs
-from tramontane.router.openai.responses import CompletionLogprobs
+from tramontane.router.openai.response_models import CompletionLogprobs
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 

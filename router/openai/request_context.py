@@ -19,7 +19,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Identity, RequestOutput, SequenceRequest
 from tramontane.router.engine.stats import SampleBuffer
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.detokenizer import ChoiceDetokenizer
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0

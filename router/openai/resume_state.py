@@ -11,7 +11,7 @@ from typing import Any
 
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai.logprobs import TokenWithLogprobs
-from tramontane.router.openai.responses import CompletionChange
+from tramontane.router.openai.response_models import CompletionChange
 
 # What one message adds to a choice: its index, the new tokens, how it finished, and all tokens
 # whose log-probabilities wait for text that is held back. A plain tuple, because one is pickled for

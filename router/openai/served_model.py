@@ -11,7 +11,7 @@ from tramontane.proto.errors import ParameterError, RequestError, UnknownModelEr
 from tramontane.proto.request import validate_prompt, validate_token_ids
 from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
 from tramontane.router.openai.request_context import RequestStats
-from tramontane.router.openai.responses import Answer
+from tramontane.router.openai.response_models import Answer
 from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, encode_prompt
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
     """Call ``work`` here, or in a thread if it is so large that it would delay other requests.
 
-    For tokenizers, several at a time; ``body_bounds.run_off_loop`` is for reading and writing JSON
+    For tokenizers, several at a time; ``json_limits.run_off_loop`` is for reading and writing JSON
     and gRPC's messages.
     """
     return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)

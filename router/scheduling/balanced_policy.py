@@ -22,10 +22,10 @@ from tramontane.router.scheduling.policy import (
     reserved_for_prefill,
 )
 from tramontane.router.scheduling.round_times import (
+    GroupTuner,
+    HostGap,
     InFlightTuner,
-    PromptSpread,
-    SpreadTuner,
-    StepGap,
+    PromptPieces,
 )
 
 # of drafts: a fit of few times may find that a row costs nothing
@@ -67,7 +67,7 @@ class BalancedPolicy:
       take longer.
     * With asynchronous scheduling, for stages of which one computes at a time, every micro-batch
       has all decodes, and the next one is submitted while it is computed if the stages would else
-      wait for a share of the time that matters (``StepGap``).
+      wait for a share of the time that matters (``HostGap``).
     """
 
     overlaps_chunks = True
@@ -84,7 +84,7 @@ class BalancedPolicy:
         at_once = num_stages if stages_at_once is None else stages_at_once
         assert not async_scheduling or (at_once == 1 and open_per_stage is None)
         self._async_scheduling = async_scheduling
-        self._step_gap = StepGap()
+        self._host_gap = HostGap()
         self._num_stages, self._max_tokens, self._itl_target_s = (
             num_stages,
             max_tokens,
@@ -104,13 +104,13 @@ class BalancedPolicy:
         limit = 2 if async_scheduling else limit  # one is computed, and the next one waits for it
         self._in_flight_tuner = InFlightTuner(num_stages, limit)
         self._untrained = FixedInFlightPolicy(self._in_flight_tuner.max_in_flight, max_tokens)
-        self._spread_tuner = SpreadTuner()
-        self._prompt_spread = PromptSpread()
-        # predicted rounds by spread, and their key
+        self._group_tuner = GroupTuner()
+        self._prompt_pieces = PromptPieces()
+        # predicted rounds by m, and their key
         self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})
         # of decodes, and the version of the fit
         self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))
-        self._spreads = sorted(
+        self._group_counts = sorted(
             {2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1}
         )
         self._transit_s: float | None = None  # between the stages, of one micro-batch
@@ -135,17 +135,25 @@ class BalancedPolicy:
         if not self._cost.is_ready:
             return self._untrained.choose_budget(state)
         if state.pending_tokens:
-            spread = self.max_in_flight if self._overlaps else 1
-            own = self._decodes(state, spread)
-            return BatchBudget(own.decodes, self._prefill(state, spread, own))
-        rounds_s = self._rounds_s(state)
-        spread = self._spread_tuner.choose(rounds_s)
-        goes_ahead = self._async_scheduling and self._step_gap.is_long(rounds_s[spread])
-        if state.num_in_flight >= spread + goes_ahead:
+            decode_groups = self.max_in_flight if self._overlaps else 1
+            own = self._decodes(state, decode_groups)
+            return BatchBudget(own.decodes, self._prefill(state, decode_groups, own))
+        round_s_by_groups = self._round_s_by_groups(state)
+        decode_groups = self._group_tuner.choose(round_s_by_groups)
+        with_lookahead = self._async_scheduling and self._host_gap.is_long(
+            round_s_by_groups[decode_groups]
+        )
+        if state.num_in_flight >= decode_groups + with_lookahead:
             return None
-        is_alone = self._async_scheduling and not state.num_in_flight and state.num_ready > 0
+        pipeline_was_idle = (
+            self._async_scheduling and not state.num_in_flight and state.num_ready > 0
+        )
         return BatchBudget(
-            self._decodes(state, spread).decodes, 0, spread, rounds_s[spread], is_alone
+            self._decodes(state, decode_groups).decodes,
+            0,
+            decode_groups,
+            round_s_by_groups[decode_groups],
+            pipeline_was_idle,
         )
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
@@ -154,17 +162,17 @@ class BalancedPolicy:
             self._cost.observe(work, self._columns.columns(timings))
             self._in_flight_tuner.observe(timings)
             self._observe_transit(timings)
-            self._step_gap.observe(timings, is_alone=budget.is_alone)
+            self._host_gap.observe(timings, pipeline_was_idle=budget.pipeline_was_idle)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
-            spread = 0 if has_drafts else budget.spread
-            self._spread_tuner.observe(
-                spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts
+            decode_groups = 0 if has_drafts else budget.decode_groups
+            self._group_tuner.observe(
+                decode_groups, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts
             )
 
     def restart(self) -> None:
         """See ``Policy``."""
         self._transit_s = None
-        for measured in (self._in_flight_tuner, self._step_gap, self._spread_tuner):
+        for measured in (self._in_flight_tuner, self._host_gap, self._group_tuner):
             measured.restart()
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
@@ -203,17 +211,20 @@ class BalancedPolicy:
             return NEVER
         if not self._cost.is_ready:
             return self._untrained.draft_break_even(state)
-        rounds_s = self._rounds_s(state)
-        spread = min(rounds_s, key=rounds_s.__getitem__)
-        num_rows, num_keys = -(-state.num_decoding // spread), state.decoding_keys // spread
+        round_s_by_groups = self._round_s_by_groups(state)
+        decode_groups = min(round_s_by_groups, key=round_s_by_groups.__getitem__)
+        num_rows, num_keys = (
+            -(-state.num_decoding // decode_groups),
+            state.decoding_keys // decode_groups,
+        )
         more = BatchWork(0, 0, num_rows + 1, num_keys + num_keys // num_rows)
         slowest_2, through_2 = self._predict([BatchWork(0, 0, num_rows, num_keys), more])
-        before, after = map(float, np.maximum(slowest_2 * spread, through_2))
+        before, after = map(float, np.maximum(slowest_2 * decode_groups, through_2))
         return max(
             BREAK_EVEN_MARGIN * (after - before) * num_rows / max(before, 1e-9), MIN_BREAK_EVEN
         )
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
+    def lookahead_break_even(self, state: SchedulerState) -> float:
         """See ``Policy``: a stage that would wait computes drafts, and the micro-batches after the
         drafts wait for this stage.
 
@@ -222,19 +233,19 @@ class BalancedPolicy:
         gain equals the loss at a probability of 2.5 / (2.5 + 20) = 0.11. With as many sequences as
         stages, the stages are busy without drafts.
         """
-        num_busy = max(state.num_in_flight + state.num_ahead, state.num_decoding)
+        num_busy = max(state.num_in_flight + state.num_lookahead, state.num_decoding)
         if num_busy >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
             return NEVER
         if not self._cost.is_ready:
-            return self._untrained.ahead_break_even(state)
+            return self._untrained.lookahead_break_even(state)
         slowest_1, through_1 = self._predict(
             [BatchWork(0, 0, state.num_decoding, state.decoding_keys)]
         )
         slowest, through = float(slowest_1[0]), float(through_1[0]) + (self._transit_s or 0.0)
         return max(slowest / max(slowest + 2 * through, 1e-9), MIN_BREAK_EVEN)
 
-    def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
-        """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum
+    def _round_s_by_groups(self, state: SchedulerState) -> dict[int, float]:
+        """Return the predicted seconds of a round by m groups: round(m) = max(m slowest(D/m), sum
         over stages(D/m)).
 
         They are computed again after a new fit, for another number of decodes, or when the visible
@@ -248,17 +259,17 @@ class BalancedPolicy:
             int(16 * math.log2(max(state.decoding_keys, 1))),
         )
         if key != self._rounds_cache[0]:
-            spreads = [m for m in self._spreads if m < widest] + [widest]
+            group_counts = [m for m in self._group_counts if m < widest] + [widest]
             works = [
                 BatchWork(0, 0, -(-state.num_decoding // m), state.decoding_keys // m)
-                for m in spreads
+                for m in group_counts
             ]
             slowest_M, through_M = self._predict(works)
-            rounds = np.maximum(slowest_M * np.array(spreads), through_M)
-            self._rounds_cache = key, dict(zip(spreads, rounds.tolist(), strict=True))
+            rounds = np.maximum(slowest_M * np.array(group_counts), through_M)
+            self._rounds_cache = key, dict(zip(group_counts, rounds.tolist(), strict=True))
         return self._rounds_cache[1]
 
-    def _decodes(self, state: SchedulerState, spread: int) -> BatchWork:
+    def _decodes(self, state: SchedulerState, decode_groups: int) -> BatchWork:
         """Return as many of the ready decodes as give this micro-batch its share of all decodes'
         time.
 
@@ -268,7 +279,7 @@ class BalancedPolicy:
         if not state.num_ready:
             return BatchWork()
         per_token, per_key = self._decode_slopes()
-        even = (per_token * state.num_decoding + per_key * state.decoding_keys) / spread
+        even = (per_token * state.num_decoding + per_key * state.decoding_keys) / decode_groups
         quota, taken, count, num_keys = even + self._decode_debt, 0.0, 0, 0
         max_count = min(
             state.num_ready, self._max_tokens - reserved_for_prefill(state, self._max_tokens)
@@ -301,7 +312,7 @@ class BalancedPolicy:
             )
         return self._slopes_cache[1]
 
-    def _prefill(self, state: SchedulerState, spread: int, own: BatchWork) -> int:
+    def _prefill(self, state: SchedulerState, decode_groups: int, own: BatchWork) -> int:
         """Return the number of prompt tokens that accompany these decodes.
 
         While the stages are fully loaded, prompts are spread over the next rounds, so that all
@@ -310,17 +321,17 @@ class BalancedPolicy:
         """
         pending = state.urgent_tokens or state.pending_tokens
         is_spread = self._spreads_prompts(state)
-        even = own if state.urgent_tokens else _even_share(state, spread)
-        cut = self._soonest(self._cuts(state, spread, own, even, is_spread=is_spread))
+        even = own if state.urgent_tokens else _even_share(state, decode_groups)
+        cut = self._soonest(self._cuts(state, decode_groups, own, even, is_spread=is_spread))
         size = cut.size
         if state.num_decoding:
             size = size if state.urgent_tokens else self._adjusted(cut, own, even)
             size = self._within_target(size, own, state)
         size = min(size, self._max_tokens - own.decodes)
         if is_spread:
-            self._prompt_spread.record(pending, size)
+            self._prompt_pieces.record(pending, size)
         else:
-            self._prompt_spread.clear()
+            self._prompt_pieces.clear()
         return size
 
     def _spreads_prompts(self, state: SchedulerState) -> bool:
@@ -333,7 +344,7 @@ class BalancedPolicy:
     def _cuts(
         self,
         state: SchedulerState,
-        spread: int,
+        decode_groups: int,
         own: BatchWork,
         even: BatchWork,
         *,
@@ -348,8 +359,8 @@ class BalancedPolicy:
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
         counts: Sequence[int] = range(fewest, fewest + 2 * self._num_stages)
         if is_spread:
-            most = min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)
-            counts = [max(fewest, self._prompt_spread.pieces(pending, most))]
+            most = min(SPREAD_ROUNDS * decode_groups, pending // MIN_CHUNK)
+            counts = [max(fewest, self._prompt_pieces.pieces(pending, most))]
         sizes = [-(-pending // count) for count in counts]
         return [
             PrefillCut(count, size, _with_prefill(even, size, state.prefill_start))
@@ -402,9 +413,11 @@ class BalancedPolicy:
         return self._columns.bottleneck_and_latency(self._cost.predict(works))
 
 
-def _even_share(state: SchedulerState, spread: int) -> BatchWork:
-    """Return the decodes of one of ``spread`` micro-batches that are alike: of 10 in 4, 3."""
-    return BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
+def _even_share(state: SchedulerState, decode_groups: int) -> BatchWork:
+    """Return the decodes of one of ``decode_groups`` equal micro-batches: of 10 in 4, 3."""
+    return BatchWork(
+        0, 0, -(-state.num_decoding // decode_groups), state.decoding_keys // decode_groups
+    )
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:

@@ -40,12 +40,12 @@ class DecodeRows:
     """The rows of decoding sequences in a micro-batch, while it is made and until its result comes.
 
     A sequence has consecutive rows: one for its last known token, or for a placeholder, and one for
-    each of its ``drafts`` of the tokens after it. ``is_ahead``: rows of nothing but drafts, which
-    follow the drafts that are in flight. ``drafts`` is empty where no sequence may have any.
+    each of its ``drafts`` of the tokens after it. ``is_lookahead``: rows of nothing but drafts,
+    which follow the drafts that are in flight. ``drafts`` is empty where no sequence may have any.
     ``new_pages`` has, for sequences that got pages, their last row and the pages.
     """
 
-    is_ahead: bool = False
+    is_lookahead: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     drafts: list[Tokens] = field(default_factory=list)
     new_pages: list[tuple[int, tuple[Tokens, ...]]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class DecodeRows:
     @property
     def num_rows(self) -> int:
         """The rows of all sequences: of 3 sequences with 2 drafts in all 5, and ahead 2."""
-        return self.num_drafts + (0 if self.is_ahead else len(self.sequences))
+        return self.num_drafts + (0 if self.is_lookahead else len(self.sequences))
 
     def add_drafts(self, drafts: Tokens) -> None:
         """Add the drafts, or none, of the sequence that is added next."""
@@ -86,15 +86,15 @@ class DecodeRows:
             starts=tuple([start + i for _, start, tokens in runs for i in range(len(tokens))]),
             token_ids=tuple([token_id for _, _, tokens in runs for token_id in tokens]),
             new_pages=new_pages,
-            is_ahead=self.is_ahead,
+            is_lookahead=self.is_lookahead,
         )
 
     def _run(self, sequence: Sequence, drafts: Tokens) -> tuple[int, int, Tokens]:
         """Return a sequence's id, the position of its first row, and the tokens of its rows."""
-        if not self.is_ahead:
+        if not self.is_lookahead:
             return sequence.seq_id, sequence.num_known - 1, (sequence.output_ids[-1], *drafts)
         assert sequence.speculation is not None
-        num_before = sequence.speculation.num_ahead - len(drafts)
+        num_before = sequence.speculation.num_lookahead - len(drafts)
         return sequence.seq_id, sequence.num_known + num_before, drafts
 
     def split(self, token_ids: Iterator[int]) -> Iterator[tuple[Sequence, int, Tokens]]:
@@ -103,11 +103,11 @@ class DecodeRows:
 
         Rows of 50 with the drafts 60 and 61, and the tokens 60, 70 and none: 60 and 70.
         """
-        num_known = 0 if self.is_ahead else 1
+        num_known = 0 if self.is_lookahead else 1
         for sequence, drafts in zip(self.sequences, self.drafts or repeat(()), strict=False):
             of_rows = list(islice(token_ids, num_known + len(drafts)))
             tokens = tuple(takewhile(lambda token_id: token_id != NO_TOKEN, of_rows))
-            assert tokens or self.is_ahead, "the last known token is no draft"
+            assert tokens or self.is_lookahead, "the last known token is no draft"
             yield sequence, len(drafts), tokens
 
 
@@ -174,13 +174,13 @@ class DecodeQueue:
         preempt: Callable[[], bool],
         limits: DraftLimits | None = None,
         *,
-        goes_ahead: bool = False,
+        with_lookahead: bool = False,
     ) -> DecodeRows:
         """Return one token of each of the first ready sequences; fewer where a page is needed that
         is not free yet.
 
         ``preempt`` makes another sequence release its pages, and returns whether any are free now.
-        Within ``limits`` drafts follow. ``goes_ahead``: placeholders may be submitted.
+        Within ``limits`` drafts follow. ``with_lookahead``: placeholders may be submitted.
         """
         rows, ready, drafts = DecodeRows(), self.ready, NO_DRAFTS
         sequences = rows.sequences
@@ -188,7 +188,7 @@ class DecodeQueue:
         max_drafts = 0 if limits is None else limits.max_rows - min(max_decodes, len(ready))
         while ready and len(sequences) < max_decodes:
             sequence = ready[0]
-            if sequence.num_placeholders and not goes_ahead:
+            if sequence.num_placeholders and not with_lookahead:
                 break
             end = num_tokens = sequence.num_known + sequence.num_placeholders
             if limits is not None:
@@ -207,24 +207,24 @@ class DecodeQueue:
             sequence.num_in_flight += 1
         return rows
 
-    def take_ahead(self, sequences: Iterable[Sequence], limits: DraftLimits) -> DecodeRows:
+    def take_lookahead(self, sequences: Iterable[Sequence], limits: DraftLimits) -> DecodeRows:
         """Return the next drafts of decoding sequences whose last drafts are in flight.
 
         Sequences whose tokens depend on the ones before (penalties, grammars) have none: these have
         to be known first.
         """
-        rows = DecodeRows(is_ahead=True)
+        rows = DecodeRows(is_lookahead=True)
         self._num_to_index = TOKENS_INDEXED
         for sequence in sequences:
             state = sequence.speculation
             if state is None or not sequence.num_in_flight or sequence.sampling.needs_tokens:
                 continue
-            drafts = self._draft_ahead(sequence, state, limits, limits.max_rows - rows.num_rows)
-            span = sequence.num_dispatched, sequence.num_known + state.num_ahead + len(drafts)
+            drafts = self._draft_lookahead(sequence, state, limits, limits.max_rows - rows.num_rows)
+            span = sequence.num_dispatched, sequence.num_known + state.num_lookahead + len(drafts)
             last_row = rows.num_rows + len(drafts) - 1
             if not drafts or not self._add_pages(rows, sequence, span, last_row, limits.num_spare):
                 continue
-            state.num_ahead += len(drafts)
+            state.num_lookahead += len(drafts)
             rows.add_drafts(drafts)
             rows.sequences.append(sequence)
             sequence.num_in_flight += 1
@@ -270,17 +270,17 @@ class DecodeQueue:
             sequence, sequence.num_known + len(drafts), limits.num_spare
         ):
             return ()
-        sequence.speculation.num_ahead = len(drafts)
+        sequence.speculation.num_lookahead = len(drafts)
         return drafts
 
-    def _draft_ahead(
+    def _draft_lookahead(
         self, sequence: Sequence, state: SpeculationState, limits: DraftLimits, num_left: int
     ) -> Tokens:
         """Return drafts of the tokens after the drafts in flight."""
         assert not sequence.num_pending, "drafts follow the last known token"
         self._num_to_index -= state.index(self._num_to_index)
-        num_free = self._max_drafts(sequence) - state.num_ahead
-        return state.draft_ahead(limits.break_even, min(num_left, num_free))
+        num_free = self._max_drafts(sequence) - state.num_lookahead
+        return state.draft_lookahead(limits.break_even, min(num_left, num_free))
 
     def _drafter(self, sequence: Sequence, tokens: Several[int]) -> Drafter:
         config, sampling = self._speculative, sequence.sampling

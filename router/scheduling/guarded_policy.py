@@ -61,9 +61,9 @@ class GuardedPolicy:
         """See ``Policy``."""
         return self._call(lambda policy: policy.draft_break_even(state))
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
+    def lookahead_break_even(self, state: SchedulerState) -> float:
         """See ``Policy``."""
-        return self._call(lambda policy: policy.ahead_break_even(state))
+        return self._call(lambda policy: policy.lookahead_break_even(state))
 
     def _call(self, ask: Callable[[Policy], T]) -> T:
         try:
@@ -91,7 +91,7 @@ def _checked(budget: BatchBudget | None, state: SchedulerState) -> BatchBudget |
     assert min(decodes, prefill_tokens) >= 0, (
         f"a budget of {decodes} decodes and {prefill_tokens} prompt tokens"
     )
-    is_idle = not (state.num_in_flight or state.num_ahead)
+    is_idle = not (state.num_in_flight or state.num_lookahead)
     may_run = (state.num_ready and decodes) or (state.pending_tokens and prefill_tokens)
     assert may_run or not is_idle or not (state.num_ready or state.pending_tokens), (
         f"nothing is to run of {state}"

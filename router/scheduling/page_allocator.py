@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.router.scheduling.prefix_cache import (
-    CachedKeyLog,
     PagePool,
+    PrefixHashLog,
     first_page_seen,
     reusable_blocks,
 )
@@ -31,11 +31,11 @@ class PageAllocator:
     preempted as they would be.
     """
 
-    def __init__(self, cache: CachePlan, reuses_prefixes: bool = False) -> None:
+    def __init__(self, cache: CachePlan, enable_prefix_caching: bool = False) -> None:
         self.cache = cache
-        self.reuses_prefixes = reuses_prefixes
-        self.cached_keys = CachedKeyLog(len(cache.classes))
-        self._pools = [PagePool(c.num_pages, self.cached_keys) for c in cache.classes]
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_hashes = PrefixHashLog(len(cache.classes))
+        self._pools = [PagePool(c.num_pages, self.prefix_hashes) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
         # tokens that were looked up, and those of them that were cached
         self.num_queried = self.num_hit = 0
@@ -192,7 +192,7 @@ class PageAllocator:
         self.num_hit += num_cached
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        return self.reuses_prefixes and sequence.can_skip_prefix
+        return self.enable_prefix_caching and sequence.can_skip_prefix
 
     def release(self, sequence: Sequence) -> None:
         """Give back all pages and reservations; only when no micro-batch in flight can still touch
@@ -220,7 +220,7 @@ class PageAllocator:
     def forget_contents(self) -> None:
         """Forget what is cached: the stages have lost it. No sequence holds pages."""
         self._just_written.clear()
-        self.cached_keys.clear()
+        self.prefix_hashes.clear()
         for pool in self._pools:
             pool.forget_contents()
 
@@ -240,7 +240,7 @@ class PageAllocator:
         """
         num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
         if num_blocks <= sequence.num_registered or not (
-            self.reuses_prefixes and sequence.is_cacheable
+            self.enable_prefix_caching and sequence.is_cacheable
         ):
             return
         self._hash_blocks(sequence, num_blocks)

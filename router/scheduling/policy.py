@@ -110,7 +110,7 @@ class SchedulerState:
     prefill_start: int  # positions before the first of these
     waiting_tokens: int  # of sequences that are not admitted
     free_share: float  # of the scarcest pages
-    num_ahead: int = 0  # micro-batches in flight that have nothing but drafts
+    num_lookahead: int = 0  # micro-batches in flight that have nothing but drafts
     # the first pending ones, if they are more urgent than another running sequence, which should
     # yield
     urgent_tokens: int = 0
@@ -124,11 +124,11 @@ class BatchBudget:
 
     decodes: int
     prefill_tokens: int
-    # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
-    spread: int = 0
+    # into how many micro-batches decodes are divided; 0 if this one may have prompt tokens
+    decode_groups: int = 0
     round_s: float = 0.0  # expected time of a round of these micro-batches
     # nothing else was in flight, and its decodes continue those of the last one
-    is_alone: bool = False
+    pipeline_was_idle: bool = False
 
 
 NO_BUDGET = BatchBudget(0, 0)
@@ -169,7 +169,7 @@ class Policy(Protocol):
         ``NEVER``: none is.
         """
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
+    def lookahead_break_even(self, state: SchedulerState) -> float:
         """Return how likely the first draft of a micro-batch of nothing but drafts must be right;
         ``NEVER``: none is worth it.
         """
@@ -214,9 +214,9 @@ class FixedInFlightPolicy:
         """See ``Policy``."""
         return NEVER if has_prompts(state) else ASSUMED_BREAK_EVEN
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
+    def lookahead_break_even(self, state: SchedulerState) -> float:
         """See ``Policy``."""
-        is_full = state.num_in_flight + state.num_ahead >= self._max_in_flight
+        is_full = state.num_in_flight + state.num_lookahead >= self._max_in_flight
         return NEVER if is_full else self.draft_break_even(state)
 
 

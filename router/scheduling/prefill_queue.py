@@ -153,7 +153,7 @@ class PrefillQueue:
         if not sequence.num_pending:
             shares.end(sequence.account, 0)
             self.sequences.remove(sequence)
-            if self._allocator.reuses_prefixes:
+            if self._allocator.enable_prefix_caching:
                 self._to_look_up.add(sequence.account)
             self.is_sorted = not self.sequences
 

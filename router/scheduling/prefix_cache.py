@@ -42,7 +42,7 @@ class KeyChanges:
     removed: bytes
 
 
-class CachedKeyLog:
+class PrefixHashLog:
     """The keys that every pool has a page of. Of three pools two have key k: no change; once the
     third has it, k is added.
     """
@@ -188,7 +188,7 @@ class PagePool:
     sequence.
     """
 
-    def __init__(self, num_pages: int, log: CachedKeyLog) -> None:
+    def __init__(self, num_pages: int, log: PrefixHashLog) -> None:
         self.num_pages, self._log = num_pages, log
         self._free = list(range(num_pages))[::-1]
         self._num_holders = [0] * num_pages

@@ -13,10 +13,10 @@ from tramontane.router.scheduling.cost_model import OUTLIER_CLIP
 
 # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_ROUND_RATIO = 0.97
-# a spread is not tried if its predicted round takes more than so many times the best one
+# a number of groups is not tried if its predicted round takes more than so many times the best one
 MAX_TRIAL_COST = 2.0
 TRIAL_ROUNDS = 3  # rounds of one trial
-# rounds until a spread is tried again; doubled each time that it has not become the best
+# rounds until a number of groups is tried again; doubled each time that it has not become the best
 RETRY_ROUNDS = 128
 MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is given up
 SMOOTHING = 0.3  # weight of the newest correction
@@ -33,8 +33,8 @@ MEASURE_AGAIN_AFTER = 512  # steps that went ahead
 
 
 @dataclass
-class _SpreadStats:
-    """Ratio of measured to predicted time of one spread, and when it is tried again."""
+class _GroupStats:
+    """Ratio of measured to predicted time of one number of groups, and when it is tried again."""
 
     ratio: float = 1.0
     is_tried: bool = False
@@ -44,11 +44,11 @@ class _SpreadStats:
 
 @dataclass
 class _Span:
-    """Micro-batches of one spread that have left the last stage one after the other: seconds,
-    measured and predicted.
+    """Micro-batches of one number of groups that have left the last stage one after the other:
+    seconds, measured and predicted.
     """
 
-    spread: int
+    decode_groups: int
     measured: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
 
@@ -59,56 +59,63 @@ class _Span:
         Spread 2, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4 against
         4, so that it is 1.
         """
-        bounds = range(0, len(self.measured), self.spread)
+        bounds = range(0, len(self.measured), self.decode_groups)
         return median(
-            sum(self.measured[i : i + self.spread])
-            / max(sum(self.predicted[i : i + self.spread]), 1e-9)
+            sum(self.measured[i : i + self.decode_groups])
+            / max(sum(self.predicted[i : i + self.decode_groups]), 1e-9)
             for i in bounds
         )
 
 
-class SpreadTuner:
-    """Chooses a spread m: how many micro-batches take part in a round of decodes.
+class GroupTuner:
+    """Chooses m: into how many groups, each a micro-batch, a round's decodes are divided.
 
     Predicted times include what stages take for their work, but not that stages may share cores,
-    nor what lies between them. So every spread has a ratio of measured to predicted time, and
+    nor what lies between them. So every m has a ratio of measured to predicted time, and
     promising ones are tried from time to time.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _SpreadStats] = {}
-        # the spread on trial, and the micro-batches left of it
+        self._known: dict[int, _GroupStats] = {}
+        # the number of groups on trial, and the micro-batches left of it
         self._trial: tuple[int, int] | None = None
         self._num_drafted = 0  # micro-batches of the trial
         self._span: _Span | None = None
         self._last_end = 0.0
 
-    def choose(self, rounds_s: Mapping[int, float]) -> int:
-        """Return the spread to use now, from the predicted seconds of a round with each."""
-        if self._trial is not None and self._trial[0] in rounds_s:
+    def choose(self, round_s_by_groups: Mapping[int, float]) -> int:
+        """Return the m to use now, from the predicted seconds of a round with each."""
+        if self._trial is not None and self._trial[0] in round_s_by_groups:
             return self._trial[0]
-        corrected = {m: seconds * self._stats(m).ratio for m, seconds in rounds_s.items()}
+        corrected = {m: seconds * self._stats(m).ratio for m, seconds in round_s_by_groups.items()}
         fastest = min(corrected.values())
         best = min(m for m, seconds in corrected.items() if seconds * MAX_ROUND_RATIO <= fastest)
         due = [
             m
-            for m in rounds_s
-            if m != best and self._is_due(m) and rounds_s[m] <= MAX_TRIAL_COST * rounds_s[best]
+            for m in round_s_by_groups
+            if m != best
+            and self._is_due(m)
+            and round_s_by_groups[m] <= MAX_TRIAL_COST * round_s_by_groups[best]
         ]
         if not due or not self._stats(best).is_tried:
             return best
         chosen = self._stats(due[0])
         chosen.retry_rounds *= 2 if chosen.is_tried else 1
         self._num_drafted = 0
-        # micro-batches of the previous spread are still in flight
+        # micro-batches of the previous m are still in flight
         self._trial = due[0], TRIAL_ROUNDS * due[0] + best
         return due[0]
 
     def observe(
-        self, spread: int, predicted_round_s: float, ended_at: float, *, has_drafts: bool = False
+        self,
+        decode_groups: int,
+        predicted_round_s: float,
+        ended_at: float,
+        *,
+        has_drafts: bool = False,
     ) -> None:
-        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one
-        that had prompts or drafts.
+        """Record that a micro-batch of decodes has left the last stage; ``decode_groups`` is 0 for
+        one that had prompts or drafts.
 
         Prompts come and go, and a trial waits for them; sequences may draft for as long as they
         run.
@@ -116,16 +123,16 @@ class SpreadTuner:
         elapsed, self._last_end = ended_at - self._last_end, ended_at
         if self._trial is not None and has_drafts:
             self._count_drafted(self._stats(self._trial[0]))
-        if self._span is None or self._span.spread != spread or not spread:
-            self._span = _Span(spread) if spread else None
+        if self._span is None or self._span.decode_groups != decode_groups or not decode_groups:
+            self._span = _Span(decode_groups) if decode_groups else None
             return
         self._span.measured.append(elapsed)
-        self._span.predicted.append(predicted_round_s / spread)
+        self._span.predicted.append(predicted_round_s / decode_groups)
         if self._trial is not None:
             self._trial = (self._trial[0], self._trial[1] - 1) if self._trial[1] > 1 else None
-        if len(self._span.measured) >= TRIAL_ROUNDS * spread:
-            self._learn(spread, self._span.ratio())
-            self._span = _Span(spread)
+        if len(self._span.measured) >= TRIAL_ROUNDS * decode_groups:
+            self._learn(decode_groups, self._span.ratio())
+            self._span = _Span(decode_groups)
 
     def restart(self) -> None:
         """Forget when the last micro-batch ended: a stage may be another process since, with
@@ -133,34 +140,34 @@ class SpreadTuner:
         """
         self._span = None
 
-    def _count_drafted(self, on_trial: _SpreadStats) -> None:
+    def _count_drafted(self, on_trial: _GroupStats) -> None:
         self._num_drafted += 1
         if self._num_drafted >= MAX_DRAFTED:
             self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
 
-    def _learn(self, spread: int, ratio: float) -> None:
+    def _learn(self, decode_groups: int, ratio: float) -> None:
         """Learn a ratio. It counts as at least a third of the one so far, and once there is one as
         at most three times that.
 
         So it stays above 0, whatever the stages' clocks say. Without one the first may be large:
         where steps take a millisecond, what lies between them takes many times as long.
         """
-        stats = self._stats(spread)
+        stats = self._stats(decode_groups)
         ratio = max(ratio, stats.ratio / OUTLIER_CLIP)
         ratio = min(ratio, stats.ratio * OUTLIER_CLIP) if stats.is_tried else ratio
         stats.ratio = stats.ratio + SMOOTHING * (ratio - stats.ratio) if stats.is_tried else ratio
         for other, each in self._known.items():
-            each.rounds_left -= TRIAL_ROUNDS if other != spread else 0
+            each.rounds_left -= TRIAL_ROUNDS if other != decode_groups else 0
         stats.is_tried, stats.rounds_left = True, stats.retry_rounds
 
-    def _is_due(self, spread: int) -> bool:
-        return self._stats(spread).rounds_left <= 0
+    def _is_due(self, decode_groups: int) -> bool:
+        return self._stats(decode_groups).rounds_left <= 0
 
-    def _stats(self, spread: int) -> _SpreadStats:
-        return self._known.setdefault(spread, _SpreadStats())
+    def _stats(self, decode_groups: int) -> _GroupStats:
+        return self._known.setdefault(decode_groups, _GroupStats())
 
 
-class StepGap:
+class HostGap:
     """Measures how long the stages wait for their next step if this is submitted when the last
     one's tokens are known.
 
@@ -185,14 +192,14 @@ class StepGap:
         """
         return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
 
-    def observe(self, timings: Sequence[StageTiming], *, is_alone: bool) -> None:
+    def observe(self, timings: Sequence[StageTiming], *, pipeline_was_idle: bool) -> None:
         """Record a step, with the timings of its stages in order.
 
-        ``is_alone``: it was submitted after the one before it had returned, and continues its
-        decodes.
+        ``pipeline_was_idle``: it was submitted after the one before it had returned, and continues
+        its decodes.
         """
         self._num_without += 1
-        if is_alone and self._last_end:
+        if pipeline_was_idle and self._last_end:
             self._gaps_s.append(max(timings[0].started_at - self._last_end, 0.0))
             self._num_without = 0
         elif self._num_without >= MEASURE_AGAIN_AFTER:
@@ -200,7 +207,7 @@ class StepGap:
         self._last_end = timings[-1].ended_at
 
     def restart(self) -> None:
-        """See ``SpreadTuner``."""
+        """See ``GroupTuner``."""
         self._last_end = 0.0
 
 
@@ -260,11 +267,11 @@ class InFlightTuner:
         )
 
     def restart(self) -> None:
-        """See ``SpreadTuner``."""
+        """See ``GroupTuner``."""
         self._last_end = [0.0] * self._num_stages
 
 
-class PromptSpread:
+class PromptPieces:
     """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other
     prompts arrive.
 

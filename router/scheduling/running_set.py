@@ -22,8 +22,10 @@ class RunningSet:
     is as urgent.
     """
 
-    def __init__(self, cache: CachePlan, num_slots: int, reuses_prefixes: bool = False) -> None:
-        self.allocator = PageAllocator(cache, reuses_prefixes)
+    def __init__(
+        self, cache: CachePlan, num_slots: int, enable_prefix_caching: bool = False
+    ) -> None:
+        self.allocator = PageAllocator(cache, enable_prefix_caching)
         self.by_id: dict[int, Sequence] = {}
         self.num_slots = num_slots
         self._num_by_level = [0] * NUM_PRIORITIES

@@ -84,7 +84,7 @@ class Scheduler:
         )
         self._shares = [FairShares() for _ in range(NUM_PRIORITIES)]
         self._waiting = WaitingQueue(self._shares)
-        self._running = RunningSet(cache, limits.max_num_seqs, limits.reuses_prefixes)
+        self._running = RunningSet(cache, limits.max_num_seqs, limits.enable_prefix_caching)
         self.allocator = self._running.allocator
         self._prefills = PrefillQueue(self.allocator, self._shares, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
@@ -93,7 +93,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
-        self._num_ahead = 0  # of those in flight, micro-batches of nothing but drafts
+        self._num_lookahead = 0  # of those in flight, micro-batches of nothing but drafts
         self.num_preempted = 0  # preemptions so far
         self.draft_counts = DraftCounts()
         self.draft_queue = self._decodes.draft_queue  # of sequences that wait for a draft model
@@ -118,16 +118,16 @@ class Scheduler:
         self._admit()
         state = self._state()
         budget = self.policy.choose_budget(state)
-        return (budget and self._next_batch(budget, state)) or self._batch_ahead(state)
+        return (budget and self._next_batch(budget, state)) or self._lookahead_batch(state)
 
     def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
         limits = None
         if self.limits.speculative:
             limits = self._draft_limits(self.policy.draft_break_even(state))
-        goes_ahead = self.limits.async_scheduling and not self._prefills.must_yield
+        with_lookahead = self.limits.async_scheduling and not self._prefills.must_yield
         rows = self._decodes.take_batch(
-            budget.decodes, self._preempt_last, limits, goes_ahead=goes_ahead
+            budget.decodes, self._preempt_last, limits, with_lookahead=with_lookahead
         )
         chunks = self._prefills.take_chunks(
             min(budget.prefill_tokens, self.limits.max_num_batched_tokens - rows.num_rows)
@@ -140,24 +140,24 @@ class Scheduler:
             begun = [self._running.by_id[c.seq_id] for c in chunks]
             age_starved(begun, self._waiting, self._prefills, self._running)
         batch = self._make_batch(budget, chunks, rows)
-        if goes_ahead:
+        if with_lookahead:
             sampled = [self._running.by_id[c.seq_id] for c in chunks if c.needs_sample]
             self._decodes.add_placeholders([*rows.sequences, *sampled])
         return batch
 
-    def _batch_ahead(self, state: SchedulerState) -> MicroBatch | None:
+    def _lookahead_batch(self, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages
         would else have to wait.
         """
         if self.limits.speculative is None or self._decodes.ready:
             return None
-        if (break_even := self.policy.ahead_break_even(state)) >= 1:
+        if (break_even := self.policy.lookahead_break_even(state)) >= 1:
             return None
         limits = self._draft_limits(break_even)
-        rows = self._decodes.take_ahead(self._running.by_id.values(), limits)
+        rows = self._decodes.take_lookahead(self._running.by_id.values(), limits)
         if not rows.sequences:
             return None
-        self._num_ahead += 1
+        self._num_lookahead += 1
         return self._make_batch(NO_BUDGET, [], rows)
 
     def _make_batch(self, budget: BatchBudget, chunks: list[Chunk], rows: DecodeRows) -> MicroBatch:
@@ -184,11 +184,13 @@ class Scheduler:
             sampled = (next(token_ids),) if chunk.needs_sample else ()
             sequence = self._running.by_id[chunk.seq_id]
             accepted += self._apply(sequence, sampled, finished.get(chunk.seq_id))
-        if rows.num_drafts or self._num_ahead:  # or drafts in flight follow in another micro-batch
+        if (
+            rows.num_drafts or self._num_lookahead
+        ):  # or drafts in flight follow in another micro-batch
             accepted += self._apply_drafted(rows, token_ids, finished)
         else:
             accepted += self._apply_decodes(rows.sequences, token_ids, finished)
-        self._num_ahead -= rows.is_ahead
+        self._num_lookahead -= rows.is_lookahead
         # half of what calling TokenEvent takes
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))
 
@@ -227,16 +229,16 @@ class Scheduler:
         self, rows: DecodeRows, token_ids: Iterator[int], finished: Finished
     ) -> list[Accepted]:
         """Apply the tokens of sequences that have several rows, of which the later ones are drafts,
-        or all (``is_ahead``).
+        or all (``is_lookahead``).
         """
         accepted: list[Accepted] = []
-        num_known = 0 if rows.is_ahead else 1  # rows of each sequence that are no drafts
+        num_known = 0 if rows.is_lookahead else 1  # rows of each sequence that are no drafts
         for sequence, num_drafts, tokens in rows.split(token_ids):
             self.draft_counts.add(num_drafts, len(tokens) - num_known)
             own = self._apply(sequence, tokens, finished.get(sequence.seq_id))
             sequence.num_draft_tokens += num_drafts
             if own:  # drafts after the end are not right
-                sequence.num_right_drafts += min(len(tokens), len(own) + 1) - num_known
+                sequence.num_accepted_draft_tokens += min(len(tokens), len(own) + 1) - num_known
             accepted += own
         return accepted
 
@@ -318,7 +320,7 @@ class Scheduler:
         """
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
-        self._num_ahead = 0
+        self._num_lookahead = 0
         self.policy.restart()
         for sequence in list(self._running.by_id.values()):
             sequence.num_in_flight = 0
@@ -393,7 +395,9 @@ class Scheduler:
         self._waiting.check_integrity()
         self._prefills.check_integrity()
         self._decodes.check_integrity(self._running.by_id.values())
-        assert self._num_ahead == sum(in_flight.rows.is_ahead for in_flight in self._in_flight)
+        assert self._num_lookahead == sum(
+            in_flight.rows.is_lookahead for in_flight in self._in_flight
+        )
         if self.is_idle:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
@@ -434,8 +438,8 @@ class Scheduler:
         prefills = self._prefills.prepared()
         are_urgent = bool(prefills) and self._running.has_any_below(prefills[0].effective_priority)
         return SchedulerState(
-            num_in_flight=len(self._in_flight) - self._num_ahead,
-            num_ahead=self._num_ahead,
+            num_in_flight=len(self._in_flight) - self._num_lookahead,
+            num_lookahead=self._num_lookahead,
             num_decoding=self._decodes.num_sequences,
             decoding_keys=self._decodes.num_keys,
             num_ready=len(self._decodes.ready),

@@ -56,14 +56,14 @@ class Sequence:
     is_cacheable: bool = True  # whether other sequences may begin with its pages
     # how urgent it is now: its priority, or 0 after it was passed over too often
     effective_priority: int = field(init=False)
-    was_scheduled: bool = False  # it had a slot before, or is the next to get one
+    goes_first: bool = False  # it had a slot before, or is the next to get one
     # failed micro-batches that had the same of its positions, without a token since
     num_failures: int = 0
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0
     speculation: SpeculationState | None = None  # once it decodes, where there is speculation
     num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
-    num_right_drafts: int = 0  # of these, those that became its tokens
+    num_accepted_draft_tokens: int = 0  # of these, those that became its tokens
     # the same for all sequences of a request: the id of its first one
     request_number: int = field(init=False)
     # of ``num_dispatched``: tokens that are charged to its account, or were cached
@@ -71,7 +71,7 @@ class Sequence:
     num_claimed: int = 0  # known tokens that are yet to be computed, as far as its account knows
     due: int = 0  # in its account's virtual time: what is due first is computed first
     # micro-batches that took more urgent prompts while this was the oldest less urgent one
-    num_skipped: int = 0
+    num_passes: int = 0
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids) + len(self.output_ids)

@@ -94,7 +94,7 @@ class FairQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
-        if sequence.was_scheduled:
+        if sequence.goes_first:
             insort(self._requeued, sequence, key=arrival_key)
             return
         self._shares.wait(sequence.account)
@@ -158,7 +158,7 @@ class WaitingQueue:
     def pop_admitted(self, sequence: Sequence) -> None:
         """Remove a sequence that has got a slot."""
         self.remove(sequence)
-        sequence.was_scheduled = True
+        sequence.goes_first = True
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
@@ -169,7 +169,7 @@ class WaitingQueue:
     def promote(self, sequence: Sequence) -> None:
         """Make a sequence as urgent as any, and the next one of the most urgent."""
         self.remove(sequence)
-        sequence.effective_priority, sequence.was_scheduled = 0, True
+        sequence.effective_priority, sequence.goes_first = 0, True
         self.push(sequence)
 
     def of_priority(self, priority: int) -> list[Sequence]:
@@ -218,8 +218,8 @@ def age_starved(
     if not passed:
         return
     oldest = min(passed, key=arrival_key)
-    oldest.num_skipped += 1
-    if oldest.num_skipped < MAX_PASSES:
+    oldest.num_passes += 1
+    if oldest.num_passes < MAX_PASSES:
         return
     if oldest.status is SequenceStatus.RUNNING:
         prefills.discard(oldest)
@@ -244,8 +244,8 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_queued_seqs: int | None = None  # in the waiting queue, of each priority
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
-    reuses_prefixes: bool = False  # whether sequences begin with cached pages of others
-    shares_prefixes: bool = False  # also with those of other tenants
+    enable_prefix_caching: bool = False  # whether sequences begin with cached pages of others
+    share_prefixes: bool = False  # also with those of other tenants
     model: str = ""  # mark of the model and its weights
     speculative: SpeculativeConfig | None = None
     # whether decodes follow each other before the tokens between them are known
@@ -253,7 +253,7 @@ class SchedulerLimits:
 
     def cache_salt(self, tenant: str) -> str:
         """Return the salt of the keys of cached pages."""
-        return cache_salt(self.model, "" if self.shares_prefixes else tenant)
+        return cache_salt(self.model, "" if self.share_prefixes else tenant)
 
 
 def validate_sequence(

@@ -237,7 +237,7 @@ class _Run:
         ]
         previous = None
         for seq_id, start, token_id in zip(*batch.decodes[:3], strict=True):
-            is_known = seq_id != previous and not batch.decodes.is_ahead
+            is_known = seq_id != previous and not batch.decodes.is_lookahead
             is_right = is_known or self._latest[seq_id] == (start, token_id)
             tokens.append(self._token(seq_id, start + 1) if is_right else NO_TOKEN)
             if is_right:

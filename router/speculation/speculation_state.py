@@ -104,9 +104,9 @@ class SpeculationState:
     """The drafts of one sequence. Drafts that were not worth their rows are not submitted, but
     compared with the output too.
 
-    ``num_ahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and the
-    next one 6, so it is 3. If 4 5 6 are sampled in the first one, 6 is known and submitted, and
-    ``num_ahead`` is 0. If 4 8 are, the other micro-batch is wasted, and 8 is to be submitted.
+    ``num_lookahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and
+    the next one 6, so it is 3. If 4 5 6 are sampled in the first one, 6 is known and submitted, and
+    ``num_lookahead`` is 0. If 4 8 are, the other micro-batch is wasted, and 8 is to be submitted.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SpeculationState:
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
         self._drafter = make_drafter(self._tokens)
         self._draft: tuple[int, ...] = ()  # of the tokens after ``_tokens``
-        self.num_ahead = 0
+        self.num_lookahead = 0
         self.acceptance = AcceptanceEstimate()
 
     def update(self, output_ids: Sequence[int]) -> bool:
@@ -130,8 +130,8 @@ class SpeculationState:
         if not new:
             return False
         is_right = self._observe(new)
-        is_submitted = is_right and len(new) <= self.num_ahead
-        self.num_ahead = self.num_ahead - len(new) if is_submitted else 0
+        is_submitted = is_right and len(new) <= self.num_lookahead
+        self.num_lookahead = self.num_lookahead - len(new) if is_submitted else 0
         self._draft = self._draft[len(new) :] if is_submitted else ()
         return is_submitted
 
@@ -147,21 +147,25 @@ class SpeculationState:
         """Return drafts of the tokens after the last known one that are worth their rows, see
         ``AcceptanceEstimate``.
         """
-        assert not self.num_ahead
+        assert not self.num_lookahead
         if self._config.method == "draft_model" and (break_even >= 1 or max_tokens <= 0):
             return ()  # the model's work is not for nothing, as n-grams are
         drafts = self._drafts(self._config.num_speculative_tokens)
         return drafts[: self.acceptance.num_worthwhile(break_even, min(max_tokens, len(drafts)))]
 
-    def draft_ahead(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
+    def draft_lookahead(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
         """Return the next drafts after those in flight, each right with at least this probability
         as far as is known.
 
         Estimate 0.9, two in flight, ``break_even`` 0.6: 0.9 ** 3 = 0.73 and 0.66, so two.
         """
-        num_likely = self.acceptance.num_likely(break_even) - self.num_ahead
+        num_likely = self.acceptance.num_likely(break_even) - self.num_lookahead
         num_drafts = min(num_likely, max_tokens, 1 + self._config.num_speculative_tokens)
-        return self._drafts(self.num_ahead + num_drafts)[self.num_ahead :] if num_drafts > 0 else ()
+        return (
+            self._drafts(self.num_lookahead + num_drafts)[self.num_lookahead :]
+            if num_drafts > 0
+            else ()
+        )
 
     def _drafts(self, num_tokens: int) -> tuple[int, ...]:
         """Return up to so many drafts after the text. Those in flight stay, so that others can only
@@ -169,7 +173,7 @@ class SpeculationState:
         """
         if num_tokens > len(self._draft):
             fresh = self._drafter.draft(num_tokens)
-            if fresh[: self.num_ahead] == self._draft[: self.num_ahead]:
+            if fresh[: self.num_lookahead] == self._draft[: self.num_lookahead]:
                 self._draft = fresh
         return self._draft[:num_tokens]
 

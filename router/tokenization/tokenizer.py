@@ -281,8 +281,8 @@ def encode_fim(tokenizer: Tokenizer, prompt: str, suffix: str) -> tuple[int, ...
     if suffix_id is None or prefix_id is None:
         raise RequestError(NO_FIM)
     beginning = tokenizer.encode("")
-    num_ahead = len(beginning) + NUM_AHEAD
-    suffix_ids = tokenizer.encode(AHEAD + suffix)[num_ahead:] if suffix else ()
+    num_lookahead = len(beginning) + NUM_AHEAD
+    suffix_ids = tokenizer.encode(AHEAD + suffix)[num_lookahead:] if suffix else ()
     return (
         *beginning,
         suffix_id,

@@ -4,7 +4,7 @@
     for event in events:
         calls = parser.push(event.token_id)
         if not parser.is_calling:
-            text = choice_text.push(event)  # as without tools
+            text = detokenizer.push(event)  # as without tools
 
 The deltas of a call are OpenAI's: the first has its id and name, all have pieces of its arguments;
 ``merge_deltas`` joins them. A choice that has made a call finishes with the reason ``tool_calls``

@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
 }
 SETTINGS |= {"drain_timeout": 1}
 SETTINGS |= {"upscale_delay": 2, "downscale_delay": 5, "placement_timeout": 5}
-BY_SLOTS, BY_TOKENS = {"max_num_seqs": 4}, {"max_num_seqs": 64, "target_tokens": 1500}
+BY_SLOTS, BY_TOKENS = {"max_num_seqs": 4}, {"max_num_seqs": 64, "autoscale_tokens": 1500}
 console = Console(stderr=True, highlight=False)
 
 

@@ -61,7 +61,13 @@ def measure(link: Link, replicas: int, kills: int) -> Figures:
     )
     plan = without_experts(stages, expert_plan(args, ACTORS, replicas))
     spec = PipelineSpec(
-        "kills", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2
+        "kills",
+        plan,
+        DEMO_MODEL,
+        threads_per_stage=1,
+        use_gpus=False,
+        link=link,
+        expert_micro_batches=2,
     )
     rng = random.Random(3)
     prompts = [

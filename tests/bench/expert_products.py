@@ -69,7 +69,8 @@ def main() -> None:
                     torch.rand(num_rows // 2, 2, device=device),
                 )
                 few = [
-                    partial(stack.mix_few, x_TD, ids_Tk.to(device), weights_Tk) for ids_Tk in chosen
+                    partial(stack.mix_small, x_TD, ids_Tk.to(device), weights_Tk)
+                    for ids_Tk in chosen
                 ]
                 cells += _cells(few, device, wall_s)
             table.add_row(str(num_rows), f"{touched:.1f}", *cells)

@@ -26,7 +26,7 @@ from tramontane.workers.attention.metadata import (
     PrefillMetadata,
     build_attention_metadata,
 )
-from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import LayerCache, StageSequences
 from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
 from tramontane.workers.stage.cuda_graphs import padded_rows
 from tramontane.workers.stage.piecewise_graphs import MAX_TOKENS, piece_sizes
@@ -263,7 +263,7 @@ def _indexes(
     random order.
     """
     ring = ring_pages(window, page_size, 8192)
-    table = SequenceTable(
+    table = StageSequences(
         CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),)),
         len(chunks),
         torch.device(device),

@@ -292,9 +292,9 @@ def _few_calls(
         "few: down": [
             partial(down_gemv, h_CF, stack.w2_EDF, ids_Tk, weights_Tk) for stack in stacks
         ],
-        "few: both": [partial(stack.mix_few, x_TD, ids_Tk, weights_Tk) for stack in stacks],
+        "few: both": [partial(stack.mix_small, x_TD, ids_Tk, weights_Tk) for stack in stacks],
         "few: all, random choices": [
-            lambda stack=stack: stack.mix_few(x_TD, *route()) for stack in stacks
+            lambda stack=stack: stack.mix_small(x_TD, *route()) for stack in stacks
         ],  # type: ignore[misc]
         "sorted: all, random choices": [partial(sorted_experts, stack) for stack in stacks],
     }

@@ -27,7 +27,11 @@ from torch.nn import functional as F
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY
 from tramontane.workers.kernels.fused_ops import EAGER, compile_ops
-from tramontane.workers.model.expert_kernels import ProductBySize, StackedExperts, with_gpu_kernels
+from tramontane.workers.model.expert_kernels import (
+    ProductBySize,
+    StackedExperts,
+    select_gpu_kernels,
+)
 
 Attempt = Callable[[torch.device], object]  # returns what was found, which is reported
 BF16 = torch.bfloat16
@@ -86,7 +90,7 @@ def expert_kernels(device: torch.device) -> object:
     w13, w2 = (
         torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512))
     )
-    stack = with_gpu_kernels({0: StackedExperts(w13, w2)}, BF16, WITHOUT_MEMORY)[0]
+    stack = select_gpu_kernels({0: StackedExperts(w13, w2)}, BF16, WITHOUT_MEMORY)[0]
     assert stack.has_small_batch_kernel, "it fails its test, see the log"
     return [
         each.name

@@ -29,7 +29,7 @@ from tramontane.proto.step import (
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.stage.activation import PendingStep
+from tramontane.workers.stage.hidden_states import PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

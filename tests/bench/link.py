@@ -86,13 +86,13 @@ class SleepingStage(StageActor):
     def _load(self) -> Any:
         import torch
 
-        from tramontane.workers.stage.activation import Activation
+        from tramontane.workers.stage.hidden_states import HiddenStates
         from tramontane.workers.stage.stage_worker import StageWorker
 
         worker = StageWorker.load(self._plan, self._settings.weights, self._settings.device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
-        def begin(batch: MicroBatch, incoming: Activation | None) -> SleptStep:
+        def begin(batch: MicroBatch, incoming: HiddenStates | None) -> SleptStep:
             started_at, started = time.time(), time.perf_counter()
             worker.next_step_id += 1
             time.sleep(COMPUTE_S)
@@ -102,7 +102,7 @@ class SleepingStage(StageActor):
             timings = (*(incoming.timings if incoming else ()), timing)
             if worker.plan.is_last:
                 return SleptStep(StepResult(batch.epoch, batch.step_id, (), timings), None)
-            activation = Activation(hidden_TD[: batch.num_tokens], timings)
+            activation = HiddenStates(hidden_TD[: batch.num_tokens], timings)
             return SleptStep(activation, activation.hidden_TD)
 
         worker.launch = begin  # type: ignore

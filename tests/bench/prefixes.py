@@ -231,7 +231,7 @@ def lookup_ms() -> float:
     is cached but for its end.
     """
     cache = CachePlan(16, (WindowClass(None, LOOKUP_TOKENS // 16, 2 * LOOKUP_TOKENS // 16),))
-    limits = SchedulerLimits(4, 512, LOOKUP_TOKENS, 50_000, reuses_prefixes=True)
+    limits = SchedulerLimits(4, 512, LOOKUP_TOKENS, 50_000, enable_prefix_caching=True)
     scheduler = Scheduler(cache, limits, FixedInFlightPolicy(1, 512))
     prompt, best = tuple(random.Random(0).choices(range(50_000), k=LOOKUP_TOKENS - 8)), float("inf")
     for number in range(LOOKUPS + 1):

@@ -37,12 +37,12 @@ from serve_cluster import PORT, start_serve, wait_until_ready
 from targets import Target, at_least, at_most, conclude, none_of
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.engine import model_fingerprint
+from tramontane.cluster.pipeline.engine import model_checkpoint_digest
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, UNBOUNDED
 from tramontane.cluster.serving.ingress import IngressReplica
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
-from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
@@ -104,7 +104,7 @@ class EchoRouters:
 
     def __init__(self, num_routers: int, digest: str, step_s: float, max_num_seqs: int) -> None:
         name = serve.get_replica_context().replica_id.unique_id
-        self._name, self._streams = name, IngressStreams(name, digest)
+        self._name, self._streams = name, TokenStreams(name, digest)
         self._chains = [EchoChain(step_s) for _ in range(num_routers)]
         cache = CachePlan(16, (WindowClass(CONTEXT, CONTEXT // 16, max_num_seqs * CONTEXT // 16),))
         limits = SchedulerLimits(max_num_seqs, 4096, CONTEXT, VOCAB)
@@ -283,7 +283,7 @@ async def measure(
 def deploy(
     config: EngineConfig, routers: int, processes: int, ingresses: int, step_s: float, streams: int
 ) -> None:
-    fingerprint = model_fingerprint(config)
+    fingerprint = model_checkpoint_digest(config)
     common: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": UNBOUNDED,

@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 48,
     "batch_invariant": True,
 }
-SETTINGS |= {"slow_reader_timeout": 3.0, "max_body_bytes": MAX_BODY}
+SETTINGS |= {"slow_client_timeout": 3.0, "max_body_bytes": MAX_BODY}
 console = Console(stderr=True, highlight=False)
 
 

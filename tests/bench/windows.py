@@ -28,7 +28,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.native_backend import native_kernels
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import RollingCache, StageSequences
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def stage_plan(window: int | None, num_tokens: int) -> StagePlan:
 
 def prefill_s(plan: StagePlan, kernels: AttentionKernels, num_tokens: int, chunk: int) -> float:
     """Return the seconds that a prompt's attention takes in chunks of ``chunk`` tokens."""
-    table, cache = SequenceTable(plan.cache, 1, CPU), RollingCache(plan, torch.float32, CPU)
+    table, cache = StageSequences(plan.cache, 1, CPU), RollingCache(plan, torch.float32, CPU)
     generator, seconds = torch.Generator().manual_seed(0), 0.0
     pages = tuple(tuple(range(window_class.ring_pages)) for window_class in plan.cache.classes)
     for step, start in enumerate(range(0, num_tokens, chunk)):

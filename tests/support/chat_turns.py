@@ -79,14 +79,14 @@ async def take_turns(
 
 
 def caching_scheduler(
-    plan: PipelinePlan, budget: int = 64, *, reuses_prefixes: bool = True
+    plan: PipelinePlan, budget: int = 64, *, enable_prefix_caching: bool = True
 ) -> Scheduler:
     limits = SchedulerLimits(
         plan.max_num_seqs,
         budget,
         plan.max_model_len,
         plan.args.vocab_size,
-        reuses_prefixes=reuses_prefixes,
+        enable_prefix_caching=enable_prefix_caching,
     )
     return Scheduler(plan.cache, limits, BalancedPolicy(len(plan.stages), budget))
 
@@ -122,7 +122,7 @@ def check_turns(chain: StageChain, plan: PipelinePlan, num_chats: int = 4) -> No
     """
     chats = new_chats(num_chats)
     without = asyncio.run(
-        run_turns(chain, caching_scheduler(plan, reuses_prefixes=False), chats, 3)
+        run_turns(chain, caching_scheduler(plan, enable_prefix_caching=False), chats, 3)
     )
     turns = asyncio.run(run_turns(chain, caching_scheduler(plan), chats, 3))
     assert all(each.num_cached == 0 for turn in without for each in turn)

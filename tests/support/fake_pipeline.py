@@ -88,7 +88,7 @@ class FakePipeline:
     gap_s: float = 0.0  # between two micro-batches
     num_drafts: int = 0
     num_accepted: int = 0
-    num_ahead: int = 0  # micro-batches of nothing but drafts
+    num_lookahead: int = 0  # micro-batches of nothing but drafts
     # position and id of the last token of each sequence
     latest: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_placeholders: int = 0
@@ -137,8 +137,8 @@ class FakePipeline:
         ends = [(c.seq_id, c.start + c.num_tokens) for c in batch.chunks if c.needs_sample]
         token_ids = [token_at(*end) for end in ends]
         for run in decode_runs(batch):
-            token_ids += self._verify(run, token_at, is_ahead=batch.decodes.is_ahead)
-        self.num_ahead += batch.decodes.is_ahead
+            token_ids += self._verify(run, token_at, is_lookahead=batch.decodes.is_lookahead)
+        self.num_lookahead += batch.decodes.is_lookahead
         assert len(token_ids) == len(batch.sampled_seq_ids)
         bad = {
             s
@@ -155,12 +155,12 @@ class FakePipeline:
         self.scheduler.check_integrity()
 
     def _verify(
-        self, run: Chunk, token_at: Callable[[int, int], int], *, is_ahead: bool
+        self, run: Chunk, token_at: Callable[[int, int], int], *, is_lookahead: bool
     ) -> list[int]:
         """Return the answers for a token and its drafts, or for nothing but drafts."""
         answers = []
         for row, token_id in enumerate(run.token_ids):
-            is_known = not (row or is_ahead)
+            is_known = not (row or is_lookahead)
             position = run.start + row
             if is_known or self.latest.get(run.seq_id) == (position, token_id):
                 answers.append(token_at(run.seq_id, position + 1))
@@ -327,7 +327,7 @@ def new_pipeline(
         256,
         1000,
         (EOS,),
-        reuses_prefixes=True,
+        enable_prefix_caching=True,
         speculative=speculative,
         async_scheduling=async_scheduling,
     )

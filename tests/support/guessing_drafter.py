@@ -69,12 +69,12 @@ def guess(
 
 def count_ahead(patch: pytest.MonkeyPatch) -> list[int]:
     """Return the list to which the ids of micro-batches of nothing but drafts will be appended."""
-    found, own = list[int](), Scheduler._batch_ahead
+    found, own = list[int](), Scheduler._lookahead_batch
 
     def batch_ahead(scheduler: Scheduler, state: SchedulerState) -> MicroBatch | None:
         batch = own(scheduler, state)
         found.extend([batch.step_id] if batch else [])
         return batch
 
-    patch.setattr(Scheduler, "_batch_ahead", batch_ahead)
+    patch.setattr(Scheduler, "_lookahead_batch", batch_ahead)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from scripted_token_source import MODEL
 
-from tramontane.cluster.serving.token_channel import IngressStream, _messages
+from tramontane.cluster.serving.token_stream import TokenStream, _messages
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto import wire
 from tramontane.proto.request import (
@@ -153,7 +153,7 @@ class LargeAnswerSource:
 
 def encoded(specs: Sequence[SequenceRequest]) -> list[bytes]:
     """Return the messages of a router with these outputs."""
-    stream, found = IngressStream(), list[bytes]()
+    stream, found = TokenStream(), list[bytes]()
     for output in outputs(specs):
         stream.put(0, output)
         ready, stream._ready = stream._ready, []

@@ -19,7 +19,7 @@ from torch import Tensor
 from tramontane.proto.model_args import LatentArgs
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention import triton_latent
-from tramontane.workers.attention.autotune import try_kernels
+from tramontane.workers.attention.autotune import select_working_kernels
 from tramontane.workers.attention.backend import AttentionKernels, PrefillKernel
 from tramontane.workers.attention.metadata import PrefillMetadata, build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
@@ -241,7 +241,7 @@ def check_candidates(device: str) -> None:
     """
     plan, on = plan_of(), torch.device(device)
     with patch.object(triton_latent, "FIXED_PARTS", 2):
-        try_kernels(plan, on, invariant_kernels(plan, on))
+        select_working_kernels(plan, on, invariant_kernels(plan, on))
     decodes = [*latent_decode_kernels(64, plan, on).values()]
     assert len(decodes) >= 2
     prefills: list[PrefillKernel] = [
@@ -249,7 +249,7 @@ def check_candidates(device: str) -> None:
         *(SdpaPrefill() for _ in decodes),
     ]
     for prefill, decode in zip(prefills, decodes, strict=False):
-        try_kernels(plan, on, AttentionKernels(prefill, decode))
+        select_working_kernels(plan, on, AttentionKernels(prefill, decode))
 
 
 NARROW, WIDE = (256, 64), (512, 64)

@@ -27,7 +27,7 @@ from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, Ex
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.tcp_channel import TcpChannelFactory
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
@@ -151,7 +151,7 @@ class PingPongChain:
         return ""
 
     def _run(self, batch: MicroBatch) -> StepResult:
-        carried: Activation | StepResult | None = None
+        carried: HiddenStates | StepResult | None = None
         for stage in self.stages:
             incoming = carried
             assert not isinstance(incoming, StepResult)

@@ -28,7 +28,7 @@ from tramontane.workers.attention.rolling_cache import (
     LayerCache,
     PageRings,
     RollingCache,
-    SequenceTable,
+    StageSequences,
 )
 from tramontane.workers.attention.sdpa_backend import (
     BatchSizeDispatch,
@@ -82,7 +82,7 @@ def outputs(make_kernels: MakeKernels, plan: StagePlan, fill: float, device: str
     """
     kernels, ring_pages = make_kernels(plan), plan.cache.classes[0].ring_pages
     table, cache = (
-        SequenceTable(plan.cache, len(PARTS), torch.device(device)),
+        StageSequences(plan.cache, len(PARTS), torch.device(device)),
         _filled_cache(plan, fill, device),
     )
     mixed = torch.randperm(

@@ -70,7 +70,7 @@ class VerifyingChain(ScriptedChain):
         num_first = len(result.token_ids) - len(batch.decodes.seq_ids)
         token_ids, before = list(result.token_ids[:num_first]), -1
         for seq_id, start, draft in zip(*batch.decodes[:3], strict=True):
-            is_known = seq_id != before and not batch.decodes.is_ahead
+            is_known = seq_id != before and not batch.decodes.is_lookahead
             is_right = is_known or (self.next_position.get(seq_id) == start and draft == 7)
             token_ids.append(7 if is_right else NO_TOKEN)
             if is_right:

@@ -18,7 +18,7 @@ from scripted_chain import ScriptedChain, no_gate
 from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.pipeline_client import PipelineClient
-from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceRequest
@@ -36,7 +36,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4, reuses_prefixes=True)
+LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4, enable_prefix_caching=True)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
@@ -72,7 +72,7 @@ class Replica:
         self.router = Router(
             Scheduler(cache, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now
         )
-        self._channels = IngressStreams(name)
+        self._channels = TokenStreams(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it has none
         self.pipeline: str | None = None  # that it drives
@@ -80,7 +80,7 @@ class Replica:
         self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
         self._kept: list[AsyncIterator[bytes]] = []
 
-    # as in IngressStreams
+    # as in TokenStreams
     def generate(self, ingress: str, number: int, *request: Any) -> Awaitable[bytes]:
         return self._channels.generate(self.router, ingress, number, *request)
 

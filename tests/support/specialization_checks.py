@@ -111,7 +111,7 @@ def fastest_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
 def load_fastest(plan: StagePlan, device: str) -> StageWorker:
     with (
         patch.object(loader, "pack_linears", lambda *_: {}),
-        patch.object(stage_worker, "backend_for", fastest_backend),
+        patch.object(stage_worker, "select_backend", fastest_backend),
     ):
         return StageWorker.load(plan, RandomWeights(), device)
 

@@ -36,7 +36,7 @@ def load(plan: StagePlan, device: str) -> StageWorker:
     with (
         patch.object(loader, "pack_linears", lambda *_: {}),
         patch.object(stage_worker, "supports_grouped_gemm", lambda *_: True),
-        patch.object(stage_worker, "backend_for", row_wise_backend),
+        patch.object(stage_worker, "select_backend", row_wise_backend),
     ):
         return StageWorker.load(plan, RandomWeights(), device)
 

@@ -16,7 +16,7 @@ from tramontane.proto.weight_format import Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 
 SAMPLING = SamplingParams(temperature=0.0)
@@ -96,9 +96,9 @@ class Driver:
         )
 
     def _step(self, batch: MicroBatch) -> Tensor:
-        activation: Activation | None = None
+        activation: HiddenStates | None = None
         for worker in self.workers:
             done = worker.step(batch, activation)
-            activation = done if isinstance(done, Activation) else None
+            activation = done if isinstance(done, HiddenStates) else None
         with torch.inference_mode():
             return self.workers[-1].model.head(self.last_hidden.pop())

@@ -47,7 +47,7 @@ ADVANTAGE = 1.5
 
 
 @torch.inference_mode()
-def try_kernels(
+def select_working_kernels(
     plan: StagePlan, device: torch.device, kernels: AttentionKernels
 ) -> AttentionKernels:
     """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention,

@@ -143,7 +143,7 @@ class AttentionKernels:
 
 
 class CachedAttention:
-    """The ``Attend`` of one micro-batch: it reads and writes the rolling cache around the
+    """The ``AttentionFn`` of one micro-batch: it reads and writes the rolling cache around the
     kernels.
     """
 
@@ -205,7 +205,7 @@ class CachedAttention:
         rows_W, tokens_W = self._written[window_class]
         self.kernels.write(self.cache.layers[layer], rows_W, k_TGd, v_TGd, tokens_W)
         if self.index.decode[window_class] is not None:
-            outs.append(self.attend_written(layer, q_THd[split:]))
+            outs.append(self.attend_cached(layer, q_THd[split:]))
         return outs
 
     def rotate_and_write(
@@ -224,7 +224,7 @@ class CachedAttention:
             return None
         return kernel(self.cache.layers[layer], decode.write_rows, qkv_BHd, cos_Bd, sin_Bd)
 
-    def attend_written(self, layer: int, q_BQd: Tensor) -> Tensor:
+    def attend_cached(self, layer: int, q_BQd: Tensor) -> Tensor:
         """Attend to the cache after ``rotate_and_write``; [B, Q, d]."""
         return self.kernels.decode.attend(
             q_BQd, self.cache.layers[layer], self.decode_masks[self.cache.class_of[layer]]

@@ -20,7 +20,7 @@ from torch import Tensor
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.rolling_cache import (
     PageRings,
-    SequenceTable,
+    StageSequences,
     TokenRings,
     padded_width,
 )
@@ -93,7 +93,7 @@ def num_cached_keys(start: int, window: int | None) -> int:
 
 
 def build_attention_metadata(
-    batch: MicroBatch, table: SequenceTable, device: torch.device, reads_pages: bool = False
+    batch: MicroBatch, table: StageSequences, device: torch.device, reads_pages: bool = False
 ) -> AttentionMetadata:
     """Build the index tensors of a micro-batch with which ``table`` has been updated, and make its
     pages visible there.
@@ -148,7 +148,7 @@ def _sampled_rows(batch: MicroBatch) -> list[int]:
 
 
 def _cached_rows(
-    runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device
+    runs: list[Chunk], ring: PageRings, table: StageSequences, device: torch.device
 ) -> Tensor:
     """Return ``PrefillMetadata.cached_rows``, before the chunks' own pages take the places of those
     that they read.
@@ -160,7 +160,7 @@ def _cached_rows(
 
 
 def _cached_pages(
-    runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device
+    runs: list[Chunk], ring: PageRings, table: StageSequences, device: torch.device
 ) -> Tensor:
     """Return ``PrefillMetadata.pages_CN``, before the chunks' own pages take the places of those
     that they read.
@@ -185,7 +185,7 @@ def _cached_pages(
 def _prefill_index(
     runs: list[Chunk],
     ring: PageRings,
-    table: SequenceTable,
+    table: StageSequences,
     device: torch.device,
     found: Tensor,
     reads_pages: bool,

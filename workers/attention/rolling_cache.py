@@ -133,7 +133,7 @@ class TokenRings:
         return pages * self.page_size + positions % self.page_size
 
 
-class SequenceTable:
+class StageSequences:
     """State of each live sequence on this stage: slot, page rings and parameters."""
 
     def __init__(self, cache: CachePlan, max_num_seqs: int, device: torch.device) -> None:

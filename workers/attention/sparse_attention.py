@@ -25,7 +25,7 @@ from tramontane.workers.attention.rolling_cache import (
     LayerCache,
     PageRings,
     RollingCache,
-    SequenceTable,
+    StageSequences,
 )
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, attend_gathered
 
@@ -77,7 +77,7 @@ class SequenceSpan:
 
 
 class SparseAttention:
-    """The ``Attend`` of a micro-batch of a model with sparse attention, over layers without
+    """The ``AttentionFn`` of a micro-batch of a model with sparse attention, over layers without
     windows.
     """
 
@@ -88,7 +88,7 @@ class SparseAttention:
         metadata: AttentionMetadata,
         kernels: AttentionKernels,
         batch: MicroBatch,
-        table: SequenceTable,
+        table: StageSequences,
     ) -> None:
         assert args.sparse is not None
         self._args, self._topk, self._cache = args, args.sparse.index_topk, cache
@@ -162,15 +162,15 @@ class SparseAttention:
         self._chosen[layer] = ChosenKeys(rows_TK, self._counts_T)
 
 
-def make_attend(
+def make_attention_fn(
     args: ModelArgs,
     cache: RollingCache,
     metadata: AttentionMetadata,
     kernels: AttentionKernels,
     batch: MicroBatch,
-    table: SequenceTable,
+    table: StageSequences,
 ) -> CachedAttention | SparseAttention:
-    """Return the ``Attend`` of a micro-batch for the model's attention."""
+    """Return the ``AttentionFn`` of a micro-batch for the model's attention."""
     if args.sparse is None:
         return CachedAttention(cache, metadata, kernels)
     return SparseAttention(args, cache, metadata, kernels, batch, table)

@@ -18,7 +18,7 @@ from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
-from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.grouped_query_attention import AttentionFn
 from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.rotary import RotaryTables
 from tramontane.workers.model.transformer import OnChoices, StageModel
@@ -317,7 +317,7 @@ def forward_with_remote_experts(
     experts: RemoteExperts,
     hidden_TD: Tensor,
     rotary: RotaryTables,
-    attend: Attend,
+    attend: AttentionFn,
     on_choices: OnChoices,
     on_usage: OnUsage,
 ) -> StepCoroutine[Tensor]:

@@ -135,7 +135,7 @@ class StackedExperts(NamedTuple):
         gate_up_C2F = self.w13_product(rows_CD, self.w13_E2FD, ends_E, self.w13_scale_E2F)
         return self.w2_product(silu_and_mul(gate_up_C2F), self.w2_EDF, ends_E, self.w2_scale_ED)
 
-    def mix_few(self, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def mix_small(self, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, D], with kernels that read an
         expert's weights for each choice.
 
@@ -183,7 +183,7 @@ TORCH_FP8_CAPABILITY = (9, 0)
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 
-def with_gpu_kernels(
+def select_gpu_kernels(
     stacks: Mapping[int, StackedExperts], dtype: torch.dtype, selector: KernelSelector
 ) -> dict[int, StackedExperts]:
     """Attach small-batch kernels to all layers' experts, and choose grouped products by timing them
@@ -196,8 +196,8 @@ def with_gpu_kernels(
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
         return {layer: stack for layer, stack in stacks.items() if not stack.is_quantized}
-    w13_product = choose_product("w13", first.w13_E2FD, dtype, first.w13_scale_E2F, selector)
-    w2_product = choose_product("w2", first.w2_EDF, dtype, first.w2_scale_ED, selector)
+    w13_product = select_product("w13", first.w13_E2FD, dtype, first.w13_scale_E2F, selector)
+    w2_product = select_product("w2", first.w2_EDF, dtype, first.w2_scale_ED, selector)
     if w13_product is None or w2_product is None:
         return {}
     has_small_batch_kernel = small_batch_kernel_works(
@@ -265,7 +265,7 @@ def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
         assert_close_norm(weights_Tk, torch.softmax(logits_Tk, dim=-1), MAX_DIFFERENCE)
         expected_TD = _mix_sorted(reference, x_TD, expected_Tk, weights_Tk, ends_E.int())
         assert_close_norm(
-            stack.mix_few(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE
+            stack.mix_small(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE
         )
 
 
@@ -319,7 +319,7 @@ def candidates(
 
 
 @torch.inference_mode()
-def choose_product(
+def select_product(
     job: str,
     weight_ENK: Tensor,
     dtype: torch.dtype,

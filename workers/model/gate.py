@@ -65,7 +65,7 @@ class Gate(nn.Module):
         logits_TE: Tensor = self.scores(x_TD.float() if self.in_float32 else x_TD)
         return logits_TE
 
-    def choose_few(
+    def select_small_products(
         self, x_TD: Tensor, is_padding_T: Tensor | None, total_ends_E: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k], E for padding, and weights [T, k], for a few tokens on a GPU

@@ -14,7 +14,7 @@ from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.rotary import RotaryTables
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """What attends to a cache, in which it puts a micro-batch's own keys and values."""
 
     def __call__(
@@ -31,22 +31,22 @@ class Attend(Protocol):
         """
 
 
-class RotatingAttend(Attend, Protocol):
-    """An ``Attend`` that may rotate and write the heads of single tokens itself."""
+class RotatingAttentionFn(AttentionFn, Protocol):
+    """An ``AttentionFn`` that may rotate and write the heads of single tokens itself."""
 
     def rotate_and_write(
         self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor
     ) -> Tensor | None:
         """Return the rotated queries, or None if the micro-batch is to be rotated by the layer."""
 
-    def attend_written(self, layer: int, q_BQd: Tensor) -> Tensor:
+    def attend_cached(self, layer: int, q_BQd: Tensor) -> Tensor:
         """Return attended values after that."""
 
 
 class GroupedQueryAttention(nn.Module):
     """H query heads share G key/value heads; queries, keys and values are one matrix product.
 
-    ``rotates_in_cache``: what attends is a ``RotatingAttend``.
+    ``rotates_in_cache``: what attends is a ``RotatingAttentionFn``.
     """
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
@@ -60,16 +60,16 @@ class GroupedQueryAttention(nn.Module):
         self.fused_ops = EAGER
         self.rotates_in_cache = False
 
-    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: AttentionFn) -> Tensor:
         """Project, rotate, attend, and project back: [T, D] to [T, D]."""
         num_queries, num_keys, _ = self.num_heads
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
         if self.rotates_in_cache:
-            own = cast("RotatingAttend", attend)
+            own = cast("RotatingAttentionFn", attend)
             if (
                 q_TQd := own.rotate_and_write(self.layer, qkv_THd, rotary.cos_Td, rotary.sin_Td)
             ) is not None:
-                return self._project(own.attend_written(self.layer, rotary.scale_queries(q_TQd)))
+                return self._project(own.attend_cached(self.layer, rotary.scale_queries(q_TQd)))
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
         rotated_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
         q_THd, k_TGd = (

@@ -23,7 +23,7 @@ from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.kernels.row_invariance import RowProducts
-from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.grouped_query_attention import AttentionFn
 from tramontane.workers.model.rotary import RotaryTables
 
 # The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), and the scaling of
@@ -176,7 +176,7 @@ class LatentAttention(nn.Module):
         )
         self.wkv_b = None
 
-    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: AttentionFn) -> Tensor:
         """Project, rotate, attend, and project back: [T, D] to [T, D]."""
         q_TR, kv_Td = torch.split(self.wqkv_a(x_TD), self.first_widths, dim=1)
         k_T1d = self._keys_of_cache(kv_Td, rotary)

@@ -12,7 +12,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.gate import Gate
-from tramontane.workers.model.grouped_query_attention import Attend, GroupedQueryAttention
+from tramontane.workers.model.grouped_query_attention import AttentionFn, GroupedQueryAttention
 from tramontane.workers.model.latent_attention import LatentAttention
 from tramontane.workers.model.rotary import RotaryTables
 
@@ -61,7 +61,7 @@ class TransformerBlock(nn.Module):
         self.shared_experts = FeedForward(args.dim, shared_dim) if shared_dim else None
 
     def forward(
-        self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend
+        self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: AttentionFn
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states after attention, and normalized for the feed-forward network or
         experts. Both [T, D].

@@ -28,7 +28,7 @@ from tramontane.workers.model.expert_kernels import (
     ProductBySize,
     StackedExperts,
     as_stacked_view,
-    with_gpu_kernels,
+    select_gpu_kernels,
 )
 from tramontane.workers.model.layers import FeedForward
 
@@ -161,7 +161,7 @@ class LocalExperts(ExpertSet):
         }
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}
         if products is None:
-            self._stacks = with_gpu_kernels(found, dtype, selector)
+            self._stacks = select_gpu_kernels(found, dtype, selector)
         else:
             product = products.grouped
             self._stacks = {
@@ -200,9 +200,9 @@ class LocalExperts(ExpertSet):
             ["grouped, few rows apart" if stack.has_small_batch_kernel else "grouped", *by_size]
         )
 
-    def stack_for_few(self, layer: int, num_choices: int) -> StackedExperts | None:
-        """Return a layer's weights if ``StackedExperts.mix_few`` is to compute so many choices, or
-        None.
+    def stack_for_small(self, layer: int, num_choices: int) -> StackedExperts | None:
+        """Return a layer's weights if ``StackedExperts.mix_small`` is to compute so many choices,
+        or None.
         """
         stack = self._stacks.get(layer)
         is_for_few = (

@@ -20,7 +20,7 @@ from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
 from tramontane.workers.kernels.row_invariance import RowProducts, set_row_products
 from tramontane.workers.model.gate import sigmoid
-from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.grouped_query_attention import AttentionFn
 from tramontane.workers.model.latent_attention import LatentAttention
 from tramontane.workers.model.layers import TransformerBlock
 from tramontane.workers.model.moe import (
@@ -101,7 +101,7 @@ class StageModel(nn.Module):
         self,
         hidden_TD: Tensor,
         rotary: RotaryTables,
-        attend: Attend,
+        attend: AttentionFn,
         on_choices: OnChoices | None = None,
         is_padding_T: Tensor | None = None,
     ) -> Tensor:
@@ -140,14 +140,14 @@ class StageModel(nn.Module):
         gate = self.block(layer).gate
         assert gate is not None
         assert self.experts is not None
-        few = self.experts.stack_for_few(layer, len(x_TD) * gate.top_k)
+        few = self.experts.stack_for_small(layer, len(x_TD) * gate.top_k)
         if few is not None:
-            expert_ids_Tk, weights_Tk = gate.choose_few(
+            expert_ids_Tk, weights_Tk = gate.select_small_products(
                 x_TD, is_padding_T, self._expert_tokens.total_ends_E(layer)
             )
             if on_choices is not None:
                 on_choices(layer, expert_ids_Tk)
-            return few.mix_few(x_TD, expert_ids_Tk, weights_Tk)
+            return few.mix_small(x_TD, expert_ids_Tk, weights_Tk)
         groups, weights_Tk = self.choose_experts(layer, x_TD, on_choices, is_padding_T)
         mixed_TD = groups.combine(self.experts(layer, groups.permute(x_TD), groups), weights_Tk)
         return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)

@@ -24,7 +24,7 @@ from tramontane.workers.device.cuda import tensor_on
 # Shape letters: N slots of sequences, S sampled rows, B single tokens.
 
 
-class LatestTokens:
+class LastSampledTokens:
     """The token id that was last sampled for each slot, [N]. ``slots``: the slot of each sequence,
     by its id; only read.
     """
@@ -144,9 +144,11 @@ class LogitsProcessor:
         self._counts = TokenCounts(vocab_size, device)
         self._states: dict[int, LogitsState] = {}
 
-    def update(self, batch: MicroBatch, latest_tokens: LatestTokens | None = None) -> None:
-        """Remove freed sequences, add new ones, count tokens; ``latest_tokens`` has those that are
-        placeholders in the batch.
+    def update(
+        self, batch: MicroBatch, last_sampled_tokens: LastSampledTokens | None = None
+    ) -> None:
+        """Remove freed sequences, add new ones, count tokens; ``last_sampled_tokens`` has those
+        that are placeholders in the batch.
         """
         for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
@@ -154,7 +156,7 @@ class LogitsProcessor:
             if chunk.sampling is not None and chunk.sampling.needs_logits_processing:
                 self._states[chunk.seq_id] = self._new_state(chunk.sampling, chunk.num_prompt)
         if self._states:
-            self._count(batch, latest_tokens)
+            self._count(batch, last_sampled_tokens)
 
     def clear(self) -> None:
         """Remove all sequences."""
@@ -203,7 +205,7 @@ class LogitsProcessor:
         if state is not None and state.row is not None:
             self._counts.free(state.row)
 
-    def _count(self, batch: MicroBatch, latest_tokens: LatestTokens | None) -> None:
+    def _count(self, batch: MicroBatch, last_sampled_tokens: LastSampledTokens | None) -> None:
         rows: list[int] = []
         token_ids: list[int] = []
         for chunk in batch.chunks:
@@ -225,8 +227,8 @@ class LogitsProcessor:
         if rows:
             self._counts.add_output(rows, tensor_on(token_ids, torch.int64, self._device))
         if sampled:
-            assert latest_tokens is not None, "the last stage has sampled them"
-            self._counts.add_output(list(sampled.values()), latest_tokens.of(list(sampled)))
+            assert last_sampled_tokens is not None, "the last stage has sampled them"
+            self._counts.add_output(list(sampled.values()), last_sampled_tokens.of(list(sampled)))
 
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
         """Count the prompt tokens of a chunk; return the rest.

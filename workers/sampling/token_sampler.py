@@ -52,12 +52,12 @@ class SampledRows:
         decodes = batch.decodes
         ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
         positions = ends + [start + 1 for start in decodes.starts]
-        if not decodes.is_ahead and len(set(decodes.seq_ids)) == len(decodes.seq_ids):
+        if not decodes.is_lookahead and len(set(decodes.seq_ids)) == len(decodes.seq_ids):
             return cls(batch.sampled_seq_ids, positions, [None] * len(positions), has_drafts=False)
         drafts: list[int | None] = [None] * len(ends)
         previous = NO_TOKEN  # no sequence has this id
         for seq_id, token_id in zip(decodes.seq_ids, decodes.token_ids, strict=True):
-            drafts.append(token_id if decodes.is_ahead or seq_id == previous else None)
+            drafts.append(token_id if decodes.is_lookahead or seq_id == previous else None)
             previous = seq_id
         return cls(batch.sampled_seq_ids, positions, drafts, has_drafts=True)
 

@@ -15,8 +15,8 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import build_attention_metadata
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
-from tramontane.workers.attention.sparse_attention import make_attend
+from tramontane.workers.attention.rolling_cache import RollingCache, StageSequences
+from tramontane.workers.attention.sparse_attention import make_attention_fn
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
@@ -172,14 +172,14 @@ class _LayerCheck:
         plan = _plan_of_layer(self.plan, layer)
         cache, table = (
             RollingCache(plan, self.dtype, self.device),
-            SequenceTable(plan.cache, len(LENGTHS), self.device),
+            StageSequences(plan.cache, len(LENGTHS), self.device),
         )
         inputs = [_random(length, plan.args.dim).to(self.device, self.dtype) for length in LENGTHS]
         done: list[list[tuple[Tensor, ...]]] = [[] for _ in LENGTHS]
         for batch in _micro_batches(plan.cache, chunks):
             table.update(batch)
             metadata = build_attention_metadata(batch, table, self.device, self.kernels.reads_pages)
-            attend = make_attend(plan.args, cache, metadata, self.kernels, batch, table)
+            attend = make_attention_fn(plan.args, cache, metadata, self.kernels, batch, table)
             h_TD = torch.cat(
                 [
                     inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens]

@@ -26,7 +26,7 @@ from tramontane.workers.attention.backend import AttentionKernels, CachedAttenti
 from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
 from tramontane.workers.attention.rolling_cache import (
     RollingCache,
-    SequenceTable,
+    StageSequences,
     next_power_of_two,
     padded_width,
 )
@@ -34,7 +34,7 @@ from tramontane.workers.device.cuda import fill
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.logits_processors import LatestTokens
+from tramontane.workers.sampling.logits_processors import LastSampledTokens
 
 logger = logging.getLogger(__name__)
 
@@ -147,13 +147,13 @@ class CudaGraphRunner:
         plan: StagePlan,
         model: StageModel,
         cache: RollingCache,
-        table: SequenceTable,
+        table: StageSequences,
         kernels: AttentionKernels,
         graph_capture: GraphCapture,
-        latest_tokens: LatestTokens | None = None,
+        last_sampled_tokens: LastSampledTokens | None = None,
     ) -> None:
         self._plan, self._model, self._cache, self._table = plan, model, cache, table
-        self._latest_tokens = latest_tokens
+        self._latest_tokens = last_sampled_tokens
         self._kernels, self._graph_capture = kernels, graph_capture
         self._device, self._dtype = (
             next(iter(cache.layers.values())).k_NGd.device,

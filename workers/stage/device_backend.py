@@ -9,7 +9,7 @@ import torch
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.weight_format import Quantization
-from tramontane.workers.attention.autotune import select_kernels, try_kernels
+from tramontane.workers.attention.autotune import select_kernels, select_working_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
@@ -90,7 +90,7 @@ def compile_native_kernels(plan: StagePlan) -> None:
             pool.submit(try_or_reason, job)
 
 
-def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
+def select_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
     This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
@@ -175,7 +175,7 @@ def row_wise_backend(
             write=triton_cache.write_rows,
         )
         kernels = replace(kernels, cache_rows=triton_cache.cache_rows, rotate_and_write=rotates)
-        kernels = try_kernels(plan, device, kernels)
+        kernels = select_working_kernels(plan, device, kernels)
         ops = replace(row_wise_ops(), apply_rotary=triton_cache.apply_rotary)
         try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(

@@ -12,10 +12,10 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, Logprobs
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.attention.rolling_cache import SequenceTable
+from tramontane.workers.attention.rolling_cache import StageSequences
 from tramontane.workers.device.cuda import copy_to_host_async
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
-from tramontane.workers.sampling.logits_processors import LatestTokens, LogitsProcessor
+from tramontane.workers.sampling.logits_processors import LastSampledTokens, LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker, Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
 from tramontane.workers.sampling.token_sampler import DraftVerifier, SampledRows, TokenSampler
@@ -33,16 +33,16 @@ class LastStage:
     """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of
     hidden states [S, D].
 
-    ``latest_tokens``: where those are kept that the router may not know before the next step.
+    ``last_sampled_tokens``: where those are kept that the router may not know before the next step.
     """
 
     def __init__(
         self,
         plan: StagePlan,
-        table: SequenceTable,
+        table: StageSequences,
         head: Callable[[Tensor], Tensor],
         read_pieces: LoadVocabulary,
-        latest_tokens: LatestTokens,
+        last_sampled_tokens: LastSampledTokens,
         has_exact_sums: bool,
         choose: ChooseTokens | None,
     ) -> None:
@@ -51,7 +51,7 @@ class LastStage:
             plan.args.eos_token_ids,
             table.device,
         )
-        self._head, self._latest_tokens = head, latest_tokens
+        self._head, self._latest_tokens = head, last_sampled_tokens
         self.logits_processor = LogitsProcessor(vocab_size, eos_token_ids, device)
         self.structured_output = StructuredOutputManager(read_pieces, vocab_size, eos_token_ids)
         params_of = table.sampling.__getitem__

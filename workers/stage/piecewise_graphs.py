@@ -31,7 +31,7 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
-from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.grouped_query_attention import AttentionFn
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
@@ -109,8 +109,8 @@ class _Memory(NamedTuple):
 
 
 class _BetweenPieces:
-    """The ``Attend`` while pieces are recorded: each ends with what attention is given, and the
-    next begins with its result.
+    """The ``AttentionFn`` while pieces are recorded: each ends with what attention is given, and
+    the next begins with its result.
     """
 
     def __init__(self, memory: _Memory, size: int, cut: Cut) -> None:
@@ -237,7 +237,7 @@ class PiecewiseGraphRunner:
         return memory.hidden_MD[:size].copy_(done_SD)
 
     def _run_layers(
-        self, hidden_SD: Tensor, positions_S: Tensor, attend: Attend, num_tokens: Tensor
+        self, hidden_SD: Tensor, positions_S: Tensor, attend: AttentionFn, num_tokens: Tensor
     ) -> Tensor:
         cos_sin = self._model.fused_ops.cos_sin
         rotary = rotary_tables(

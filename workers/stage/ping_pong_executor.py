@@ -23,7 +23,7 @@ from tramontane.workers.experts.remote_experts import (
     RemoteExperts,
     StepCoroutine,
 )
-from tramontane.workers.stage.activation import Outcome, PendingStep
+from tramontane.workers.stage.hidden_states import PendingStep, StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output
 
@@ -34,7 +34,7 @@ class RunningStep:
     """One micro-batch, from its arrival to its end."""
 
     def __init__(self, coroutine: StepCoroutine[PendingStep], deliver: Deliver) -> None:
-        self.future: Future[Outcome] = Future()
+        self.future: Future[StageOutput] = Future()
         self.deliver = deliver
         self._coroutine = coroutine
         self._call: PendingExpertCall | None = None
@@ -106,7 +106,7 @@ class PingPongExecutor:
 
     def step(
         self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
-    ) -> Outcome:
+    ) -> StageOutput:
         """Run one micro-batch. ``receive`` is called on the caller's thread, ``deliver`` on the
         computing one.
         """

@@ -12,7 +12,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.gpu_channel import channel_factory_for
 from tramontane.workers.links.process_group_channel import first_line
-from tramontane.workers.stage.activation import Activation, StageInput
+from tramontane.workers.stage.hidden_states import HiddenStates, StageInput
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import StepExecutor
 
@@ -130,7 +130,7 @@ class StageLink:
             device=self._worker.device,
         )
         self._inlet.receive(hidden_TD)
-        return Activation(hidden_TD, ())
+        return HiddenStates(hidden_TD, ())
 
     def _send(self, hidden_TD: Tensor | None) -> None:
         if hidden_TD is not None:

@@ -14,8 +14,8 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import PLACEHOLDER_TOKEN, MicroBatch, StepResult
 from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
-from tramontane.workers.attention.sparse_attention import make_attend
+from tramontane.workers.attention.rolling_cache import RollingCache, StageSequences
+from tramontane.workers.attention.sparse_attention import make_attention_fn
 from tramontane.workers.device.compile_watch import report_compilations
 from tramontane.workers.device.cuda import to_device
 from tramontane.workers.device.numerics import Numerics
@@ -25,26 +25,26 @@ from tramontane.workers.experts.remote_experts import (
     StepCoroutine,
     forward_with_remote_experts,
 )
-from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.grouped_query_attention import AttentionFn
 from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.logits_processors import LatestTokens
+from tramontane.workers.sampling.logits_processors import LastSampledTokens
 from tramontane.workers.sampling.logprobs import Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary
-from tramontane.workers.stage.activation import (
-    Activation,
-    BegunStep,
-    Outcome,
-    PendingStep,
-    StageInput,
-)
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import (
     DeviceBackend,
-    backend_for,
     compile_native_kernels,
+    select_backend,
+)
+from tramontane.workers.stage.hidden_states import (
+    BegunStep,
+    HiddenStates,
+    PendingStep,
+    StageInput,
+    StageOutput,
 )
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.piecewise_graphs import PiecewiseGraphRunner
@@ -83,14 +83,14 @@ class StageWorker:
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
         on_activity("choosing kernels")
-        self.backend = backend or backend_for(plan, self.device)
+        self.backend = backend or select_backend(plan, self.device)
         model.finalize_weights(self.device, self.backend.row_products, self.backend.selector)
         if self.device.type == "cuda":  # elsewhere they take memory as they fill
             on_activity("allocating caches")
         self.cache = RollingCache(
             plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes
         )
-        self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
+        self.table = StageSequences(plan.cache, plan.max_num_seqs, self.device)
         set_fused_ops(
             model,
             self.backend.fused_ops,
@@ -103,17 +103,17 @@ class StageWorker:
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
         # The tokens that the last stage has sampled; the only stage of a pipeline also embeds them
         # (else see ``fill_in``).
-        self.latest_tokens = (
-            LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device)
+        self.last_sampled_tokens = (
+            LastSampledTokens(plan.max_num_seqs + 1, self.table.slots, self.device)
             if plan.is_last
             else None
         )
         self.graphs, self.pieces = self._graph_runners()
         self.last_stage = None
-        if self.latest_tokens is not None:
+        if self.last_sampled_tokens is not None:
             sampling = self.backend.has_exact_sums, self.backend.choose_tokens
             self.last_stage = LastStage(
-                plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling
+                plan, self.table, model.head, read_pieces, self.last_sampled_tokens, *sampling
             )
         self.numerics = Numerics()  # until ``load`` has found them out
         self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
@@ -208,7 +208,7 @@ class StageWorker:
             try:
                 for batch in run:
                     hidden_TD = torch.zeros(batch.num_tokens, self.plan.args.dim, dtype=self.dtype)
-                    self.step(batch, None if self.plan.is_first else Activation(hidden_TD, ()))
+                    self.step(batch, None if self.plan.is_first else HiddenStates(hidden_TD, ()))
             except torch.OutOfMemoryError:
                 why = (
                     "%s has no memory for a micro-batch of %d tokens; the first of this size, if"
@@ -285,7 +285,7 @@ class StageWorker:
         )
         return replace(batch, decodes=decodes._replace(token_ids=known))
 
-    def step(self, batch: MicroBatch, incoming: StageInput) -> Outcome:
+    def step(self, batch: MicroBatch, incoming: StageInput) -> StageOutput:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden
         states.
 
@@ -354,7 +354,7 @@ class StageWorker:
         if backend.graph_capture is not None:
             state, tokens = (
                 (self.cache, self.table),
-                self.latest_tokens if self.plan.is_first else None,
+                self.last_sampled_tokens if self.plan.is_first else None,
             )
             graphs = CudaGraphRunner(
                 self.plan, self.model, *state, backend.kernels, backend.graph_capture, tokens
@@ -430,14 +430,14 @@ class StageWorker:
 
     def _layer_inputs(
         self, step: BegunStep, metadata: AttentionMetadata
-    ) -> tuple[Tensor, RotaryTables, Attend]:
+    ) -> tuple[Tensor, RotaryTables, AttentionFn]:
         """Return the arguments of ``StageModel.forward``."""
         if step.incoming is None:
             hidden_TD = self.model.embed(self._token_ids(step.batch, metadata))
         else:
             hidden_TD = step.incoming.hidden_TD
         rotary = self.rotary_tables(metadata.positions)
-        attend = make_attend(
+        attend = make_attention_fn(
             self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table
         )
         return hidden_TD, rotary, attend
@@ -448,10 +448,12 @@ class StageWorker:
         """
         if not batch.decodes.has_placeholders:
             return metadata.token_ids
-        assert self.latest_tokens is not None, "a stage that samples elsewhere has none left"
+        assert self.last_sampled_tokens is not None, "a stage that samples elsewhere has none left"
         assert metadata.decode[0] is not None
         chunks_T, ones_B = metadata.token_ids.tensor_split([metadata.num_prefill_tokens])
-        return torch.cat([chunks_T, self.latest_tokens.fill_in(ones_B, metadata.decode[0].slots)])
+        return torch.cat(
+            [chunks_T, self.last_sampled_tokens.fill_in(ones_B, metadata.decode[0].slots)]
+        )
 
     def _finish(
         self, step: BegunStep, metadata: AttentionMetadata, hidden_TD: Tensor

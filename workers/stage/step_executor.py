@@ -14,7 +14,7 @@ from torch import Tensor
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.device.cuda import DeviceEvent
-from tramontane.workers.stage.activation import Outcome, PendingStep, StageInput
+from tramontane.workers.stage.hidden_states import PendingStep, StageInput, StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
 
 Receive = Callable[[], StageInput]
@@ -42,7 +42,7 @@ class StepExecutor(Protocol):
 
     def step(
         self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
-    ) -> Outcome:
+    ) -> StageOutput:
         """Run one micro-batch.
 
         Hidden states are received and delivered in the order of the steps. On a GPU they are
@@ -103,7 +103,7 @@ class SerialExecutor:
 
     def step(
         self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
-    ) -> Outcome:
+    ) -> StageOutput:
         """Run one micro-batch on the caller's thread."""
         self._worker.check_epoch(batch)
         self._worker.check_order(batch)
@@ -156,7 +156,7 @@ class OverlappedExecutor:
 
     def step(
         self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output
-    ) -> Outcome:
+    ) -> StageOutput:
         """Run one micro-batch in its turn, and wait for its outcome."""
         with self._admit(batch):
             with self._release_turn():
@@ -193,7 +193,7 @@ class OverlappedExecutor:
             self._is_interrupted = True
             self._condition.notify_all()
 
-    def _read(self, pending: PendingStep, delivered: DeviceEvent) -> Outcome:
+    def _read(self, pending: PendingStep, delivered: DeviceEvent) -> StageOutput:
         """Read a step's outcome, and return it only after its hidden states have been sent.
 
         They would be lost if this GPU died first.

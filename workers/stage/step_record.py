@@ -12,7 +12,7 @@ from torch import Tensor
 from tramontane.proto.request import ExpertChoices
 from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming
 from tramontane.proto.timing import steady_time
-from tramontane.workers.attention.rolling_cache import SequenceTable
+from tramontane.workers.attention.rolling_cache import StageSequences
 from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
 from tramontane.workers.experts.remote_experts import PendingExpertCall, StepCoroutine
 
@@ -145,7 +145,7 @@ NO_RECORDER = ExpertChoiceRecorder({})
 
 
 def expert_choice_recorder(
-    batch: MicroBatch, table: SequenceTable, layers: range
+    batch: MicroBatch, table: StageSequences, layers: range
 ) -> ExpertChoiceRecorder:
     """Make the recorder of a micro-batch in a stage with these layers."""
     if not table.expert_layers:  # the usual case

@@ -50,9 +50,11 @@ if TYPE_CHECKING:
 
     from tramontane.workers.kernels.packed_linear import PackedMatmul
 
-Fingerprint = tuple[tuple[str, str], ...]  # file names relative to the folder, and their digests
+CheckpointDigest = tuple[
+    tuple[str, str], ...
+]  # file names relative to the folder, and their digests
 
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint's files
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a digest's files
 METADATA_GLOBS = (
     *(layout.value for layout in Layout),
     "tokenizer.model*",
@@ -85,9 +87,9 @@ class Checkpoint:
                 " here"
             )
 
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
-        return compute_fingerprint(
+    def digest(self) -> CheckpointDigest:
+        """Return the digest of all files that are read, by stages and by ingress replicas."""
+        return compute_checkpoint_digest(
             self.folder, {*self.files.values(), *_metadata_files(self.folder)}
         )
 
@@ -336,31 +338,31 @@ def _tensor_names(path: Path) -> frozenset[str]:
         return frozenset(file.keys())
 
 
-# ---- fingerprint
+# ---- digest
 
 
-def fingerprint_without_weights(folder: Path) -> Fingerprint:
-    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it
+def checkpoint_digest_without_weights(folder: Path) -> CheckpointDigest:
+    """Return the digest of a folder whose weights are not read. Raises CheckpointError if it
     is no model folder.
     """
     detect_layout(folder)
-    return compute_fingerprint(folder, _metadata_files(folder))
+    return compute_checkpoint_digest(folder, _metadata_files(folder))
 
 
-def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
+def compute_checkpoint_digest(folder: Path, files: Iterable[Path]) -> CheckpointDigest:
     """Compute a digest of each file's size and of samples of its bytes, to compare nodes without
     reading gigabytes.
     """
     return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
 
 
-def short_digest(fingerprint: Fingerprint) -> str:
+def short_digest(checkpoint_digest: CheckpointDigest) -> str:
     """Return one short digest of a whole checkpoint, tokenizer included."""
-    return hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(checkpoint_digest).encode()).hexdigest()[:16]
 
 
-def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
-    """Raise CheckpointError naming the first file that is missing or differs from the fingerprint
+def check_checkpoint_digest(folder: Path, expected: CheckpointDigest) -> None:
+    """Raise CheckpointError naming the first file that is missing or differs from the digest
     of another node.
     """
     for name, digest in expected:

@@ -70,7 +70,7 @@ def _pipeline(
     plan = without_experts(tiny_plan(ARGS, num_stages), expert_plan(ARGS, num_actors, replicas))
     name = f"test-{num_stages}-{num_actors}-{replicas}-{link}"
     spec = PipelineSpec(
-        name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2
+        name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, expert_micro_batches=2
     )
     with running_chain(spec) as chain:
         yield spec, chain
@@ -201,7 +201,13 @@ def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folde
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     plan = without_experts(tiny_plan(ARGS, 2), first)
     spec = PipelineSpec(
-        "test-moves", plan, folder, threads_per_stage=1, use_gpus=False, link="direct", ping_pong=2
+        "test-moves",
+        plan,
+        folder,
+        threads_per_stage=1,
+        use_gpus=False,
+        link="direct",
+        expert_micro_batches=2,
     )
     with running_chain(spec) as chain:
 

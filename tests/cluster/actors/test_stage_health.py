@@ -15,7 +15,7 @@ import torch
 
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
-from tramontane.cluster.actors.stage_actor import SentStates, StageActor
+from tramontane.cluster.actors.stage_actor import HiddenStateTransfers, StageActor
 from tramontane.cluster.actors.worker_actor import FailureGuard
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
@@ -84,7 +84,7 @@ def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool
         },
         **{
             "_holder": "",
-            "_sent": SentStates(0),
+            "_sent": HiddenStateTransfers(0),
             "_sampled_epoch": -1,
             "_loading": threading.Thread(),
         },

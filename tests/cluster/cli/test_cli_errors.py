@@ -283,7 +283,7 @@ def test_serve_refuses_what_it_cannot_serve_before_it_starts_ray(
             ["file.yaml has max_num_seqs (again in line 2) twice"],
         ),
         (
-            "measured: [{first: 0, last: 1, busy: 1, busy: 2}]\n",
+            "stage_times: [{first: 0, last: 1, busy: 1, busy: 2}]\n",
             ["file.yaml has busy (again in line 1) twice"],
         ),
         ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
@@ -308,20 +308,20 @@ def test_serve_refuses_what_it_cannot_serve_before_it_starts_ray(
         ("model: [a, b]\n", ["model (in "]),
         ("local: true\naddress: auto\n", ["local (in ", "address (in "]),
         (
-            "measured: [{first: 0, last: 1, busy: 1}, {first: 2, lst: 3, busy: 1}]\n",
+            "stage_times: [{first: 0, last: 1, busy: 1}, {first: 2, lst: 3, busy: 1}]\n",
             [
-                "measured[1].last (in ",
-                "file.yaml) is missing; measured[1].lst (in ",
+                "stage_times[1].last (in ",
+                "file.yaml) is missing; stage_times[1].lst (in ",
                 "a stage's time; did you mean last?",
             ],
         ),
         (
-            "measured: [{first: 0, last: 1, busy: 1, stages: 2}]\n",
-            ["measured[0].stages (in ", "; its keys are first, last, busy"],
+            "stage_times: [{first: 0, last: 1, busy: 1, stages: 2}]\n",
+            ["stage_times[0].stages (in ", "; its keys are first, last, busy"],
         ),
         (
-            "measured: [{first: 0, last: 1, busy: x}]\n",
-            ["measured[0].busy (in ", "file.yaml) is 'x'; it must be a number"],
+            "stage_times: [{first: 0, last: 1, busy: x}]\n",
+            ["stage_times[0].busy (in ", "file.yaml) is 'x'; it must be a number"],
         ),
         (
             "expert_load: [[1, x]]\n",

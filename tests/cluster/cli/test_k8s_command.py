@@ -75,8 +75,8 @@ def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: 
     application would have.
     """
     keys: dict[str, Any] = {
-        "target_load": 0.5,
-        "target_tokens": 9000,
+        "autoscale_load": 0.5,
+        "autoscale_tokens": 9000,
         "upscale_delay": 3.0,
         "downscale_delay": 7.0,
     }
@@ -95,7 +95,7 @@ def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: 
         given["upscale_delay_s"],
         given["downscale_delay_s"],
     ) == (32, 3.0, 7.0)
-    assert given["policy"]["policy_kwargs"] == {"target_load": 0.5, "target_tokens": 9000}
+    assert given["policy"]["policy_kwargs"] == {"autoscale_load": 0.5, "autoscale_tokens": 9000}
     assert AutoscalingConfig.model_validate(given).model_dump(
         exclude=set(INTERVALS)
     ) == made.model_dump(exclude=set(INTERVALS))

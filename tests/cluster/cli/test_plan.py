@@ -350,7 +350,7 @@ def test_busy_times_of_a_pipeline_decide_how_layers_are_split(
     measured = _measured(
         tmp_path, {span: (busy, "L4", None) for span, busy in zip(layers, (0.4, 0.6), strict=True)}
     )
-    stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=measured)["stages"]
+    stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, stage_times=measured)["stages"]
     assert [(stage["first_layer"], stage["last_layer"]) for stage in stages] == [(0, 19), (20, 31)]
     assert [stage["relative_time"] for stage in stages] == pytest.approx([1, 1])
     plan("mistral-7b-v0.1", "80GiB", gpus=2)
@@ -381,7 +381,7 @@ def test_busy_times_of_unlike_devices_are_compared_by_their_speeds(
 
     def spans(gpu_speed: str | None) -> list[tuple[int, int]]:
         stages = _planned(
-            capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=measured, gpu_speed=gpu_speed
+            capsys, "mistral-7b-v0.1", "80GiB", gpus=2, stage_times=measured, gpu_speed=gpu_speed
         )["stages"]
         assert [stage["relative_time"] for stage in stages] == pytest.approx([1, 1])
         return [(stage["first_layer"], stage["last_layer"]) for stage in stages]
@@ -402,12 +402,12 @@ def test_busy_times_of_unlike_devices_without_speeds_are_refused(
         "80GiB",
         "--gpus",
         "2",
-        "--measured",
+        "--stage-times",
         measured,
     )
     assert (
         line
-        == f"--measured {measured}: stages ran on unlike devices (H100; L4) whose speeds are not"
+        == f"--stage-times {measured}: stages ran on unlike devices (H100; L4) whose speeds are not"
         " known; run tramontane bench --json again with --gpu-speed, or on devices of one kind"
     )
 
@@ -1166,7 +1166,7 @@ def test_a_file_may_hold_the_measured_times_themselves(
 ) -> None:
     times = [{"first": 0, "last": 15, "busy": busy[0]}, {"first": 16, "last": 31, "busy": busy[1]}]
     (file := tmp_path / "tramontane.yaml").write_text(
-        json.dumps({"measured": times, "stages": 2, "gpu_memory": "80GiB"})
+        json.dumps({"stage_times": times, "stages": 2, "gpu_memory": "80GiB"})
     )
     outcome = CliRunner().invoke(app, ["plan", "--model", "mistral-7b-v0.1", "--config", str(file)])
     assert outcome.exit_code == 0, outcome.output

@@ -41,14 +41,14 @@ KEYS = {
     "gpu_memory": "PSF",
     "gpu_speed": "PSF",
     "link": "PSF",
-    "inline_limit": "--F",
+    "inline_hidden_states_below": "--F",
     "step_timeout": "-SF",
     "expert_actors": "PSF",
     "expert_replicas": "PSF",
     "expert_memory": "PSF",
     "expert_load": "PSF",
-    "measured": "PSF",
-    "ping_pong": "PSF",
+    "stage_times": "PSF",
+    "expert_micro_batches": "PSF",
     "max_num_seqs": "PSF",
     "max_num_batched_tokens": "-SF",
     "speculative_config": "PSF",
@@ -70,7 +70,7 @@ KEYS = {
     "max_body_bytes": "-S-",
     "stream_writes_per_s": "-S-",
     "drain_timeout": "-SF",
-    "slow_reader_timeout": "-SF",
+    "slow_client_timeout": "-SF",
     "dashboard": "--F",
     "move_experts": "-SF",
     "public_metrics": "-SF",
@@ -78,8 +78,8 @@ KEYS = {
     "api_key_file": "-SF",
     "replicas": "-SF",
     "max_replicas": "-SF",
-    "target_load": "-SF",
-    "target_tokens": "-SF",
+    "autoscale_load": "-SF",
+    "autoscale_tokens": "-SF",
     "upscale_delay": "-SF",
     "downscale_delay": "-SF",
     "jobs_database": "-SF",
@@ -118,9 +118,12 @@ def test_defaults_elsewhere_are_those_of_the_keys() -> None:
         threads_per_stage=1,
         use_gpus=False,
     )
-    assert (spec.ping_pong, spec.placement_timeout_s) == (keys.ping_pong, keys.placement_timeout)
+    assert (spec.expert_micro_batches, spec.placement_timeout_s) == (
+        keys.expert_micro_batches,
+        keys.placement_timeout,
+    )
     assert signature(Router).parameters["step_timeout_s"].default == keys.step_timeout
-    assert PipelineAutoscalingPolicy()._target_load == keys.target_load
+    assert PipelineAutoscalingPolicy()._autoscale_load == keys.autoscale_load
 
 
 def test_a_model_may_be_below_the_home_folder(
@@ -156,13 +159,18 @@ def test_texts_have_the_numbers_that_apply() -> None:
 
 
 def test_an_inline_limit_is_for_a_cluster_that_the_command_starts() -> None:
-    assert EngineConfig.build(None, {"inline_limit": "2MiB"}).inline_limit == 2**21
-    with pytest.raises(ConfigError, match="--local runs without Ray, so --inline-limit"):
-        EngineConfig.build(None, {"inline_limit": "2MiB", "local": True})
+    assert (
+        EngineConfig.build(None, {"inline_hidden_states_below": "2MiB"}).inline_hidden_states_below
+        == 2**21
+    )
+    with pytest.raises(
+        ConfigError, match="--local runs without Ray, so --inline-hidden-states-below"
+    ):
+        EngineConfig.build(None, {"inline_hidden_states_below": "2MiB", "local": True})
     with pytest.raises(
         ConfigError, match=r"--system-config='\{\"max_direct_call_object_size\": 2097152\}'"
     ):
-        EngineConfig.build(None, {"inline_limit": "2MiB", "address": "auto"})
+        EngineConfig.build(None, {"inline_hidden_states_below": "2MiB", "address": "auto"})
 
 
 WRONG = [

@@ -33,7 +33,7 @@ from tramontane.cluster.console.charts import (
     heat_map,
 )
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
-from tramontane.router.openai.responses import ExpertTokens
+from tramontane.router.openai.response_models import ExpertTokens
 
 LOAD = ((10, 20, 30, 40), (5, 5, 5, 5), (0, 0, 0, 0))
 
@@ -180,7 +180,7 @@ def test_a_file_without_busy_times_is_named(tmp_path: Path, text: str, named: st
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(named)) as refused:
         parse_stage_times_option(tmp_path / "bench.json")
-    assert str(refused.value).startswith(f"--measured {tmp_path / 'bench.json'}")
+    assert str(refused.value).startswith(f"--stage-times {tmp_path / 'bench.json'}")
 
 
 # ---- requests to a server

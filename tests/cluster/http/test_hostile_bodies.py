@@ -24,7 +24,7 @@ from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http import sse, token_endpoints
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.serving.token_channel import MAX_MESSAGE_VALUES
+from tramontane.cluster.serving.token_stream import MAX_MESSAGE_VALUES
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto import wire
 from tramontane.proto.errors import ParameterError
@@ -35,14 +35,14 @@ from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage,
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai import generation as generation_module
 from tramontane.router.openai import tokenize
-from tramontane.router.openai.body_bounds import (
+from tramontane.router.openai.generation import BYTES_PER_VALUE, Generation
+from tramontane.router.openai.json_limits import (
     MAX_GROUPS,
     MAX_ITEMS,
     MAX_MEMBERS,
     SMALL_BODY,
     count_elements,
 )
-from tramontane.router.openai.generation import BYTES_PER_VALUE, Generation
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 from tramontane.router.tokenization.tokenizer import PIECE_CHARS

@@ -29,7 +29,7 @@ from tramontane.cluster.serve_patches.proxy import StripControlHeaders, proxy_mi
 from tramontane.proto.errors import OverloadedError, PipelineError, UnsatisfiableSchemaError
 from tramontane.proto.grpc_messages import DETAILS, error_from_status, status_for
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.detokenizer import ChoiceDetokenizer
 from tramontane.router.openai.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}

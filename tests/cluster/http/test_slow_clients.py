@@ -20,8 +20,8 @@ from tramontane.cluster.http.slow_clients import (
     MAX_BUFFERED,
     PIECE_BYTES,
     TIMEOUT_HEADER,
-    SlowClientMiddleware,
-    SlowReaderError,
+    ProxySlowClientMiddleware,
+    SlowClientError,
     num_buffered,
     with_backpressure,
 )
@@ -227,7 +227,7 @@ async def _answer(
     async def nothing() -> Message:
         raise AssertionError
 
-    await SlowClientMiddleware(app)({"type": "http"}, nothing, send)
+    await ProxySlowClientMiddleware(app)({"type": "http"}, nothing, send)
 
 
 async def _one_write(send: Send) -> None:
@@ -376,9 +376,9 @@ def test_a_proxy_that_cannot_cut_says_so() -> None:
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    with pytest.raises(SlowReaderError):
+    with pytest.raises(SlowClientError):
         asyncio.run(_answer(b"0.05", _one_write, stuck))
-    with pytest.raises(SlowReaderError):
+    with pytest.raises(SlowClientError):
         asyncio.run(_one_write(with_backpressure(stuck, 0.05)))
 
 

@@ -23,7 +23,7 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
-from tramontane.cluster.serving.token_channel import IngressStreams, model_key
+from tramontane.cluster.serving.token_stream import TokenStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -185,7 +185,7 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
         max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000
     )
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
-    channels = IngressStreams("replica")
+    channels = TokenStreams("replica")
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(_read(channels))]
     while not (router.is_attached and channels.num_open):
         await asyncio.sleep(0)
@@ -199,7 +199,7 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
     return said
 
 
-async def _read(channels: IngressStreams) -> None:
+async def _read(channels: TokenStreams) -> None:
     async for _ in channels.subscribe("/ingress", "replica"):
         pass
 

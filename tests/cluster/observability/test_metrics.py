@@ -160,9 +160,11 @@ def chain() -> Iterator[LocalStageChain]:
 
 @asynccontextmanager
 async def _running(
-    chain: LocalStageChain, *, reuses_prefixes: bool = False
+    chain: LocalStageChain, *, enable_prefix_caching: bool = False
 ) -> AsyncIterator[Router]:
-    limits = SchedulerLimits(8, 32, 64, ARGS.vocab_size, reuses_prefixes=reuses_prefixes)
+    limits = SchedulerLimits(
+        8, 32, 64, ARGS.vocab_size, enable_prefix_caching=enable_prefix_caching
+    )
     router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), chain)
     running = asyncio.create_task(router.run())
     while not router.is_ready:
@@ -258,7 +260,7 @@ def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
     )
 
     async def drive() -> None:
-        async with _running(chain, reuses_prefixes=True) as first:
+        async with _running(chain, enable_prefix_caching=True) as first:
             metrics.export(first)
             assert cached() == 0
             await _generate(first, 20, 4)
@@ -274,7 +276,7 @@ def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
                 0.0,
                 [window],
             ), "idle pages are not in use"
-        async with _running(chain, reuses_prefixes=True) as second:
+        async with _running(chain, enable_prefix_caching=True) as second:
             await _generate(second, 20, 4)
             metrics.export(second)
             assert (counted("prefix_cache_queries"), counted("prefix_cache_hits")) == (

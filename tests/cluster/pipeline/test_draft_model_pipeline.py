@@ -105,7 +105,7 @@ def _scheduler(spec: PipelineSpec) -> Scheduler:
         BUDGET,
         spec.plan.max_model_len,
         ARGS.vocab_size,
-        reuses_prefixes=True,
+        enable_prefix_caching=True,
         speculative=config,
     )
     return Scheduler(spec.plan.cache, limits, FixedInFlightPolicy(2, BUDGET))

@@ -23,7 +23,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline import load_progress as loading
 from tramontane.cluster.pipeline.engine import (
-    model_fingerprint,
+    model_checkpoint_digest,
     open_engine,
     pipeline_spec,
     validate_model,
@@ -70,7 +70,7 @@ def test_a_profile_that_no_stage_could_record_is_refused_first(
 def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: Path) -> None:
     config = _config(without_weights)
     assert validate_model(config) == ARGS
-    assert [name for name, _digest in model_fingerprint(config)] == [
+    assert [name for name, _digest in model_checkpoint_digest(config)] == [
         "config.json",
         "tokenizer.model",
     ]
@@ -78,7 +78,7 @@ def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: P
         validate_model(_config(without_weights, "auto"))
     shutil.rmtree(without_weights)
     with pytest.raises(CheckpointError, match="does not exist"):
-        model_fingerprint(config)
+        model_checkpoint_digest(config)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_in_float32_the_tensors_say_what_their_dtype_is(
 def test_of_a_published_geometry_nothing_is_read() -> None:
     config = _config("ministral-8b")
     assert validate_model(config) == PRESETS["ministral-8b"]
-    assert model_fingerprint(config) == ()
+    assert model_checkpoint_digest(config) == ()
     spec = pipeline_spec(config, validate_model(config), Hardware((8,), (200 * GIB,)), "name", ())
     assert spec.weights == RandomWeights()
     assert sum(stage.weight_bytes for stage in spec.plan.stages) > 16e9, (

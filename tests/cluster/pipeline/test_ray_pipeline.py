@@ -369,7 +369,7 @@ def test_cached_prefixes_are_lost_with_a_stage(pipeline: Running) -> None:
     """
     spec, chain = pipeline
     without = asyncio.run(
-        run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5)
+        run_turns(chain, caching_scheduler(spec.plan, enable_prefix_caching=False), new_chats(1), 5)
     )
     scheduler, num_hit = caching_scheduler(spec.plan), list[int]()  # before each turn
     num_left = 0  # micro-batches until it dies in turn 3

@@ -18,7 +18,11 @@ from reference import assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.actors.stage_actor import SERIALIZED_OVERHEAD, SentStates, inline_limit
+from tramontane.cluster.actors.stage_actor import (
+    SERIALIZED_OVERHEAD,
+    HiddenStateTransfers,
+    inline_hidden_states_below,
+)
 from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS
 from tramontane.proto import wire
 from tramontane.proto.plan import Link
@@ -99,7 +103,7 @@ class _Sender:
     """Counts as a stage does, from what it reads of the cluster."""
 
     def __init__(self) -> None:
-        self.limit = inline_limit()
+        self.limit = inline_hidden_states_below()
 
     def read_limit(self) -> int:
         return self.limit
@@ -116,7 +120,7 @@ def test_the_count_follows_ray_s_own_choice(cluster: Cluster, over: int) -> None
     size = LIMIT - 300 - SERIALIZED_OVERHEAD + over
     ref = sender.send.remote(size)
     ray.wait([ref], fetch_local=False)
-    sent = SentStates(LIMIT)
+    sent = HiddenStateTransfers(LIMIT)
     sent.add_result(ray.get(ref))
     is_stored = bool(ray.experimental.get_object_locations([ref])[ref]["node_ids"])
     assert is_stored == (over > 0)

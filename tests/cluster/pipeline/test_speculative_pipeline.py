@@ -189,7 +189,7 @@ def _scheduler(plan: PipelinePlan) -> Scheduler:
         BUDGET,
         plan.max_model_len,
         plan.args.vocab_size,
-        reuses_prefixes=True,
+        enable_prefix_caching=True,
         speculative=CONFIG,
     )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(len(plan.stages), BUDGET))
@@ -348,7 +348,12 @@ def test_the_same_answers_of_steps_that_are_submitted_before_tokens_are_known(
         f"async-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link, pieces=pieces
     )
     limits = SchedulerLimits(
-        24, BUDGET, plan.max_model_len, ARGS.vocab_size, reuses_prefixes=True, async_scheduling=True
+        24,
+        BUDGET,
+        plan.max_model_len,
+        ARGS.vocab_size,
+        enable_prefix_caching=True,
+        async_scheduling=True,
     )
     with running_chain(spec) as chain:
         for chosen, is_killed in ((TOGETHER, False), (ALONE, False), (TOGETHER, True)):

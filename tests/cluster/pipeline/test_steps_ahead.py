@@ -22,7 +22,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
-from tramontane.router.scheduling.round_times import StepGap
+from tramontane.router.scheduling.round_times import HostGap
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
@@ -71,10 +71,10 @@ class _Counted:
     """A chain that counts the steps that were submitted with placeholders."""
 
     def __init__(self, chain: ObjectStoreStageChain, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_ahead, submit = 0, chain.submit
+        self.num_lookahead, submit = 0, chain.submit
 
         def counted(batch: MicroBatch) -> object:
-            self.num_ahead += batch.decodes.has_placeholders
+            self.num_lookahead += batch.decodes.has_placeholders
             return submit(batch)
 
         monkeypatch.setattr(chain, "submit", counted)
@@ -90,14 +90,14 @@ def test_the_same_tokens(
     if is_balanced:
         policy = BalancedPolicy(2, 64, None, 1, async_scheduling=True)
         # whatever the machine's times are
-        monkeypatch.setattr(StepGap, "is_long", lambda _self, _step_s: True)
+        monkeypatch.setattr(HostGap, "is_long", lambda _self, _step_s: True)
     with running_chain(spec) as chain:
         counted = _Counted(chain, monkeypatch)
         scheduler = scheduler_for(spec.plan, 64, policy)
         scheduler.limits = replace(scheduler.limits, async_scheduling=True)
         found = asyncio.run(run_prompts(chain, scheduler, PROMPTS, WISHES))
     assert found == _expected(spec)
-    assert counted.num_ahead > LENGTH // 2
+    assert counted.num_lookahead > LENGTH // 2
 
 
 @pytest.mark.parametrize("link", ["object-store", "direct"])
@@ -123,4 +123,4 @@ def test_a_stage_that_dies_loses_no_token(
         found = asyncio.run(run_prompts(chain, scheduler, PROMPTS, WISHES, observe=kill_once))
     assert found == _expected(spec)
     assert len({step.epoch for step in steps}) == 2
-    assert counted.num_ahead > LENGTH // 2
+    assert counted.num_lookahead > LENGTH // 2

@@ -284,7 +284,7 @@ def _slowest(
     budgets: Sequence[StageBudget],
     measured: tuple[StageTime, ...] | None = None,
 ) -> Fraction:
-    costs = layer_costs(ARGS, measured=measured)
+    costs = layer_costs(ARGS, stage_times=measured)
     return max(
         Fraction(sum(costs[layer] for layer in span), budget.speed)
         for span, budget in zip(spans, budgets, strict=True)
@@ -381,7 +381,7 @@ def test_gpus_are_chosen_for_the_head_that_was_measured() -> None:
         ]
         if possible:
             plan, slots = search_plan(
-                _config(**keys, stages=2, measured=times), ARGS, _hardware(gpus)
+                _config(**keys, stages=2, stage_times=times), ARGS, _hardware(gpus)
             )
             assert _slowest(
                 [stage.layers for stage in plan.stages], [slot.budget for slot in slots], times

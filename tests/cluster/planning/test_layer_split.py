@@ -154,9 +154,11 @@ def test_the_cost_of_the_head_is_what_busy_times_say() -> None:
     """
     args = tiny_args(n_layers=5, moe=False)
     (layer, *_) = layer_costs(args)
-    costs = layer_costs(args, measured=(StageTime(0, 2, 0.6), StageTime(3, 4, 0.5)))
+    costs = layer_costs(args, stage_times=(StageTime(0, 2, 0.6), StageTime(3, 4, 0.5)))
     assert costs == [layer] * 4 + [layer + layer // 2]
-    many = layer_costs(args, measured=(StageTime(0, 0, 2), StageTime(1, 2, 6), StageTime(3, 4, 9)))
+    many = layer_costs(
+        args, stage_times=(StageTime(0, 0, 2), StageTime(1, 2, 6), StageTime(3, 4, 9))
+    )
     assert many[-1] - layer == round(9 * 3 / 8 * layer) - 2 * layer, (
         "a layer takes 8/3 on average of those before the last stage"
     )
@@ -164,13 +166,15 @@ def test_the_cost_of_the_head_is_what_busy_times_say() -> None:
 
 def test_a_last_stage_that_is_faster_than_its_layers_gives_the_head_no_cost() -> None:
     args = tiny_args(n_layers=4, moe=False)
-    assert len(set(layer_costs(args, measured=(StageTime(0, 1, 0.6), StageTime(2, 3, 0.5))))) == 1
+    assert (
+        len(set(layer_costs(args, stage_times=(StageTime(0, 1, 0.6), StageTime(2, 3, 0.5))))) == 1
+    )
 
 
 def test_busy_times_of_another_model_are_refused() -> None:
     times = (StageTime(0, 1, 0.6), StageTime(2, 4, 0.5))
-    with pytest.raises(ConfigError, match="--measured is of 5 layers, and the model has 4"):
-        layer_costs(tiny_args(n_layers=4), measured=times)
+    with pytest.raises(ConfigError, match="--stage-times is of 5 layers, and the model has 4"):
+        layer_costs(tiny_args(n_layers=4), stage_times=times)
 
 
 def test_a_plan_by_busy_times_moves_layers_to_where_time_is_left() -> None:
@@ -178,11 +182,11 @@ def test_a_plan_by_busy_times_moves_layers_to_where_time_is_left() -> None:
     args = tiny_args(n_layers=8, moe=False)
     budgets = (StageBudget(2**30),) * 2
     request = PlanRequest(budgets, "float32", max_model_len=64, max_num_seqs=4, page_size=16)
-    measured = replace(request, measured=(StageTime(0, 3, 0.4), StageTime(4, 7, 0.8)))
+    measured = replace(request, stage_times=(StageTime(0, 3, 0.4), StageTime(4, 7, 0.8)))
     assert [len(stage.layers) for stage in make_plan(args, request).stages] == [4, 4]
     plan = make_plan(args, measured)
     assert [len(stage.layers) for stage in plan.stages] == [6, 2]
-    assert relative_times(layer_costs(args, measured=measured.measured), plan, budgets) == [
+    assert relative_times(layer_costs(args, stage_times=measured.stage_times), plan, budgets) == [
         1.0,
         1.0,
     ]

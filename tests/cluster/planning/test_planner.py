@@ -739,14 +739,14 @@ DEFAULTS = {
     "gpu_memory": None,
     "gpu_speed": None,
     "link": "object-store",
-    "inline_limit": None,
+    "inline_hidden_states_below": None,
     "step_timeout": 30.0,
     "expert_actors": 0,
     "expert_replicas": 1,
     "expert_memory": None,
     "expert_load": None,
-    "measured": None,
-    "ping_pong": 2,
+    "stage_times": None,
+    "expert_micro_batches": 2,
     "seed": 0,
     "served_model_name": None,
     "host": "127.0.0.1",
@@ -754,14 +754,14 @@ DEFAULTS = {
     "grpc_port": 9000,
     "replicas": 1,
     "max_replicas": None,
-    "target_load": 0.75,
-    "target_tokens": None,
+    "autoscale_load": 0.75,
+    "autoscale_tokens": None,
     "upscale_delay": 30.0,
     "downscale_delay": 600.0,
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
     "drain_timeout": None,
-    "slow_reader_timeout": 60.0,
+    "slow_client_timeout": 60.0,
     "dashboard": False,
     "move_experts": False,
     "public_metrics": False,
@@ -812,15 +812,15 @@ OF_SERVE = {
     "grpc_port",
     "replicas",
     "max_replicas",
-    "target_load",
-    "target_tokens",
+    "autoscale_load",
+    "autoscale_tokens",
     "upscale_delay",
     "downscale_delay",
     "max_queued_requests",
     "max_queued_tokens",
     "share_prefixes",
     "drain_timeout",
-    "slow_reader_timeout",
+    "slow_client_timeout",
     "dashboard",
     "move_experts",
     "public_metrics",
@@ -845,11 +845,15 @@ def test_a_scheduler_caches_prefixes_as_configured() -> None:
         PRESETS["mistral-7b-v0.1"], PlanRequest((StageBudget(80 * GIB),), "bfloat16", 4096, 64, 16)
     )
     limits = make_scheduler(EngineConfig(), plan, model="a mark").limits
-    assert (limits.reuses_prefixes, limits.shares_prefixes, limits.model) == (True, False, "a mark")
+    assert (limits.enable_prefix_caching, limits.share_prefixes, limits.model) == (
+        True,
+        False,
+        "a mark",
+    )
     changed = make_scheduler(
         EngineConfig(enable_prefix_caching=False, share_prefixes=True), plan
     ).limits
-    assert (changed.reuses_prefixes, changed.shares_prefixes) == (False, True)
+    assert (changed.enable_prefix_caching, changed.share_prefixes) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -982,7 +986,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("expert-replicas", "2", 2),
     ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
     ("expert-load", str(LOAD_FILE), ((1, 2), (3, 4))),
-    ("measured", str(TIMES_FILE), (StageTime(0, 8, 0.9), StageTime(9, 15, 0.85))),
+    ("stage_times", str(TIMES_FILE), (StageTime(0, 8, 0.9), StageTime(9, 15, 0.85))),
     ("ping-pong", "3", 3),
     ("seed", "-7", -7),
 ]

@@ -33,7 +33,7 @@ def _wanted(
     running: int | None = None,
     target: int = 1,
     requests: float = 0.0,
-    target_tokens: int | None = None,
+    autoscale_tokens: int | None = None,
 ) -> float:
     """The policy's result for routers that have reported this; ``running`` is their number, if some
     have not reported.
@@ -49,7 +49,7 @@ def _wanted(
         total_num_requests=requests,
         config=SimpleNamespace(get_target_ongoing_requests=lambda: 6.0),
     )
-    wanted, remembered = PipelineAutoscalingPolicy(0.75, target_tokens)(context)
+    wanted, remembered = PipelineAutoscalingPolicy(0.75, autoscale_tokens)(context)
     assert remembered == {}
     return wanted
 
@@ -68,8 +68,8 @@ def test_tokens_in_flight_count_where_they_are_to() -> None:
     """
     long = {"a": PipelineLoad(2 / 64, 2500)}
     assert _wanted(long) < 0.1
-    assert _wanted(long, target_tokens=1000) == pytest.approx(2.5)
-    assert _wanted({"a": PipelineLoad(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), (
+    assert _wanted(long, autoscale_tokens=1000) == pytest.approx(2.5)
+    assert _wanted({"a": PipelineLoad(3.0, 10)}, autoscale_tokens=1000) == pytest.approx(4.0), (
         "and the places still do"
     )
 
@@ -132,10 +132,10 @@ def test_the_report_of_a_dead_router_does_not_count() -> None:
 
 def test_the_policy_travels_with_its_settings() -> None:
     scaling = router_scaling_options(
-        EngineConfig(max_replicas=2, target_load=0.5, target_tokens=7)
+        EngineConfig(max_replicas=2, autoscale_load=0.5, autoscale_tokens=7)
     )["autoscaling_config"]
     policy: Any = _resolve_policy_callable(scaling.policy)
-    assert (policy._target_load, policy._target_tokens) == (0.5, 7)
+    assert (policy._autoscale_load, policy._autoscale_tokens) == (0.5, 7)
     assert (scaling.min_replicas, scaling.max_replicas, scaling.get_target_ongoing_requests()) == (
         1,
         2,
@@ -172,14 +172,14 @@ def test_the_application_is_scaled_by_its_routers_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"target_load": 0}, 4.0),
-        ({"target_load": "0.5"}, 4.0),
-        ({"target_load": -1}, 4.0),
-        ({"target_load": float("nan")}, 4.0),
+        ({"autoscale_load": 0}, 4.0),
+        ({"autoscale_load": "0.5"}, 4.0),
+        ({"autoscale_load": -1}, 4.0),
+        ({"autoscale_load": float("nan")}, 4.0),
         ({}, 4.0),
-        ({"target_load": 1.5, "target_token": 5}, 2.0),
-        ({"target_load": 1.5, "target_tokens": 0}, 2.0),
-        ({"target_load": 1.5, "target_tokens": [1]}, 2.0),
+        ({"autoscale_load": 1.5, "target_token": 5}, 2.0),
+        ({"autoscale_load": 1.5, "autoscale_tokens": 0}, 2.0),
+        ({"autoscale_load": 1.5, "autoscale_tokens": [1]}, 2.0),
     ],
 )
 def test_settings_that_make_no_sense_are_left_out_and_said(

@@ -14,15 +14,15 @@ import pytest
 from harness import merge_outputs
 from scripted_chain import ReportingChain, answer
 
-from tramontane.cluster.serving import retry_policy, token_channel
+from tramontane.cluster.serving import retry_policy, token_stream
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.retry_policy import (
-    FailoverBudget,
+    RouterFailoverBudget,
     WaitingRequest,
     most_useful_error,
 )
-from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -67,7 +67,7 @@ class Replica:
             Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
             ReportingChain(self._gate),
         )
-        self.channels = IngressStreams(name)
+        self.channels = TokenStreams(name)
         self._running = asyncio.create_task(self.router.run())
 
     async def _gate(self, _batch: MicroBatch) -> None:
@@ -318,7 +318,7 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
         monkeypatch.setattr(loop, "time", lambda: now)
-        lasting = FailoverBudget()
+        lasting = RouterFailoverBudget()
         for _ in range(retry_policy.MAX_LOSSES - 1):
             lasting.on_error(RouterLostError("lost"))
             assert lasting.without_router_since == now
@@ -337,7 +337,7 @@ def test_losses_do_not_add_up_where_tokens_came_between() -> None:
     """
 
     async def scenario() -> None:
-        lasting = FailoverBudget()
+        lasting = RouterFailoverBudget()
         for _ in range(3 * retry_policy.MAX_LOSSES):
             lasting.on_error(RouterLostError("lost"))
             lasting.reset()
@@ -352,7 +352,7 @@ def test_losses_do_not_add_up_where_tokens_came_between() -> None:
 def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
-    monkeypatch.setattr(token_channel, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
+    monkeypatch.setattr(token_stream, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=40))
     num_lost = retry_policy.MAX_LOSSES + 2
 
@@ -406,7 +406,7 @@ def test_retries_last_as_long_as_they_help(
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 1000.0
         monkeypatch.setattr(loop, "time", lambda: now)
-        trying = FailoverBudget(was_accepted=was_accepted)
+        trying = RouterFailoverBudget(was_accepted=was_accepted)
         if limit_s > 0:
             trying.on_error(error)
             now += limit_s
@@ -514,7 +514,7 @@ def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(
             waits.set()
             await may_try.wait()
 
-        monkeypatch.setattr(retry_policy.FailoverBudget, "backoff", backoff)
+        monkeypatch.setattr(retry_policy.RouterFailoverBudget, "backoff", backoff)
         async with _harness(1, random.Random(0)) as (routing, routers):
             requested = await _left_without_a_router(routing, routers, routers)
             await waits.wait()

@@ -23,7 +23,7 @@ from tramontane.cluster.serving import (
     router_streams,
 )
 from tramontane.cluster.serving.pipeline_client import PipelineClient
-from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, with_idle_timeout
+from tramontane.cluster.serving.token_stream import DONE, KEEPALIVE, with_idle_timeout
 from tramontane.proto.errors import (
     OverloadedError,
     PipelineError,
@@ -171,7 +171,7 @@ def test_a_refusal_is_remembered_for_a_moment_only() -> None:
 
 def test_that_one_client_has_filled_a_router_is_no_refusal_of_another_client() -> None:
     async def scenario() -> None:
-        refusals = retry_policy.RecentRefusals()
+        refusals = retry_policy.RefusalTracker()
         first = SequenceRequest((1,), SamplingParams(max_tokens=1), owner=1)
         refusals.add("a", QueueFullError("full", 1), first)
         refusals.add("b", OverloadedError("too large for what is left", 1), first)
@@ -203,7 +203,7 @@ def test_a_request_searches_until_every_router_has_refused_it() -> None:
             PipelineRecoveringError("recovers"),
             StreamNotOpenError("no stream"),
         )
-        recent = retry_policy.RecentRefusals()
+        recent = retry_policy.RefusalTracker()
         recent.add("a", full, first)
         search = retry_policy.RouterSearch(recent, first)
         assert (search.refused.keys(), search.may_wait) == ({"a"}, False)

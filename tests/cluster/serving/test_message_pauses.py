@@ -7,12 +7,12 @@ from fixed_load import FixedLoad
 from scripted_chain import Gate, ScriptedChain
 from virtual_time import run_in_virtual_time
 
-from tramontane.cluster.serving.token_channel import (
+from tramontane.cluster.serving.token_stream import (
     DONE,
     KEEPALIVE,
-    IngressStream,
-    IngressStreams,
-    _Delivery,
+    TokenStream,
+    TokenStreams,
+    _RequestSink,
     model_key,
 )
 from tramontane.proto import wire
@@ -25,7 +25,7 @@ from tramontane.proto.request import (
     SamplingParams,
     SequenceRequest,
     TokenEvent,
-    announcement,
+    fingerprint_output,
 )
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
@@ -66,7 +66,7 @@ def test_a_pause_is_a_part_of_the_time_between_two_writes_of_a_stream(
     write_interval_s: float, num_requests: int, num_ended: int, pause_s: float
 ) -> None:
     """And at least 1 ms per request, up to 0.1 s: answers that are not streamed are not written."""
-    stream = IngressStream()
+    stream = TokenStream()
     for _ in range(num_requests):
         stream.accept(write_interval_s)
     for _ in range(num_ended):
@@ -87,7 +87,7 @@ def test_a_pause_is_shorter_while_there_is_time(level: float, sent_at: list[floa
 
     async def scenario() -> None:
         stream, now, received = (
-            IngressStream(FixedLoad(level)),
+            TokenStream(FixedLoad(level)),
             asyncio.get_running_loop().time,
             list[float](),
         )
@@ -115,7 +115,7 @@ def test_a_pause_is_shorter_while_there_is_time(level: float, sent_at: list[floa
 def test_a_router_measures_its_load_while_it_has_requests() -> None:
     async def scenario() -> None:
         load = FixedLoad()
-        streams = IngressStreams("replica", load=load)
+        streams = TokenStreams("replica", load=load)
 
         async def read() -> None:
             async for _ in streams.subscribe("ingress", "replica"):
@@ -142,7 +142,7 @@ def test_tokens_of_many_steps_travel_in_one_message_unless_one_is_urgent(
 
     async def scenario() -> None:
         stream, now, received = (
-            IngressStream(),
+            TokenStream(),
             asyncio.get_running_loop().time,
             list[tuple[float, int]](),
         )
@@ -182,7 +182,7 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
 
     async def scenario() -> None:
         router = _router(step)
-        driving, streams = asyncio.create_task(router.run()), IngressStreams("replica")
+        driving, streams = asyncio.create_task(router.run()), TokenStreams("replica")
         now, received, began = asyncio.get_running_loop().time, list[tuple[float, int]](), 1.0
 
         async def read() -> None:
@@ -220,9 +220,9 @@ def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
     second: TokenEvent | TramontaneError, arrives: float
 ) -> None:
     async def scenario() -> None:
-        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[float]()
+        stream, now, received = TokenStream(), asyncio.get_running_loop().time, list[float]()
         stream.accept(1.0)
-        delivery = _Delivery(stream, 0, 2)
+        delivery = _RequestSink(stream, 0, 2)
 
         async def read() -> None:
             async for message in stream.messages():
@@ -248,9 +248,9 @@ def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
 
 def test_the_first_tokens_are_urgent_whatever_was_announced_before_them() -> None:
     async def scenario() -> None:
-        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[float]()
+        stream, now, received = TokenStream(), asyncio.get_running_loop().time, list[float]()
         stream.accept(1.0)
-        delivery = _Delivery(stream, 0, 1)
+        delivery = _RequestSink(stream, 0, 1)
 
         async def read() -> None:
             async for message in stream.messages():
@@ -260,7 +260,7 @@ def test_the_first_tokens_are_urgent_whatever_was_announced_before_them() -> Non
                 )
 
         reading = asyncio.create_task(read())
-        for output in (announcement("a"), announcement("b"), _token(1), _token(2)):
+        for output in (fingerprint_output("a"), fingerprint_output("b"), _token(1), _token(2)):
             delivery.put(output)
             await asyncio.sleep(0.12)
         await asyncio.sleep(0.5)
@@ -272,7 +272,7 @@ def test_the_first_tokens_are_urgent_whatever_was_announced_before_them() -> Non
 
 def test_what_is_urgent_while_a_message_is_being_sent_waits_for_the_shorter_pause() -> None:
     async def scenario() -> None:
-        stream, now = IngressStream(), asyncio.get_running_loop().time
+        stream, now = TokenStream(), asyncio.get_running_loop().time
         stream.accept(1.0)
         messages = stream.messages()
         assert await anext(messages) == KEEPALIVE

@@ -30,7 +30,7 @@ from tramontane.cluster.serving import (
     pipeline_client,
     retry_policy,
     router_streams,
-    token_channel,
+    token_stream,
 )
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import (
@@ -53,7 +53,7 @@ from tramontane.proto.errors import (
     RequestError,
     RouterLostError,
 )
-from tramontane.proto.request import SamplingParams, SequenceRequest, announcement
+from tramontane.proto.request import SamplingParams, SequenceRequest, fingerprint_output
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
@@ -442,7 +442,7 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_streams, "SILENCE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(pipeline_client, "ACCEPT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(token_channel, "KEEPALIVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(token_stream, "KEEPALIVE_INTERVAL_S", 0.02)
 
 
 @pytest.mark.usefixtures("_soon_missed")
@@ -534,7 +534,7 @@ def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
 
 def test_a_stream_that_broke_on_one_side_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router believes that it still answers through it. The request continues where it was."""
-    monkeypatch.setattr(token_channel, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
+    monkeypatch.setattr(token_stream, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
 
     async def scenario() -> None:
         replica = Replica("a")
@@ -658,7 +658,7 @@ def test_a_stream_that_breaks_ends_the_calls_that_a_router_may_have_accepted() -
         lost, other = (Stream(streams.name, replica) for replica in "ab")
         on_lost, on_other, unknown = (streams.begin_call([spec], 0.0, window) for _ in range(3))
         for call, stream in ((on_lost, lost), (on_other, other)):
-            call.deliver(announcement("fp"), stream)
+            call.deliver(fingerprint_output("fp"), stream)
         streams._on_break(lost, ConnectionError("reset"))
         with pytest.raises(RouterLostError, match="the stream from the router broke"):
             await on_lost.next_output()

@@ -35,7 +35,7 @@ from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 VOCABULARY = 1000
 CACHE = CachePlan(16, (WindowClass(None, 64, 400), WindowClass(64, 5, 200)))
-LIMITS = SchedulerLimits(8, 64, 1024, VOCABULARY, max_queued_seqs=4, reuses_prefixes=True)
+LIMITS = SchedulerLimits(8, 64, 1024, VOCABULARY, max_queued_seqs=4, enable_prefix_caching=True)
 # of virtual time: after it the ingress knows what is cached
 PAUSE_S = 2 * router_queries.DIGEST_INTERVAL_S
 
@@ -163,7 +163,7 @@ def test_clients_with_other_keys_share_only_where_they_may(shares: bool) -> None
     """
 
     async def scenario(names: str) -> None:
-        replicas = _replicas(names, replace(LIMITS, shares_prefixes=shares))
+        replicas = _replicas(names, replace(LIMITS, share_prefixes=shares))
         chat = _chats(1)[0]
         async with _ingress(replicas, shares=shares) as (routers, _):
             await _ask(routers, [1])

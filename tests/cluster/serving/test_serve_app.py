@@ -100,7 +100,7 @@ SETTINGS: dict[str, Any] = {
     "stages": 2,
     "max_num_seqs": 32,
     "threads_per_stage": 1,
-    "slow_reader_timeout": 3.0,
+    "slow_client_timeout": 3.0,
 }
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 _TEXT = "ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O"

@@ -21,7 +21,7 @@ from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.batch.submissions import JobSubmissions
-from tramontane.router.openai.body_bounds import MAX_GROUPS
+from tramontane.router.openai.json_limits import MAX_GROUPS
 
 harness = sqlite_harness
 

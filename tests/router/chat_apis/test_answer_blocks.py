@@ -23,7 +23,7 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.router.chat_apis.block_formatter import BlockFormatter
-from tramontane.router.chat_apis.blocks import Block, Blocks, Piece, Step
+from tramontane.router.chat_apis.blocks import AnswerPiece, Block, Blocks, Step
 from tramontane.router.chat_apis.messages_answer import parse_input, prepare_message
 from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
 from tramontane.router.chat_apis.responses_answer import (
@@ -32,7 +32,7 @@ from tramontane.router.chat_apis.responses_answer import (
     prepare_response,
 )
 from tramontane.router.chat_apis.responses_request import parse_responses
-from tramontane.router.openai.responses import Event
+from tramontane.router.openai.response_models import Event
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -49,8 +49,8 @@ HEADS = st.builds(
     lambda id, arguments: CallDelta(0, arguments, id, "f"), st.sampled_from(["x", "y"]), TEXTS
 )
 PIECES = st.lists(
-    st.builds(Piece, TEXTS, TEXTS)
-    | st.builds(lambda head, rest: Piece(calls=(head, CallDelta(0, rest))), HEADS, TEXTS),
+    st.builds(AnswerPiece, TEXTS, TEXTS)
+    | st.builds(lambda head, rest: AnswerPiece(calls=(head, CallDelta(0, rest))), HEADS, TEXTS),
     max_size=12,
 )
 
@@ -60,7 +60,9 @@ def _described(blocks: Blocks) -> list[tuple[str, int, str, str, str]]:
 
 
 @given(PIECES, st.lists(st.integers(0, 12), max_size=5))
-def test_blocks_are_the_same_however_pieces_arrive(pieces: list[Piece], cuts: list[int]) -> None:
+def test_blocks_are_the_same_however_pieces_arrive(
+    pieces: list[AnswerPiece], cuts: list[int]
+) -> None:
     at_once, cut_up = Blocks(), Blocks()
     at_once.push(pieces)
     places = sorted({0, *(cut for cut in cuts if cut < len(pieces)), len(pieces)})
@@ -281,7 +283,7 @@ def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: 
 
 @given(PIECES, st.lists(st.integers(1, 4), max_size=12))
 def test_numbers_of_events_are_below_what_another_ingress_begins_with(
-    pieces: list[Piece], sizes: list[int]
+    pieces: list[AnswerPiece], sizes: list[int]
 ) -> None:
     """Every piece is of one token. Blocks of an ingress that continues are those of the same
     pieces.

@@ -87,7 +87,7 @@ def test_a_request_that_continues_elsewhere_keeps_them() -> None:
 
 @asynccontextmanager
 async def _running(chain: StatefulChain, model: str = "", **limits: bool) -> AsyncIterator[Router]:
-    settings = SchedulerLimits(8, 64, 256, 1000, reuses_prefixes=True, model=model, **limits)
+    settings = SchedulerLimits(8, 64, 256, 1000, enable_prefix_caching=True, model=model, **limits)
     router = Router(Scheduler(CACHE, settings, FixedInFlightPolicy(2, 64)), chain)
     task = asyncio.create_task(router.run())
     yield router
@@ -130,7 +130,7 @@ def test_a_router_reports_what_a_request_finds() -> None:
 @pytest.mark.parametrize("shares", [False, True])
 def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None:
     async def scenario() -> None:
-        async with _running(StatefulChain(no_gate), shares_prefixes=shares) as router:
+        async with _running(StatefulChain(no_gate), share_prefixes=shares) as router:
             await _num_cached(router, [_spec(PROMPT, "mine")])
             for tenant, expected in (("mine", 64), ("theirs", 64 * shares), ("", 64 * shares)):
                 assert sum(await _num_cached(router, [_spec(PROMPT, tenant)])) == expected
@@ -143,7 +143,7 @@ def test_the_model_is_a_part_of_every_key() -> None:
     its own.
     """
     salts = [
-        SchedulerLimits(8, 64, 256, 1000, shares_prefixes=shares, model=model).cache_salt(tenant)
+        SchedulerLimits(8, 64, 256, 1000, share_prefixes=shares, model=model).cache_salt(tenant)
         for model, shares, tenant in (
             ("m1", False, "t"),
             ("m2", False, "t"),
@@ -154,7 +154,7 @@ def test_the_model_is_a_part_of_every_key() -> None:
     ]
     assert len(set(salts)) == 5
     assert (
-        SchedulerLimits(8, 64, 256, 1000, shares_prefixes=True, model="m1").cache_salt("u")
+        SchedulerLimits(8, 64, 256, 1000, share_prefixes=True, model="m1").cache_salt("u")
         == salts[2]
     )
 

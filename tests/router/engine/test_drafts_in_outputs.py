@@ -64,7 +64,7 @@ class Delivered:
         """Deliver an event of each after so many drafts of each."""
         for sequence in self.live:
             sequence.num_draft_tokens += num_drafts * (sequence.seq_id in seq_ids)
-            sequence.num_right_drafts += num_right * (sequence.seq_id in seq_ids)
+            sequence.num_accepted_draft_tokens += num_right * (sequence.seq_id in seq_ids)
         self.request.deliver([TokenEvent(seq_id, 7) for seq_id in seq_ids], 2.0)
 
 

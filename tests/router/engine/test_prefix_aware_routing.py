@@ -136,7 +136,7 @@ def test_of_a_long_prompt_only_the_beginning_is_compared(monkeypatch: pytest.Mon
     assert fleet.choose((*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE])) == "b", (
         "of whose blocks all four are there"
     )
-    assert {len(pipeline.sent_keys) for pipeline in fleet.routing._pipelines.values()} == {0, 4}
+    assert {len(pipeline.sent_hashes) for pipeline in fleet.routing._pipelines.values()} == {0, 4}
 
 
 def test_what_is_not_cached_anywhere_goes_where_least_is_to_do() -> None:
@@ -214,7 +214,7 @@ def test_what_was_just_sent_is_a_prefix_for_the_next() -> None:
     fleet.query(after_s=LATE_S + TURN_S)
     assert fleet.choose(TEXT[:80]) == "a"
     fleet.query(after_s=LATE_S + TURN_S)
-    assert not fleet.routing._pipelines["a"].sent_keys, "if it was true, digests say so now"
+    assert not fleet.routing._pipelines["a"].sent_hashes, "if it was true, digests say so now"
 
 
 def test_what_was_sent_counts_once_whether_or_not_a_digest_has_it() -> None:
@@ -419,7 +419,7 @@ def test_who_gets_changes_knows_what_is_cached() -> None:
             num_removed += len(fleet.digest(name).changes.removed)
             fleet.query()
             for each, pipe in fleet.pipes.items():
-                whole = pipe.scheduler.allocator.cached_keys.since(-1)
+                whole = pipe.scheduler.allocator.prefix_hashes.since(-1)
                 assert fleet.routing._pipelines[each].keys == set(split_keys(whole.added))
             _check_index(fleet.routing)
     assert num_removed
@@ -429,7 +429,7 @@ def _check_index(routing: PrefixAwareRouting) -> None:
     """Assert that the index has just what is known of the caches and what was sent."""
     expected: dict[bytes, int] = {}
     for pipeline in routing._pipelines.values():
-        for key in pipeline.keys | pipeline.sent_keys.keys():
+        for key in pipeline.keys | pipeline.sent_hashes.keys():
             expected[key] = expected.get(key, 0) + pipeline.bit
     assert routing._index._holders == expected
 

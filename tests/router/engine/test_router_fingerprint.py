@@ -17,7 +17,7 @@ from tramontane.proto.request import (
     SamplingParams,
     SequenceRequest,
     TokenEvent,
-    announcement,
+    fingerprint_output,
 )
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.request_output import OutputQueue
@@ -125,12 +125,17 @@ def test_a_pipeline_that_is_not_known_has_none_until_it_is() -> None:
 def test_it_is_read_with_the_tokens_that_follow_it_and_once() -> None:
     async def scenario() -> None:
         queue, token = OutputQueue(), RequestOutput((TokenEvent(0, 7),), TIMES)
-        for item in (announcement("a"), token):
+        for item in (fingerprint_output("a"), token):
             queue.put(item)
         assert await queue.get() == token._replace(fingerprint="a")
         queue.put(token)
         assert await queue.get() == token
-        for item in (announcement("b"), announcement("c"), announcement(""), token):
+        for item in (
+            fingerprint_output("b"),
+            fingerprint_output("c"),
+            fingerprint_output(""),
+            token,
+        ):
             queue.put(item)
         assert await queue.get() == token._replace(fingerprint="c")
 
@@ -139,6 +144,11 @@ def test_it_is_read_with_the_tokens_that_follow_it_and_once() -> None:
 
 def test_it_travels_and_single_tokens_stay_short() -> None:
     token = RequestOutput((TokenEvent(0, 7),), TIMES)
-    for output in (announcement("a"), announcement(""), token._replace(fingerprint="a"), token):
+    for output in (
+        fingerprint_output("a"),
+        fingerprint_output(""),
+        token._replace(fingerprint="a"),
+        token,
+    ):
         assert wire.decode_outputs(wire.encode_outputs([(3, output)])) == [(3, output)]
     assert len(wire.encode_outputs([(3, token)])) < 40

@@ -55,9 +55,9 @@ from tramontane.router.grpc.messages import (
     token_logprobs,
 )
 from tramontane.router.grpc.servicer import GrpcServicer, coalesce, submit
-from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.json_limits import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -122,7 +122,7 @@ async def _harness(
         CONTEXT,
         1000,
         max_queued_seqs=max_queued_seqs,
-        reuses_prefixes=True,
+        enable_prefix_caching=True,
         speculative=speculative,
     )
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), VerifyingChain(gate))

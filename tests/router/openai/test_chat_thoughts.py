@@ -24,7 +24,7 @@ from tramontane.proto.request import (
 )
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import parse_chat
-from tramontane.router.openai.responses import ChatAnswer, to_json
+from tramontane.router.openai.response_models import ChatAnswer, to_json
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser
 

@@ -9,7 +9,7 @@ import pytest
 from scripted_token_source import CONTEXT, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.response_models import (
     ChatAnswer,
     ChatChange,
     ChatChunk,

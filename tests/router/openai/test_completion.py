@@ -30,7 +30,7 @@ from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.formatter import CompletionFormatter
 from tramontane.router.openai.logprobs import token_text
-from tramontane.router.openai.responses import CompletionAnswer, CompletionChunk
+from tramontane.router.openai.response_models import CompletionAnswer, CompletionChunk
 from tramontane.router.openai.resume_state import ChoiceState, ResumeState
 from tramontane.router.openai.served_model import (
     MAX_STREAMED_LOGPROBS,

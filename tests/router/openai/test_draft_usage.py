@@ -18,7 +18,7 @@ from tramontane.proto.request import (
 )
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
-from tramontane.router.openai.responses import CompletionAnswer, Usage
+from tramontane.router.openai.response_models import CompletionAnswer, Usage
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 

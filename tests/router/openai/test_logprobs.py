@@ -15,7 +15,7 @@ from token_pieces import PieceTokenizer
 
 from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
 from tramontane.router.engine.active_request import PositionBuffer
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.detokenizer import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
     TokenWithLogprobs,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tramontane.router.openai.responses import (
+from tramontane.router.openai.response_models import (
     MAX_PIECE,
     Answer,
     ChatChoice,

@@ -115,8 +115,11 @@ def test_timings_of_other_stages_are_not_learned() -> None:
 )
 def test_decodes_alone_go_round_soonest(num_decoding: int, budget: BatchBudget) -> None:
     policy = _trained(BalancedPolicy(STAGES, MAX_TOKENS))
-    assert policy.choose_budget(_decoding(num_decoding, num_in_flight=budget.spread - 1)) == budget
-    assert policy.choose_budget(_decoding(num_decoding, num_in_flight=budget.spread)) is None
+    assert (
+        policy.choose_budget(_decoding(num_decoding, num_in_flight=budget.decode_groups - 1))
+        == budget
+    )
+    assert policy.choose_budget(_decoding(num_decoding, num_in_flight=budget.decode_groups)) is None
 
 
 def test_one_stage_cuts_no_decodes() -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy, PromptSpread
+from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy, PromptPieces
 from tramontane.router.scheduling.policy import (
     BatchBudget,
     BatchWork,
@@ -60,29 +60,29 @@ def test_prompts_that_arrived_together_end_after_twice_the_pieces_in_which_they_
 
 
 def test_the_pieces_of_waiting_prompts() -> None:
-    spread = PromptSpread()
-    assert spread.pieces(160, 4) == 4
-    spread.record(160, 40)
-    assert spread.pieces(120, 4) == 4, "3.5 are left"
-    spread.record(120, 30)
-    assert spread.pieces(90 + 90, 4) == 4, "3 of the old ones and 4 of the new ones"
-    spread.record(180, 200)
-    assert spread.pieces(7, 0) == 1
+    decode_groups = PromptPieces()
+    assert decode_groups.pieces(160, 4) == 4
+    decode_groups.record(160, 40)
+    assert decode_groups.pieces(120, 4) == 4, "3.5 are left"
+    decode_groups.record(120, 30)
+    assert decode_groups.pieces(90 + 90, 4) == 4, "3 of the old ones and 4 of the new ones"
+    decode_groups.record(180, 200)
+    assert decode_groups.pieces(7, 0) == 1
 
 
 def test_pieces_of_prompts_that_are_left_and_of_new_ones_by_their_tokens() -> None:
-    spread = PromptSpread()
-    assert spread.pieces(1000, 8) == 8
-    spread.record(1000, 10)
-    assert spread.pieces(10, 8) == 8, "7.5 are left: most have been aborted"
+    decode_groups = PromptPieces()
+    assert decode_groups.pieces(1000, 8) == 8
+    decode_groups.record(1000, 10)
+    assert decode_groups.pieces(10, 8) == 8, "7.5 are left: most have been aborted"
     for _ in range(20):
-        spread.record(10, 1)
-    assert spread.pieces(18, 9) == 5, "1 of 9 old ones and 9 of 9 new ones"
+        decode_groups.record(10, 1)
+    assert decode_groups.pieces(18, 9) == 5, "1 of 9 old ones and 9 of 9 new ones"
     for _ in range(3):
-        spread.record(18, 0)
-    assert spread.pieces(18, 0) == 4, "3.5 are left"
-    spread.clear()
-    assert spread.pieces(18, 9) == 9
+        decode_groups.record(18, 0)
+    assert decode_groups.pieces(18, 0) == 4, "3.5 are left"
+    decode_groups.clear()
+    assert decode_groups.pieces(18, 9) == 9
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(
 def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_would_be_at_first() -> (
     None
 ):
-    spread, pending, sizes = PromptSpread(), 0, []
+    decode_groups, pending, sizes = PromptPieces(), 0, []
     for _ in range(200):
         pending += 10
-        sizes.append(-(-pending // spread.pieces(pending, 16)))
-        spread.record(pending, sizes[-1])
+        sizes.append(-(-pending // decode_groups.pieces(pending, 16)))
+        decode_groups.record(pending, sizes[-1])
         pending -= sizes[-1]
     assert set(sizes[-50:]) == {10}
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tramontane.router.scheduling import prefix_cache
 from tramontane.router.scheduling.prefix_cache import (
     KEY_BYTES,
-    CachedKeyLog,
     KeyChanges,
     PagePool,
+    PrefixHashLog,
     split_keys,
 )
 
@@ -25,8 +25,8 @@ def _numbers(joined: bytes) -> list[int]:
     return [int.from_bytes(key, "big") for key in split_keys(joined)]
 
 
-def _log_of(*numbers: int) -> CachedKeyLog:
-    log = CachedKeyLog(1)
+def _log_of(*numbers: int) -> PrefixHashLog:
+    log = PrefixHashLog(1)
     for number in numbers:
         log.add(_key(number))
     return log
@@ -86,7 +86,7 @@ def test_what_was_cleared_is_gone_for_all_who_follow() -> None:
 
 
 def test_a_key_counts_while_every_pool_has_a_page_of_it() -> None:
-    log = CachedKeyLog(3)
+    log = PrefixHashLog(3)
     for _ in range(2):
         log.add(_key(1))
     assert _seen(log.since(0)) == (False, [], [])
@@ -115,7 +115,7 @@ def test_who_follows_has_the_keys_that_all_pools_have(
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache, "MAX_CHANGES", most_kept)
-        log = CachedKeyLog(num_pools)
+        log = PrefixHashLog(num_pools)
     pools = [PagePool(rng.randint(1, 9), log) for _ in range(num_pools)]
     held: list[list[int]] = [[] for _ in pools]
     followers: list[tuple[int, set[int]]] = [(-1, set()) for _ in range(3)]
@@ -150,7 +150,7 @@ def _disturb(rng: random.Random, pool: PagePool, held: list[int]) -> None:
         pool.give_back([held.pop(rng.randrange(len(held)))])
 
 
-def _follow(log: CachedKeyLog, version: int, known: set[int]) -> tuple[int, set[int]]:
+def _follow(log: PrefixHashLog, version: int, known: set[int]) -> tuple[int, set[int]]:
     changes = log.since(version)
     before = set() if changes.is_whole else known
     return changes.version, (before - set(_numbers(changes.removed))) | set(_numbers(changes.added))

@@ -49,9 +49,9 @@ class DefectivePolicy(BalancedPolicy):
         self._fail_in("draft_break_even")
         return super().draft_break_even(state)
 
-    def ahead_break_even(self, state: SchedulerState) -> float:
-        self._fail_in("ahead_break_even")
-        return super().ahead_break_even(state)
+    def lookahead_break_even(self, state: SchedulerState) -> float:
+        self._fail_in("lookahead_break_even")
+        return super().lookahead_break_even(state)
 
     def _fail_in(self, method: str) -> None:
         self._calls_left -= method == self._method
@@ -82,7 +82,7 @@ def _pipeline(policy: FixedInFlightPolicy | BalancedPolicy) -> FakePipeline:
 
 @pytest.mark.parametrize("first", [1, 2, 30])
 @pytest.mark.parametrize(
-    "method", ["choose_budget", "observe", "draft_break_even", "ahead_break_even"]
+    "method", ["choose_budget", "observe", "draft_break_even", "lookahead_break_even"]
 )
 def test_every_sequence_ends_with_all_of_its_tokens(
     method: str, first: int, policy_failures: list[logging.LogRecord]
@@ -125,13 +125,13 @@ def test_a_budget_with_which_nothing_would_ever_run_is_a_defect(
 
 
 @pytest.mark.parametrize(
-    ("num_in_flight", "num_ahead", "num_ready"), [(1, 0, 4), (0, 1, 4), (0, 0, 0)]
+    ("num_in_flight", "num_lookahead", "num_ready"), [(1, 0, 4), (0, 1, 4), (0, 0, 0)]
 )
 def test_a_policy_may_wait_for_what_is_in_flight_or_is_to_come(
-    num_in_flight: int, num_ahead: int, num_ready: int
+    num_in_flight: int, num_lookahead: int, num_ready: int
 ) -> None:
     state = SchedulerState(
-        num_in_flight, 4, 400, num_ready, [100] * num_ready, 0, 0, 0, 0.5, num_ahead
+        num_in_flight, 4, 400, num_ready, [100] * num_ready, 0, 0, 0, 0.5, num_lookahead
     )
     guarded = GuardedPolicy(Budgets(None), 64)
     assert guarded.choose_budget(state) is None

@@ -13,9 +13,9 @@ from tramontane.router.scheduling.policy import BatchWork, SchedulerState
 from tramontane.router.scheduling.round_times import (
     NUM_GAPS,
     TRIAL_ROUNDS,
+    GroupTuner,
+    HostGap,
     InFlightTuner,
-    SpreadTuner,
-    StepGap,
 )
 
 HOUR = 3600.0
@@ -55,9 +55,9 @@ class Pipeline:
             )
             budget = self.policy.choose_budget(state)
             assert budget is not None
-            spread = budget.spread or num_stages
+            decode_groups = budget.decode_groups or num_stages
             stage_s = 0.002 + 0.0004 * budget.decodes
-            gap = max(stage_s, num_stages * stage_s / spread)  # micro-batches in turn
+            gap = max(stage_s, num_stages * stage_s / decode_groups)  # micro-batches in turn
             now += gap
             if step == self._restarts_at:
                 self.policy.restart()
@@ -70,7 +70,7 @@ class Pipeline:
             self.policy.observe(
                 budget, BatchWork(0, 0, budget.decodes, budget.decodes * KEYS), timings
             )
-            self.spreads.append(spread)
+            self.spreads.append(decode_groups)
             self.seconds.append(self.seconds[-1] + gap)
             self.num_tokens.append(self.num_tokens[-1] + budget.decodes)
         return self
@@ -127,18 +127,18 @@ def test_drafts_go_ahead_however_the_clocks_disagree(off_s: float) -> None:
     """What lies between the stages is then not known: as if it were nothing, which it is here."""
     pipeline = Pipeline(4, lambda _: [0.0, 0.0, 0.0, off_s]).run(400)
     state = SchedulerState(0, 1, KEYS, 1, [KEYS], 0, 0, 0, 0.5)
-    agreed = Pipeline(4, lambda _: [0.0] * 4).run(400).policy.ahead_break_even(state)
+    agreed = Pipeline(4, lambda _: [0.0] * 4).run(400).policy.lookahead_break_even(state)
     assert (
-        pipeline.policy.ahead_break_even(state)
+        pipeline.policy.lookahead_break_even(state)
         == pytest.approx(agreed, rel=0.01)
         == pytest.approx(1 / 9, rel=0.01)
     )
 
 
 def test_a_ratio_is_the_median_round_and_clipped_both_ways() -> None:
-    rounds_s = {1: 10.0, 2: 10.0}
+    round_s_by_groups = {1: 10.0, 2: 10.0}
     for seconds in (-HOUR, 0.0, HOUR):
-        tuner, now = SpreadTuner(), 0.0
+        tuner, now = GroupTuner(), 0.0
         for took in [10.0, 10.0, seconds, 10.0]:
             now += took
             tuner.observe(1, 10.0, now)
@@ -148,8 +148,8 @@ def test_a_ratio_is_the_median_round_and_clipped_both_ways() -> None:
             tuner.observe(1, 10.0, now)
         clipped = {-HOUR: 1 / 3, 0.0: 1 / 3, HOUR: 3.0}[seconds]
         assert tuner._known[1].ratio == pytest.approx(1 + 0.3 * (clipped - 1))
-        assert tuner.choose(rounds_s) in rounds_s
-    tuner, now = SpreadTuner(), 0.0
+        assert tuner.choose(round_s_by_groups) in round_s_by_groups
+    tuner, now = GroupTuner(), 0.0
     for _ in range(1 + TRIAL_ROUNDS):
         tuner.observe(1, 10.0, now)
         now -= HOUR
@@ -158,14 +158,14 @@ def test_a_ratio_is_the_median_round_and_clipped_both_ways() -> None:
 
 def test_the_first_ratio_may_be_large() -> None:
     """Where steps take a millisecond, what lies between them takes many times as long."""
-    tuner = SpreadTuner()
+    tuner = GroupTuner()
     for step in range(1 + TRIAL_ROUNDS):
         tuner.observe(1, 1.0, 20.0 * step)
     assert tuner._known[1].ratio == 20.0
 
 
 def test_a_round_that_was_begun_before_a_restart_does_not_count() -> None:
-    tuner = SpreadTuner()
+    tuner = GroupTuner()
     for step in range(TRIAL_ROUNDS):
         tuner.observe(1, 1.0, 1.0 * step)
     tuner.restart()
@@ -187,7 +187,7 @@ def test_saturation_is_noticed_a_few_micro_batches_after_a_jump(jump_s: float) -
 
 @pytest.mark.parametrize("jump_s", [-HOUR, HOUR])
 def test_after_a_restart_the_time_since_the_last_end_is_no_wait(jump_s: float) -> None:
-    tuner, gap = InFlightTuner(2, 4), StepGap()
+    tuner, gap = InFlightTuner(2, 4), HostGap()
     tuner.has_more_to_do = True
     for step in range(200):
         now = 100.0 + step + (jump_s if step >= 63 else 0.0)

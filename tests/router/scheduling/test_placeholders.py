@@ -22,7 +22,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.proto.step import PLACEHOLDER_TOKEN, MicroBatch, StageTiming
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
-from tramontane.router.scheduling.round_times import MEASURE_AGAIN_AFTER, StepGap
+from tramontane.router.scheduling.round_times import MEASURE_AGAIN_AFTER, HostGap
 
 
 def _pipeline(
@@ -167,9 +167,9 @@ def test_any_traffic(
 
 
 @pytest.mark.parametrize("num_decoding", [1, 6])
-@pytest.mark.parametrize(("gap_s", "goes_ahead"), [(1e-4, True), (1e-5, False)])
+@pytest.mark.parametrize(("gap_s", "with_lookahead"), [(1e-4, True), (1e-5, False)])
 def test_the_balanced_policy_goes_ahead_where_that_matters_and_never_cuts_decodes_in_two(
-    num_decoding: int, gap_s: float, goes_ahead: bool
+    num_decoding: int, gap_s: float, with_lookahead: bool
 ) -> None:
     """A step takes 1 ms. Cut in two, weights would be read twice for the same tokens; learned times
     do not change that.
@@ -187,7 +187,7 @@ def test_the_balanced_policy_goes_ahead_where_that_matters_and_never_cuts_decode
     assert sizes[-80:] == [num_decoding] * 80, "once times are known"
     assert (
         pipe.num_placeholders > 80 * num_decoding
-        if goes_ahead
+        if with_lookahead
         else pipe.num_placeholders < 20 * num_decoding
     )
 
@@ -196,7 +196,7 @@ def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
     """Steps from 0 on of 10 ms, with gaps of 1 ms, which is more than 3 percent; what went ahead
     shows none.
     """
-    gap, now = StepGap(), 0.0
+    gap, now = HostGap(), 0.0
     for number in range(6):
         gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=number > 0)
         now += 0.011
@@ -215,7 +215,7 @@ def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
 @pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.001])
 def test_the_gap_of_stages_that_take_turns_is_between_the_last_and_the_first(gap_s: float) -> None:
     """What the second stage computes in its turn, and the way to it, is no gap."""
-    gap, now = StepGap(), 0.0
+    gap, now = HostGap(), 0.0
     for number in range(5):
         gap.observe(
             [StageTiming(0, now, 0.005, 1), StageTiming(1, now + 0.006, 0.004, 1)],

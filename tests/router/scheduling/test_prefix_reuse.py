@@ -150,7 +150,7 @@ def test_what_a_sequence_writes_after_it_was_forgotten_is_not_reused(is_in_fligh
     """A chunk of it may be in flight when a result shows that it is not finite. A window sees
     nothing of the first chunk.
     """
-    allocator = PageAllocator(new_cache(8, 4, 24), reuses_prefixes=True)
+    allocator = PageAllocator(new_cache(8, 4, 24), enable_prefix_caching=True)
     bad, same = _sequence(0, TEXTS[0][:64]), _sequence(1, (*TEXTS[0][:64], 901))
     assert allocator.reserve_for_admission(bad)
     for start in (0, 32):
@@ -251,7 +251,7 @@ def test_cached_pages_keep_no_sequence_waiting(
     """
     cache = new_cache(8, room, *windows)
     full, empty = (new_pipeline(cache, seqs=seqs, budget=budget) for _ in range(2))
-    limits = replace(empty.scheduler.limits, reuses_prefixes=False)
+    limits = replace(empty.scheduler.limits, enable_prefix_caching=False)
     none = FakePipeline(Scheduler(cache, limits, FixedInFlightPolicy(3, budget)))
     for seq_id in range(8):  # of another text each
         _run(full, _sequence(seq_id, tuple(range(500 + seq_id, 500 + seq_id + 200))))
@@ -357,6 +357,6 @@ def test_tokens_of_sequences_whose_prefix_is_looked_up_are_counted() -> None:
 
 def test_a_scheduler_that_keeps_no_prefixes_counts_no_tokens() -> None:
     pipe = new_pipeline(new_cache(8, 4, None), seqs=5, budget=200, in_flight=1)
-    pipe.scheduler.allocator.reuses_prefixes = False
+    pipe.scheduler.allocator.enable_prefix_caching = False
     _run(pipe, _sequence(0, TEXTS[0]))
     assert pipe.scheduler.allocator.num_queried == 0

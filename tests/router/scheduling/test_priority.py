@@ -218,7 +218,7 @@ def test_waiting_for_equals_promotes_no_sequence() -> None:
     _add(pipe, BATCH, dict.fromkeys(range(2 * MAX_PASSES), 2), new=2)
     last = pipe.scheduler._waiting.of_priority(BATCH)[-1]
     pipe.drain()
-    assert (last.effective_priority, last.num_skipped) == (BATCH, 0)
+    assert (last.effective_priority, last.num_passes) == (BATCH, 0)
 
 
 def test_one_sequence_that_waits_is_not_several() -> None:

@@ -11,7 +11,7 @@ from tramontane.router.scheduling.round_times import (
     MAX_DRAFTED,
     RETRY_ROUNDS,
     TRIAL_ROUNDS,
-    SpreadTuner,
+    GroupTuner,
 )
 
 ALIKE = {1: 10.0, 2: 10.0}
@@ -21,37 +21,44 @@ class Measured:
     """A tuner whose micro-batches leave the last stage at times that the test gives."""
 
     def __init__(self) -> None:
-        self.tuner, self.now = SpreadTuner(), 0.0
+        self.tuner, self.now = GroupTuner(), 0.0
 
-    def observe(self, spread: int, predicted_round_s: float, took_s: float) -> None:
+    def observe(self, decode_groups: int, predicted_round_s: float, took_s: float) -> None:
         self.now += took_s
-        self.tuner.observe(spread, predicted_round_s, self.now)
+        self.tuner.observe(decode_groups, predicted_round_s, self.now)
 
     def spreads(
-        self, rounds_s: Mapping[int, float], count: int, ratios: Mapping[int, float] | None = None
+        self,
+        round_s_by_groups: Mapping[int, float],
+        count: int,
+        ratios: Mapping[int, float] | None = None,
     ) -> list[int]:
         """Return the spreads of the next micro-batches. A round takes its predicted time, times the
         ratio of its spread.
         """
         found = []
         for _ in range(count):
-            spread = self.tuner.choose(rounds_s)
+            decode_groups = self.tuner.choose(round_s_by_groups)
             self.observe(
-                spread,
-                rounds_s[spread],
-                rounds_s[spread] * (ratios or {}).get(spread, 1.0) / spread,
+                decode_groups,
+                round_s_by_groups[decode_groups],
+                round_s_by_groups[decode_groups]
+                * (ratios or {}).get(decode_groups, 1.0)
+                / decode_groups,
             )
-            found.append(spread)
+            found.append(decode_groups)
         return found
 
 
 def _runs(spreads: list[int]) -> list[tuple[int, int]]:
     """Return (spread, micro-batches in a row)."""
-    return [(spread, len(list(group))) for spread, group in itertools.groupby(spreads)]
+    return [
+        (decode_groups, len(list(group))) for decode_groups, group in itertools.groupby(spreads)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("rounds_s", "best"),
+    ("round_s_by_groups", "best"),
     [
         ({1: 100.0, 2: 97.0}, 1),
         ({1: 100.0, 2: 96.9}, 2),
@@ -61,9 +68,9 @@ def _runs(spreads: list[int]) -> list[tuple[int, int]]:
     ],
 )
 def test_decodes_are_cut_only_if_that_saves_three_percent(
-    rounds_s: dict[int, float], best: int
+    round_s_by_groups: dict[int, float], best: int
 ) -> None:
-    assert SpreadTuner().choose(rounds_s) == best
+    assert GroupTuner().choose(round_s_by_groups) == best
 
 
 def test_another_spread_is_tried_once_the_best_is_measured() -> None:

@@ -81,13 +81,13 @@ def test_a_sequence_that_speculates_delays_others_by_the_price_of_its_rows_at_mo
     requests = [SimRequest(0.0, 16, 300)] * (1 + others)
     plain, _ = _run(stages, requests, hop_s, repetition, 0, FixedInFlightPolicy(stages, 512))
     with pytest.MonkeyPatch.context() as patch:
-        own, own_ahead, num_ahead = DecodeQueue._draft, DecodeQueue.take_ahead, [0]
+        own, own_ahead, num_lookahead = DecodeQueue._draft, DecodeQueue.take_lookahead, [0]
 
-        def take_ahead(
+        def take_lookahead(
             queue: DecodeQueue, sequences: Iterable[Sequence], limits: DraftLimits
         ) -> DecodeRows:
             taken = own_ahead(queue, [each for each in sequences if each.seq_id == 0], limits)
-            num_ahead[0] += bool(taken.sequences)
+            num_lookahead[0] += bool(taken.sequences)
             return taken
 
         def draft(
@@ -96,11 +96,11 @@ def test_a_sequence_that_speculates_delays_others_by_the_price_of_its_rows_at_mo
             return own(queue, sequence, limits, num_left) if sequence.seq_id == 0 else ()
 
         patch.setattr(DecodeQueue, "_draft", draft)
-        patch.setattr(DecodeQueue, "take_ahead", take_ahead)
+        patch.setattr(DecodeQueue, "take_lookahead", take_lookahead)
         drafted, scheduler = _run(
             stages, requests, hop_s, repetition, num_drafts, FixedInFlightPolicy(stages, 512)
         )
-    price = (scheduler.draft_counts.num_draft_tokens * ROW_S + num_ahead[0] * BASE_S) * stages
+    price = (scheduler.draft_counts.num_draft_tokens * ROW_S + num_lookahead[0] * BASE_S) * stages
     for before, after in zip(plain.token_times[1:], drafted.token_times[1:], strict=True):
         assert max(late - early for early, late in zip(before, after, strict=True)) <= price + 1e-9
     if repetition == 1.0:

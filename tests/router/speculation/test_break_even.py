@@ -100,7 +100,7 @@ def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(
     """They were predicted without them."""
     policy, observed = BalancedPolicy(1, 64), list[tuple[int, bool]]()
     monkeypatch.setattr(
-        policy._spread_tuner,
+        policy._group_tuner,
         "observe",
         lambda spread, *_, has_drafts: observed.append((spread, has_drafts)),
     )
@@ -118,20 +118,20 @@ IN_FLIGHT = replace(ALONE, num_in_flight=1, num_ready=0, ready_keys=())
 
 def test_drafts_go_ahead_where_fewer_streams_than_stages_leave_these_idle() -> None:
     for policy in (FixedInFlightPolicy(4, 64), BalancedPolicy(4, 64), _trained(4)):
-        assert policy.ahead_break_even(IN_FLIGHT) < 1
-        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=2)) < 1
-        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=3)) == NEVER, (
+        assert policy.lookahead_break_even(IN_FLIGHT) < 1
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, num_lookahead=2)) < 1
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, num_lookahead=3)) == NEVER, (
             "every stage has one"
         )
-        assert policy.ahead_break_even(replace(IN_FLIGHT, pending_tokens=5)) == NEVER
-        assert policy.ahead_break_even(replace(IN_FLIGHT, waiting_tokens=5)) == NEVER
-    assert BalancedPolicy(4, 64, stages_at_once=1).ahead_break_even(IN_FLIGHT) == NEVER, (
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, pending_tokens=5)) == NEVER
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, waiting_tokens=5)) == NEVER
+    assert BalancedPolicy(4, 64, stages_at_once=1).lookahead_break_even(IN_FLIGHT) == NEVER, (
         "stages take turns"
     )
-    assert _trained(1).ahead_break_even(IN_FLIGHT) == NEVER
+    assert _trained(1).lookahead_break_even(IN_FLIGHT) == NEVER
     for policy in (BalancedPolicy(4, 64), _trained(4)):
-        assert policy.ahead_break_even(replace(IN_FLIGHT, num_decoding=3)) < 1
-        assert policy.ahead_break_even(replace(IN_FLIGHT, num_decoding=4)) == NEVER
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, num_decoding=3)) < 1
+        assert policy.lookahead_break_even(replace(IN_FLIGHT, num_decoding=4)) == NEVER
 
 
 @pytest.mark.parametrize("num_stages", [2, 8])
@@ -150,6 +150,6 @@ def test_the_longer_the_way_the_less_likely_drafts_ahead_have_to_be_right(
         ]
         policy.observe(BatchBudget(1, 0), BatchWork(0, 0, 1, 100), timings)
     way = num_stages * busy + (num_stages - 1) * hop_s
-    assert policy.ahead_break_even(IN_FLIGHT) == pytest.approx(
+    assert policy.lookahead_break_even(IN_FLIGHT) == pytest.approx(
         max(busy / (busy + 2 * way), MIN_BREAK_EVEN), rel=0.06
     )

@@ -27,7 +27,7 @@ def _pipeline(**settings: object) -> FakePipeline:
 
 def _counts(*sequences: Sequence) -> tuple[int, int]:
     return sum(each.num_draft_tokens for each in sequences), sum(
-        each.num_right_drafts for each in sequences
+        each.num_accepted_draft_tokens for each in sequences
     )
 
 
@@ -81,8 +81,8 @@ def test_each_sequence_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for sequence in (right, wrong, silent):
         pipe.scheduler.add(sequence)
     pipe.drain()
-    assert right.num_right_drafts == right.num_draft_tokens > 0
-    assert wrong.num_draft_tokens > wrong.num_right_drafts == 0
+    assert right.num_accepted_draft_tokens == right.num_draft_tokens > 0
+    assert wrong.num_draft_tokens > wrong.num_accepted_draft_tokens == 0
     assert _counts(silent) == (0, 0)
     assert _counts(right, wrong) == (pipe.num_drafts, pipe.num_accepted)
 

@@ -134,7 +134,7 @@ def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pipe.scheduler.num_steps == 1 + 6, "one token with the prompt, then five in each of six"
     counts = pipe.scheduler.draft_counts
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (6, 29, 29)
-    assert pipe.num_ahead == 5, "all but the first micro-batch of decodes"
+    assert pipe.num_lookahead == 5, "all but the first micro-batch of decodes"
 
 
 def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(
@@ -148,7 +148,7 @@ def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(
     pipe.submit()
     pipe.answer()
     batches = [pipe.submit() for _ in range(4)]
-    assert [batch and (batch.decodes.is_ahead, batch.decodes.starts) for batch in batches] == [
+    assert [batch and (batch.decodes.is_lookahead, batch.decodes.starts) for batch in batches] == [
         (False, (7, 8, 9, 10, 11)),
         (True, (12, 13, 14, 15, 16)),
         (True, (17, 18, 19, 20, 21)),
@@ -195,7 +195,7 @@ def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_i
     assert [event.token_id for event in pipe.tokens_of(3)][-1] == 99
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.decodes.is_ahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (
+    assert (batch.decodes.is_lookahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (
         False,
         12,
         99,
@@ -251,7 +251,7 @@ def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(
     )
     pipe.drain()
     assert pipe.num_accepted
-    assert not pipe.num_ahead
+    assert not pipe.num_lookahead
 
 
 def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,17 +105,17 @@ def test_drafts_in_flight_that_agree_with_the_output_stay() -> None:
         state.acceptance.observe(True)
     state.update(output)
     state.index(99)
-    state.num_ahead = len(state.draft(0.1, 2))
-    assert state.draft_ahead(0.1, 3) == (1, 2, 3)
-    state.num_ahead += 3
+    state.num_lookahead = len(state.draft(0.1, 2))
+    assert state.draft_lookahead(0.1, 3) == (1, 2, 3)
+    state.num_lookahead += 3
     output += (2, 3, 1)
     assert state.update(output), "the 1 is the first one of the other micro-batch"
-    assert state.num_ahead == 2
+    assert state.num_lookahead == 2
     state.index(99)
-    assert state.draft_ahead(0.1, 9) == (1, 2, 3, 1, 2)
+    assert state.draft_lookahead(0.1, 9) == (1, 2, 3, 1, 2)
     output += (2, 9)
     assert not state.update(output), "3 was drafted"
-    assert state.num_ahead == 0
+    assert state.num_lookahead == 0
     assert not state.update(output), "nothing has come"
 
 
@@ -123,9 +123,9 @@ def test_drafts_that_do_not_agree_with_those_in_flight_do_not_follow_them() -> N
     state = _state((1, 2, 1))
     state.update([2])
     state.index(99)
-    state.num_ahead = len(state.draft(0.1, 1))
+    state.num_lookahead = len(state.draft(0.1, 1))
     state._draft = (7,)
-    assert state.draft_ahead(0.1, 3) == ()
+    assert state.draft_lookahead(0.1, 3) == ()
 
 
 def test_all_drafts_in_flight_together() -> None:

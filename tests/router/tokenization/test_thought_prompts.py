@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.openai.chat_request import Messages
 from tramontane.router.openai.completion_request import parse_body
-from tramontane.router.openai.responses import to_json
+from tramontane.router.openai.response_models import to_json
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.openai.tokenize import TokenizeRequest, tokenize
 from tramontane.router.tokenization.chat import (

@@ -19,7 +19,7 @@ from tramontane.workers.attention.metadata import (
     PrefillMetadata,
     build_attention_metadata,
 )
-from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import LayerCache, StageSequences
 from tramontane.workers.attention.sdpa_backend import (
     GatheredDecode,
     PagedDecode,
@@ -58,7 +58,7 @@ def _indexes(
     """
     ring = ring_pages(window, page_size, MAX_LEN)
     cache = CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),))
-    table = SequenceTable(cache, len(chunks), torch.device("cpu"))
+    table = StageSequences(cache, len(chunks), torch.device("cpu"))
     mixed = torch.randperm(ring * len(chunks), generator=torch.Generator().manual_seed(3)).tolist()
     pages = [(tuple(mixed[ring * i : ring * (i + 1)]),) for i in range(len(chunks))]
     sampling = SamplingParams()

@@ -21,7 +21,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.native_backend import native_kernels
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import RollingCache, StageSequences
 
 pytestmark = pytest.mark.usefixtures("compiler")
 WINDOWS = [None, 1, 3, 20, 64]
@@ -96,7 +96,7 @@ def _through_cache(
     """
     plan = tiny_plan(tiny_args(n_layers=1, window=window), 1).stages[0]
     cpu = torch.device("cpu")
-    cache, table = RollingCache(plan, torch.float32, cpu), SequenceTable(plan.cache, 1, cpu)
+    cache, table = RollingCache(plan, torch.float32, cpu), StageSequences(plan.cache, 1, cpu)
     outs, start = [], 0
     for step, size in enumerate(sizes):
         new = (

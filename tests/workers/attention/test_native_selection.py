@@ -22,7 +22,7 @@ from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecod
 from tramontane.workers.device import kernel_selection
 from tramontane.workers.device.kernel_selection import Compute, KernelSelector
 from tramontane.workers.device.native_library import CompilerError
-from tramontane.workers.stage.device_backend import backend_for
+from tramontane.workers.stage.device_backend import select_backend
 
 needs_compiler = pytest.mark.usefixtures("compiler")
 LOGGER = "tramontane.workers"
@@ -120,7 +120,7 @@ def test_a_stage_computes_with_what_was_chosen(
     chosen, _ = _choose(caplog, [1.0, 2.0])
     monkeypatch.setattr(autotune, "_select_for_cpu", lambda *_: chosen)
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    assert backend_for(plan, torch.device("cpu")).kernels is chosen
+    assert select_backend(plan, torch.device("cpu")).kernels is chosen
 
 
 def test_without_a_compiler_pytorch_computes_and_one_line_says_so(

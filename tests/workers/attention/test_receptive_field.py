@@ -18,7 +18,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 
 SAMPLING = SamplingParams(temperature=0.0)
@@ -57,10 +57,10 @@ def _hidden_by_layer(
 
 
 def _step(workers: Seq[StageWorker], batch: MicroBatch) -> None:
-    activation: Activation | None = None
+    activation: HiddenStates | None = None
     for worker in workers:
         done = worker.step(batch, activation)
-        activation = done if isinstance(done, Activation) else None
+        activation = done if isinstance(done, HiddenStates) else None
 
 
 def _felt(args: ModelArgs, length: int, cut: list[int], page_size: int) -> list[list[int]]:

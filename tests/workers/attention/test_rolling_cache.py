@@ -34,7 +34,7 @@ from tramontane.workers.attention.rolling_cache import (
     LayerCache,
     PageRings,
     RollingCache,
-    SequenceTable,
+    StageSequences,
     padded_width,
     page_table,
 )
@@ -139,7 +139,7 @@ class Stage:
             max_seq_len=max_len,
         )
         self.plan = tiny_plan(args, 1, page_size, max_num_seqs)
-        self.table = SequenceTable(self.plan.cache, max_num_seqs, CPU)
+        self.table = StageSequences(self.plan.cache, max_num_seqs, CPU)
         self.cache = RollingCache(self.plan.stages[0], torch.float32, CPU)
         for layer in self.cache.layers.values():
             layer.k_NGd.fill_(-1)  # so that an unwritten row shows
@@ -436,7 +436,7 @@ def test_positions_and_sampled_rows_of_a_step() -> None:
 
 
 def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
-    table = SequenceTable(CachePlan(1, (WindowClass(3, 3, 6),)), 1, CPU)
+    table = StageSequences(CachePlan(1, (WindowClass(3, 3, 6),)), 1, CPU)
     wanting = replace(SAMPLING, return_experts=(0, 2))
     first = _chunk(4, 0, 5, ((0, 1, 2),))._replace(sampling=wanting, request_id="mine")
     table.update(MicroBatch(0, 0, (first,)))

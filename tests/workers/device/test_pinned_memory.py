@@ -16,7 +16,7 @@ from tramontane.workers.device.cuda import (
     to_device,
     to_host,
 )
-from tramontane.workers.stage.activation import Activation, ActivationSender
+from tramontane.workers.stage.hidden_states import HiddenStates, HiddenStatesCopy
 
 CPU = torch.device("cpu")
 
@@ -75,9 +75,9 @@ def test_on_the_host_nothing_is_copied() -> None:
     hidden_TD = torch.arange(12.0).view(4, 3)
     assert to_host(hidden_TD) is hidden_TD
     assert to_device(hidden_TD, CPU) is hidden_TD
-    header, array = Activation(hidden_TD, ()).pack()
+    header, array = HiddenStates(hidden_TD, ()).pack()
     assert array.ctypes.data == hidden_TD.data_ptr()
-    assert Activation.unpack((header, array)).hidden_TD.data_ptr() == hidden_TD.data_ptr()
+    assert HiddenStates.unpack((header, array)).hidden_TD.data_ptr() == hidden_TD.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -89,12 +89,12 @@ def test_packed_and_unpacked_it_is_the_same(
     pinning: list[PinnedTransfer | None] = [None, LatePinning()]
     for way in pinning:
         monkeypatch.setattr(
-            "tramontane.workers.stage.activation.to_host",
+            "tramontane.workers.stage.hidden_states.to_host",
             lambda tensor, way=way: to_host(tensor, way),
         )
-        header, array = Activation(hidden_TD, ()).pack()
+        header, array = HiddenStates(hidden_TD, ()).pack()
         assert array.dtype == np.uint8
-        assert torch.equal(Activation.unpack((header, array)).hidden_TD, hidden_TD)
+        assert torch.equal(HiddenStates.unpack((header, array)).hidden_TD, hidden_TD)
 
 
 def test_what_leaves_waits_for_nothing_that_is_begun_after_it(
@@ -106,11 +106,11 @@ def test_what_leaves_waits_for_nothing_that_is_begun_after_it(
     def leaving_late(tensor: Tensor) -> HostCopy:
         return copy_to_host_async(tensor, late)
 
-    monkeypatch.setattr("tramontane.workers.stage.activation.copy_to_host_async", leaving_late)
-    hidden_TD, outbox = torch.randn(5, 8), ActivationSender()
+    monkeypatch.setattr("tramontane.workers.stage.hidden_states.copy_to_host_async", leaving_late)
+    hidden_TD, outbox = torch.randn(5, 8), HiddenStatesCopy()
     outbox.send(hidden_TD)
     assert len(late.begun) == 1, "it is on its way already"
     late.copy(torch.empty(3), torch.empty(3))  # what the next step requests
-    packed = outbox.payload(Activation(torch.empty(5, 8), ()))
-    assert torch.equal(Activation.unpack(packed).hidden_TD, hidden_TD)
+    packed = outbox.payload(HiddenStates(torch.empty(5, 8), ()))
+    assert torch.equal(HiddenStates.unpack(packed).hidden_TD, hidden_TD)
     assert len(late.begun) == 1

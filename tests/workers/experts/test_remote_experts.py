@@ -34,7 +34,7 @@ from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
-from tramontane.workers.stage.activation import PendingStep
+from tramontane.workers.stage.hidden_states import PendingStep
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 

@@ -19,7 +19,7 @@ from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.kernels import fused_ops
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
 from tramontane.workers.model.layers import Attention, FeedForward
-from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.device_backend import DeviceBackend, select_backend
 from tramontane.workers.stage.stage_worker import StageWorker
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_operations_in_c_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyP
 
 def test_a_stage_on_a_cpu_has_them(native: tuple[FusedOps, torch.dtype]) -> None:
     plan = tiny_plan(tiny_args(), 1, dtype=str(native[1]).removeprefix("torch."))
-    assert backend_for(plan.stages[0], CPU).fused_ops != EAGER
+    assert select_backend(plan.stages[0], CPU).fused_ops != EAGER
 
 
 def test_every_layer_uses_what_its_stage_has() -> None:

@@ -21,12 +21,12 @@ from tramontane.workers.model.expert_kernels import (
     MAX_SMALL_BATCH_ROWS,
     ProductBySize,
     StackedExperts,
-    choose_product,
+    select_gpu_kernels,
+    select_product,
     small_batch_kernel_works,
     torch_grouped_linear,
     torch_scaled_grouped_linear,
     uneven_ends,
-    with_gpu_kernels,
 )
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.transformer import StageModel
@@ -67,17 +67,17 @@ def _mix(stack: StackedExperts, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor
 def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_moe = pytest.importorskip("tramontane.workers.kernels.triton_moe")
     monkeypatch.setattr(triton_moe, "choose_experts", _choose)
-    monkeypatch.setattr(StackedExperts, "mix_few", _mix)
+    monkeypatch.setattr(StackedExperts, "mix_small", _mix)
     monkeypatch.setattr(expert_kernels, "_is_on_gpu", lambda _stack: True)
-    monkeypatch.setattr(expert_kernels, "choose_product", lambda *_: torch_grouped_linear)
+    monkeypatch.setattr(expert_kernels, "select_product", lambda *_: torch_grouped_linear)
 
 
 def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("small_batch_kernel_works", "choose_product"):
+    for name in ("small_batch_kernel_works", "select_product"):
         monkeypatch.setattr(expert_kernels, name, lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
-    assert with_gpu_kernels(stacks, torch.float32, WITHOUT_MEMORY) == stacks
-    assert with_gpu_kernels({}, torch.float32, WITHOUT_MEMORY) == {}
+    assert select_gpu_kernels(stacks, torch.float32, WITHOUT_MEMORY) == stacks
+    assert select_gpu_kernels({}, torch.float32, WITHOUT_MEMORY) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_what_does_not_work_is_said_and_not_used(
         return factor * _mix(*given)  # type: ignore[arg-type]
 
     _as_if_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(StackedExperts, "mix_few", few_rows)
+    monkeypatch.setattr(StackedExperts, "mix_small", few_rows)
     with caplog.at_level(logging.WARNING):
-        stacks = with_gpu_kernels({0: _stack(), 1: _stack()}, torch.float32, WITHOUT_MEMORY)
+        stacks = select_gpu_kernels({0: _stack(), 1: _stack()}, torch.float32, WITHOUT_MEMORY)
     assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
@@ -170,7 +170,7 @@ def test_more_choices_are_sorted(
     computed: list[int] = []
     monkeypatch.setattr(
         StackedExperts,
-        "mix_few",
+        "mix_small",
         lambda *given: (computed.append(given[2].numel()), _mix(*given))[1],
     )
     for num_tokens in (1, MAX_SMALL_BATCH_ROWS // 2, MAX_SMALL_BATCH_ROWS // 2 + 1, 100):
@@ -203,7 +203,7 @@ def test_the_fastest_product_of_each_class_of_rows(
     }
     with caplog.at_level(logging.INFO):
         selector = KernelSelector(lambda compute: seconds[len(compute())][last[0]])
-        chosen = choose_product("w2", torch.randn(4, 24, 16), torch.float32, None, selector)
+        chosen = select_product("w2", torch.randn(4, 24, 16), torch.float32, None, selector)
     assert isinstance(chosen, ProductBySize)
     assert chosen.name == "low to 64 rows, high to 128 rows, torch to 512 rows"
     assert caplog.messages == [
@@ -250,7 +250,7 @@ def test_the_products_are_the_same_after_a_restart(
             timed.append(len(compute()))
             return 1e-6 if len(timed) % 3 == fastest else 2e-6
 
-        product = choose_product(job, weight_ENK, dtype, None, KernelSelector(clock, choices))
+        product = select_product(job, weight_ENK, dtype, None, KernelSelector(clock, choices))
         assert isinstance(product, ProductBySize)
         return product.name, len(timed)
 
@@ -277,7 +277,7 @@ def test_quantized_products_for_rows_of_another_data_type_are_asked_for_by_thems
     choices, timed = KernelChoices("a GPU", tmp_path), list[torch.dtype]()
     selector = KernelSelector(lambda compute: timed.append(compute().dtype) or 1.0, choices)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        choose_product(
+        select_product(
             "w2", torch.randint(-9, 9, (4, 24, 16)).char(), dtype, torch.rand(4, 24), selector
         )
     num_timed = 2 * (len(expert_kernels.ROW_CLASSES) + 1)
@@ -292,9 +292,9 @@ def test_without_triton_torch_computes(
 
     monkeypatch.setattr(expert_kernels, "candidates", fails)
     w2_EDF, selector = torch.randn(4, 24, 16), WITHOUT_MEMORY
-    assert choose_product("w2", w2_EDF, torch.float32, None, selector) is torch_grouped_linear
+    assert select_product("w2", w2_EDF, torch.float32, None, selector) is torch_grouped_linear
     assert "No module named 'triton'" in caplog.text
-    assert choose_product("w2", w2_EDF.char(), torch.float32, torch.rand(4, 24), selector) is None
+    assert select_product("w2", w2_EDF.char(), torch.float32, torch.rand(4, 24), selector) is None
 
 
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -350,7 +350,7 @@ def test_quantized_experts_have_products_for_any_number_of_rows(
     monkeypatch.setattr(
         expert_kernels, "candidates", lambda *given: (asked.append(given), products)[1]
     )
-    stack = with_gpu_kernels(
+    stack = select_gpu_kernels(
         {7: _quantized_stack(QUANTIZED[dtype])}, torch.float32, KernelSelector(clock)
     )[7]
     assert asked == [(QUANTIZED[dtype], torch.float32, (0, 0))] * 2
@@ -367,13 +367,15 @@ def test_quantized_experts_have_products_for_any_number_of_rows(
     torch.testing.assert_close(stack.run(rows_CD, ends_E), expected.run(rows_CD, ends_E))
     del products["few"], products["many"]
     stacks = {7: _quantized_stack(QUANTIZED[dtype])}
-    assert with_gpu_kernels(stacks, torch.float32, KernelSelector(clock)) == {}, (
+    assert select_gpu_kernels(stacks, torch.float32, KernelSelector(clock)) == {}, (
         "they run one by one"
     )
 
 
 def test_quantized_experts_run_one_by_one_where_there_is_no_gpu() -> None:
-    assert with_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32, WITHOUT_MEMORY) == {}
+    assert (
+        select_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32, WITHOUT_MEMORY) == {}
+    )
 
 
 CONVERTING = [
@@ -444,7 +446,7 @@ def test_products_that_quantize_rows_are_held_to_the_same_limit(
     monkeypatch.setattr(expert_kernels, "candidates", lambda *_: products)
     stack = _quantized_stack(torch.float8_e4m3fn)
     with caplog.at_level(logging.INFO):
-        product = choose_product(
+        product = select_product(
             "w2", stack.w2_EDF, dtype, stack.w2_scale_ED, KernelSelector(lambda _: 1e-6)
         )
     assert isinstance(product, ProductBySize)
@@ -460,7 +462,7 @@ def test_few_choices_are_not_compared_with_products_that_quantize_rows(
     _as_if_on_a_gpu(monkeypatch)
     stack = _quantized_stack(torch.float8_e4m3fn)
     exact = stack._replace(w13_product=_dequantized, w2_product=_dequantized)
-    monkeypatch.setattr(StackedExperts, "mix_few", lambda _stack, *given: _mix(exact, *given))
+    monkeypatch.setattr(StackedExperts, "mix_small", lambda _stack, *given: _mix(exact, *given))
     assert small_batch_kernel_works(
         stack._replace(w13_product=_quantizing, w2_product=_quantizing), torch.float32
     )

@@ -151,7 +151,7 @@ def test_experts_are_loaded_together_without_a_copy(
 ) -> None:
     """As on a GPU, whose matrices are not packed."""
     monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
-    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, *_: stacks)
+    monkeypatch.setattr(moe, "select_gpu_kernels", lambda stacks, *_: stacks)
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
     apart, together = (
         _loaded(weights, experts_together, quantize) for experts_together in (False, True)

@@ -163,7 +163,7 @@ def test_layers_that_share_are_in_one_stage() -> None:
 def test_pytorch_computes_the_same_as_the_kernels_in_c(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_worker, "backend_for", lambda *_: DeviceBackend(cpu_kernels()))
+    monkeypatch.setattr(stage_worker, "select_backend", lambda *_: DeviceBackend(cpu_kernels()))
     plan = tiny_plan(read_model_args(case.published.folder))
     worker = StageWorker.load(plan.stages[0], case.published.folder)
     assert not worker.is_batch_invariant
@@ -179,7 +179,7 @@ def test_scores_of_a_few_tokens_at_a_time_are_the_same(
     memory.
     """
     if kernels == "PyTorch":
-        monkeypatch.setattr(stage_worker, "backend_for", lambda *_: DeviceBackend(cpu_kernels()))
+        monkeypatch.setattr(stage_worker, "select_backend", lambda *_: DeviceBackend(cpu_kernels()))
     monkeypatch.setattr(sparse_attention, "MAX_SCORES", 2000)
     plan = tiny_plan(read_model_args(case.published.folder))
     (logits,) = Driver(plan, [StageWorker.load(plan.stages[0], case.published.folder)]).run(

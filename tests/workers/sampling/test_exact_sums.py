@@ -20,7 +20,7 @@ from tramontane.workers.sampling.logprobs import (
     exact_weights,
     token_logprobs,
 )
-from tramontane.workers.stage.device_backend import backend_for
+from tramontane.workers.stage.device_backend import select_backend
 
 VOCAB = 20_000
 
@@ -89,7 +89,7 @@ def test_a_stage_adds_as_its_backend_says(
     args = tiny_args(n_layers=1, moe=False)
     plan, model = tiny_plan(args), random_model(args)
     backend = replace(
-        backend_for(plan.stages[0], torch.device("cpu")), has_exact_sums=has_exact_sums
+        select_backend(plan.stages[0], torch.device("cpu")), has_exact_sums=has_exact_sums
     )
     chain = LocalStageChain(split_model(model, plan, backend=backend))
     params = SamplingParams(2, 1.0, logprobs=1, prompt_logprobs=1)

@@ -79,7 +79,7 @@ def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(
         compiled.append(str(graph.graph))
         return graph.forward
 
-    def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
+    def select_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
         ops = FusedOps(
             *(torch.compile(getattr(EAGER, each.name), backend=keep) for each in fields(FusedOps))
         )
@@ -88,7 +88,7 @@ def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(
 
     monkeypatch.setattr(fused_ops, "TEST_NUM_TOKENS", GPU_TEST_NUM_TOKENS)
     monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
-    monkeypatch.setattr(stage_worker, "backend_for", backend_for)
+    monkeypatch.setattr(stage_worker, "select_backend", select_backend)
     torch.compiler.reset()
     plan = tiny_plan(
         tiny_args(n_layers=1, max_seq_len=400), dtype="bfloat16", max_num_seqs=8

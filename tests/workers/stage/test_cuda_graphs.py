@@ -30,9 +30,9 @@ from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, PagedDecode, SdpaPrefill
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation, PendingStep
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, Cut, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
@@ -181,7 +181,7 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(
     recorder, args = Replays(), tiny_args(n_layers=2, moe=False)
     monkeypatch.setattr(
         stage_worker,
-        "backend_for",
+        "select_backend",
         lambda *_: DeviceBackend(
             AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder
         ),
@@ -194,7 +194,9 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(
     # of nothing but decodes: how many depends on how fast the stages are
     num_steps, launch = 0, StageWorker.launch
 
-    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingStep:
+    def counted(
+        worker: StageWorker, batch: MicroBatch, incoming: HiddenStates | None
+    ) -> PendingStep:
         nonlocal num_steps
         num_steps += not batch.chunks and bool(batch.decodes.seq_ids)
         return launch(worker, batch, incoming)

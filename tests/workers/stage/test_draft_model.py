@@ -21,8 +21,8 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest, MicroBatch
 from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
 from tramontane.workers.stage import draft_model
-from tramontane.workers.stage.activation import Outcome
 from tramontane.workers.stage.draft_model import DraftModel
+from tramontane.workers.stage.hidden_states import StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = pytest.mark.skipif(
@@ -247,7 +247,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
     recorded: list[MicroBatch] = []
     step = StageWorker.step
 
-    def record(worker: StageWorker, batch: MicroBatch, incoming: None) -> Outcome:
+    def record(worker: StageWorker, batch: MicroBatch, incoming: None) -> StageOutput:
         recorded.append(batch)
         return step(worker, batch, incoming)
 
@@ -401,7 +401,7 @@ def test_a_failed_step_forgets_all(monkeypatch: pytest.MonkeyPatch) -> None:
     first = model.draft([_begin(0)])
     step = StageWorker.step
 
-    def fail(worker: StageWorker, batch: MicroBatch, incoming: None) -> Outcome:
+    def fail(worker: StageWorker, batch: MicroBatch, incoming: None) -> StageOutput:
         step(worker, batch, incoming)
         raise RuntimeError("out of memory")
 

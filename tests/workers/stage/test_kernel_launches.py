@@ -169,7 +169,7 @@ class LaunchCounter(TorchDispatchMode):
 def _with_small_batch_kernels(
     stacks: Mapping[int, StackedExperts], *_: object
 ) -> dict[int, StackedExperts]:
-    """Take the place of ``with_gpu_kernels``, which tries and times them."""
+    """Take the place of ``select_gpu_kernels``, which tries and times them."""
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
 
@@ -202,7 +202,9 @@ def _fastest(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
 
 def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
     with (
-        patch.object(device_backend, "try_kernels", lambda _plan, _device, kernels: kernels),
+        patch.object(
+            device_backend, "select_working_kernels", lambda _plan, _device, kernels: kernels
+        ),
         patch.object(device_backend, "try_ops", lambda *_: None),
         patch.object(device_backend, "_sampler", lambda *_: None),
         patch.object(
@@ -228,7 +230,7 @@ def _worker(
         "run",
         lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options),
     )
-    monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
+    monkeypatch.setattr(moe, "select_gpu_kernels", _with_small_batch_kernels)
     # there are no numbers
     monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)
     plan = tiny_plan(args, 1, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).stages[0]

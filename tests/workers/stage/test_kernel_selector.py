@@ -20,7 +20,7 @@ from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model import moe, transformer
 from tramontane.workers.model.moe import ExpertTokenCounter
 from tramontane.workers.stage import device_backend
-from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.device_backend import DeviceBackend, select_backend
 from tramontane.workers.stage.stage_worker import StageWorker
 
 ARGS = replace(tiny_args(n_layers=1), moe=MoeArgs(4, 2))
@@ -43,11 +43,11 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
         "select_kernels",
         lambda *given: seen.append(("by", given[2])) or cpu_kernels(),
     )
-    backend = backend_for(tiny_plan(ARGS).stages[0], GPU)
+    backend = select_backend(tiny_plan(ARGS).stages[0], GPU)
     assert backend.selector == KernelSelector(cuda_seconds, choices)
     assert seen == [("choices", "cuda"), ("by", backend.selector)]
     assert (backend.graph_capture, backend.piecewise_capture) == (capture, capture.in_pieces)
-    backend_for(tiny_plan(ARGS).stages[0], CPU)
+    select_backend(tiny_plan(ARGS).stages[0], CPU)
     assert seen[2:] == [("choices", "cpu"), ("by", KernelSelector(cpu_seconds, choices))]
 
 
@@ -57,7 +57,7 @@ def test_it_chooses_the_products_of_experts(
     mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[object]()
     model = experts_together(random_model(ARGS))
     monkeypatch.setattr(
-        moe, "with_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks
+        moe, "select_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks
     )
     StageWorker(
         tiny_plan(ARGS).stages[0], model, backend=DeviceBackend(cpu_kernels(), selector=mine)
@@ -72,7 +72,7 @@ def test_it_chooses_all_other_products(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
     model = experts_together(random_model(ARGS))
     monkeypatch.setattr(ExpertTokenCounter, "to_device", lambda *_: None)
-    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, *_: stacks)
+    monkeypatch.setattr(moe, "select_gpu_kernels", lambda stacks, *_: stacks)
     monkeypatch.setattr(
         transformer, "select_products", lambda layers, selector: seen.append(([*layers], selector))
     )

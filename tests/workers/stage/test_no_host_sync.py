@@ -28,9 +28,9 @@ from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import cuda as pinned
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import piecewise_graphs
-from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
 from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
@@ -131,7 +131,9 @@ def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
         for batch in _batches(sampling, latest=PLACEHOLDER_TOKEN if num_stages == 1 else 4):
             hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
             with OnePlace():
-                unread = worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))
+                unread = worker.launch(
+                    batch, None if stage.is_first else HiddenStates(hidden_TD, ())
+                )
             assert (unread.hidden_TD is None) == stage.is_last
         assert len(worker.graphs.sizes) == 1
 
@@ -169,4 +171,4 @@ def test_steps_with_prompts_by_pieces_wait_for_nothing_either(
         )[:3]:
             hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
             with OnePlace():
-                worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))
+                worker.launch(batch, None if stage.is_first else HiddenStates(hidden_TD, ()))

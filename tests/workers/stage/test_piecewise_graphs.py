@@ -34,9 +34,9 @@ from tramontane.workers.kernels import head_products
 from tramontane.workers.kernels.row_invariance import RowProducts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute, Cut
 from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.piecewise_graphs import padded_tokens, piece_sizes
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
@@ -209,7 +209,7 @@ def _steps(args: ModelArgs, *sizes: tuple[int, ...]) -> list[tuple[MicroBatch, T
 
 
 def _hidden(worker: StageWorker, batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
-    done_TD = worker.launch(batch, Activation(hidden_TD, ())).hidden_TD
+    done_TD = worker.launch(batch, HiddenStates(hidden_TD, ())).hidden_TD
     assert done_TD is not None
     return done_TD
 
@@ -430,7 +430,7 @@ def test_a_stage_that_is_loaded_has_recorded_its_pieces(
             recorder.in_pieces(compute),
         )[1],
     )
-    monkeypatch.setattr(stage_worker, "backend_for", lambda *_: backend)
+    monkeypatch.setattr(stage_worker, "select_backend", lambda *_: backend)
     plan = _plan(tiny_args(n_layers=2, moe=False))
     with caplog.at_level(logging.INFO, logger=LOGGER):
         worker = StageWorker.load(plan.stages[0], RandomWeights())

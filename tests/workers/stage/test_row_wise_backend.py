@@ -30,7 +30,7 @@ from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.row_invariance import RowProducts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import device_backend
-from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.device_backend import DeviceBackend, select_backend
 from tramontane.workers.weights import loader
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import stage_tensors
@@ -82,7 +82,7 @@ def test_only_what_is_required_to_be_invariant_is(
         "row_wise_backend",
         lambda *given: row_wise if given[2::2] == (capture, capture.in_pieces) else None,
     )
-    backend = backend_for(tiny_plan(ARGS, batch_invariant=wanted).stages[0], GPU)
+    backend = select_backend(tiny_plan(ARGS, batch_invariant=wanted).stages[0], GPU)
     assert (backend is row_wise) is (wanted is True)
     assert (backend.kernels is fastest) is (wanted is not True)
     assert not backend.has_exact_sums

@@ -19,9 +19,9 @@ from tramontane.workers.attention.sdpa_backend import cpu_kernels
 from tramontane.workers.device.cuda import DeviceEvent
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation, Outcome
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.hidden_states import HiddenStates, StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor, SerialExecutor
 
@@ -90,7 +90,7 @@ def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
     )
 
 
-def _nothing() -> Activation | None:
+def _nothing() -> HiddenStates | None:
     return None
 
 
@@ -103,7 +103,7 @@ class Calls:
         self.steps = OverlappedExecutor(self.worker, 2)
         self.threads = ThreadPoolExecutor(8)
 
-    def submit(self, step_id: int, epoch: int = 0) -> "Future[Outcome]":
+    def submit(self, step_id: int, epoch: int = 0) -> "Future[StageOutput]":
         return self.threads.submit(self.steps.step, _batch(step_id, epoch), _nothing)
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_received_for_a_step_of_another_epoch(is_overlapped: bool) ->
     executor = OverlappedExecutor(worker, 2) if is_overlapped else SerialExecutor(worker, 1)
     worker.fence(3)
 
-    def receive() -> Activation | None:
+    def receive() -> HiddenStates | None:
         raise AssertionError("something was received")
 
     for epoch in (2, 4):
@@ -240,7 +240,7 @@ def test_what_fails_on_the_device_fails_the_step_that_is_read(calls: Calls) -> N
 def test_computing_is_what_the_device_does_and_not_waiting_for_a_neighbor(calls: Calls) -> None:
     let_go = threading.Event()
 
-    def slow_neighbor() -> Activation | None:
+    def slow_neighbor() -> HiddenStates | None:
         let_go.wait(60)
         return None
 

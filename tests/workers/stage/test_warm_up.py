@@ -12,7 +12,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.activation import Activation, Outcome, PendingStep
+from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep, StageOutput
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
 from tramontane.workers.stage.warm_up import warm_up_runs
 
@@ -143,8 +143,8 @@ def test_prompts_for_which_there_is_no_memory_are_left_out(
     computed, step = list[int](), StageWorker.step
 
     def with_little_memory(
-        self: StageWorker, batch: MicroBatch, incoming: Activation | None
-    ) -> Outcome:
+        self: StageWorker, batch: MicroBatch, incoming: HiddenStates | None
+    ) -> StageOutput:
         if batch.num_tokens > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
         computed.append(batch.num_tokens)
@@ -200,7 +200,7 @@ def test_prompts_and_decodes_that_want_expert_choices_are_computed_without_graph
     computed, launch = list[tuple[int, bool]](), StageWorker.launch
 
     def with_recorder(
-        self: StageWorker, batch: MicroBatch, incoming: Activation | None
+        self: StageWorker, batch: MicroBatch, incoming: HiddenStates | None
     ) -> PendingStep:
         done = launch(self, batch, incoming)
         if self.table.expert_layers:

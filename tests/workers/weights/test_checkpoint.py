@@ -45,7 +45,7 @@ from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul,
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
 from tramontane.workers.weights import tensor_specs
-from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
+from tramontane.workers.weights.checkpoint import Checkpoint, checkpoint_digest_without_weights
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
@@ -718,10 +718,10 @@ def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> 
 )
 def test_nodes_compare_every_file_from_which_the_model_follows(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
-    found = [fingerprint_without_weights(folder)]
+    found = [checkpoint_digest_without_weights(folder)]
     for content in ("{}", "{ }"):
         (folder / name).write_text(content)
-        found.append(fingerprint_without_weights(folder))
+        found.append(checkpoint_digest_without_weights(folder))
     assert len({*found}) == 3
     assert [file for file, _ in found[-1]] == sorted({"config.json", name})
 

@@ -15,7 +15,7 @@ from tramontane.workers.weights.checkpoint import (
     NUM_SAMPLES,
     SAMPLE_BYTES,
     Checkpoint,
-    check_fingerprint,
+    check_checkpoint_digest,
 )
 
 BIG = 1_000_000
@@ -56,26 +56,26 @@ def _flip(path: Path, position: int) -> None:
 
 def _differs_after(folder: Path, name: str, change: Callable[[Path], object]) -> str:
     """The message for the file ``name`` after ``change``."""
-    expected = Checkpoint(folder).fingerprint()
+    expected = Checkpoint(folder).digest()
     change(folder / name)
     with pytest.raises(CheckpointError) as refused:
-        check_fingerprint(folder, expected)
+        check_checkpoint_digest(folder, expected)
     message = str(refused.value)
     assert "\n" not in message
     return message
 
 
 def test_equal_folders_are_equal_wherever_they_are(original: Path, copy: Path) -> None:
-    expected = Checkpoint(original).fingerprint()
+    expected = Checkpoint(original).digest()
     assert [name for name, _ in expected] == ["config.json", SINGLE_NAME]
-    assert Checkpoint(copy).fingerprint() == expected
-    check_fingerprint(copy, expected)
+    assert Checkpoint(copy).digest() == expected
+    check_checkpoint_digest(copy, expected)
 
 
 def test_files_that_hold_no_model_do_not_matter(original: Path, copy: Path) -> None:
     (copy / "README.md").write_text("another text")
-    check_fingerprint(copy, Checkpoint(original).fingerprint())
-    assert Checkpoint(copy).fingerprint() == Checkpoint(original).fingerprint()
+    check_checkpoint_digest(copy, Checkpoint(original).digest())
+    assert Checkpoint(copy).digest() == Checkpoint(original).digest()
 
 
 def test_every_shard_is_in_it(copy: Path) -> None:
@@ -86,7 +86,7 @@ def test_every_shard_is_in_it(copy: Path) -> None:
     (copy / INDEX_NAME).write_text(
         '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
     )
-    assert set(dict(Checkpoint(copy).fingerprint())) == {"config.json", *shards.values()}
+    assert set(dict(Checkpoint(copy).digest())) == {"config.json", *shards.values()}
     message = _differs_after(copy, "model-2.safetensors", lambda path: _flip(path, -1))
     assert message.startswith(f"{copy / 'model-2.safetensors'} differs")
 
@@ -143,9 +143,9 @@ def test_the_first_and_last_bytes_of_a_big_files_samples_are_noticed(
 )
 def test_between_the_samples_a_big_file_is_not_read(copy: Path, position: int) -> None:
     folder = _with_file_of(copy, BIG)
-    expected = Checkpoint(folder).fingerprint()
+    expected = Checkpoint(folder).digest()
     _flip(folder / SINGLE_NAME, position)
-    check_fingerprint(folder, expected)
+    check_checkpoint_digest(folder, expected)
 
 
 def test_the_worked_example_of_the_sampling_holds() -> None:
@@ -182,7 +182,7 @@ def test_a_missing_file_is_named(copy: Path, name: str) -> None:
 def test_of_several_files_the_one_that_differs_is_named(original: Path, copy: Path) -> None:
     _flip(copy / SINGLE_NAME, -1)
     with pytest.raises(CheckpointError, match=SINGLE_NAME):
-        check_fingerprint(copy, Checkpoint(original).fingerprint())
+        check_checkpoint_digest(copy, Checkpoint(original).digest())
 
 
 def test_another_tokenizer_is_noticed(copy: Path) -> None:

@@ -18,15 +18,15 @@ from virtual_time import run_in_virtual_time
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.sse import Pacer
-from tramontane.cluster.serving import token_channel
+from tramontane.cluster.serving import token_stream
 from tramontane.cluster.serving.pipeline_client import PipelineClient
-from tramontane.cluster.serving.token_channel import (
+from tramontane.cluster.serving.token_stream import (
     DONE,
     KEEPALIVE,
     MAX_MESSAGE_VALUES,
     STREAM_IDLE_TIMEOUT_S,
-    IngressStream,
-    IngressStreams,
+    TokenStream,
+    TokenStreams,
     model_key,
 )
 from tramontane.proto import wire
@@ -65,7 +65,7 @@ class Response:
 class Handle:
     """As Ray Serve's, to a router in this process."""
 
-    def __init__(self, channels: IngressStreams, router: Router) -> None:
+    def __init__(self, channels: TokenStreams, router: Router) -> None:
         self._channels, self._router = channels, router
         self.num_calls = 0
         self.write_intervals_s: list[float] = []
@@ -81,7 +81,7 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, *arguments: Any) -> Response:  # as in IngressStreams
+    def _generate(self, *arguments: Any) -> Response:  # as in TokenStreams
         self.num_calls += 1
         self.write_intervals_s.append(arguments[-1])
         return Response(asyncio.create_task(self._channels.generate(self._router, *arguments)))
@@ -118,7 +118,7 @@ async def _remote(
         chain,
     )
     running = asyncio.create_task(router.run())
-    handle = Handle(IngressStreams("replica", nodes=nodes), router)
+    handle = Handle(TokenStreams("replica", nodes=nodes), router)
     routers = PipelineClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
     yield routers, router, handle
     routers.close()
@@ -236,7 +236,7 @@ def test_the_call_of_a_request_that_fails_ends(monkeypatch: pytest.MonkeyPatch) 
     recorded = list[bool]()
     for name in ("log_ended", "record_spans"):
         monkeypatch.setattr(
-            token_channel, name, lambda *_, is_complete: recorded.append(is_complete)
+            token_stream, name, lambda *_, is_complete: recorded.append(is_complete)
         )
 
     async def scenario() -> None:
@@ -345,7 +345,7 @@ def test_a_request_that_ends_is_complete_and_one_that_is_cancelled_is_not(
     recorded = list[bool]()
     for name in ("log_ended", "record_spans"):
         monkeypatch.setattr(
-            token_channel, name, lambda *_, is_complete: recorded.append(is_complete)
+            token_stream, name, lambda *_, is_complete: recorded.append(is_complete)
         )
 
     async def scenario() -> None:
@@ -452,7 +452,7 @@ def test_no_message_has_more_values_than_an_ingress_decodes_at_once() -> None:
     ]
 
     async def scenario() -> None:
-        channel = IngressStream()
+        channel = TokenStream()
         messages = channel.messages()
         assert await anext(messages) == KEEPALIVE
         for number, what in ready:
@@ -520,7 +520,7 @@ def test_a_stream_ends_some_time_after_its_last_request() -> None:
     """
 
     async def scenario() -> None:
-        now, channel = asyncio.get_running_loop().time, IngressStream()
+        now, channel = asyncio.get_running_loop().time, TokenStream()
         times: list[float] = []
 
         async def read() -> None:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from tramontane.proto.errors import OverloadedError, RequestError
 from tramontane.proto.units import format_bytes
-from tramontane.router.openai.body_bounds import run_off_loop
+from tramontane.router.openai.json_limits import run_off_loop
 
 T = TypeVar("T")
 

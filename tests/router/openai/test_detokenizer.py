@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.errors import NotFiniteError, UnsatisfiableSchemaError
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, TokenEvent
-from tramontane.router.openai.choice_text import ChoiceDetokenizer, StopMatcher
+from tramontane.router.openai.detokenizer import ChoiceDetokenizer, StopMatcher
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.openai import body_bounds
-from tramontane.router.openai.body_bounds import (
+from tramontane.router.openai import json_limits
+from tramontane.router.openai.json_limits import (
     MAX_DIGITS,
     MAX_GROUPS,
     MAX_ITEMS,
@@ -55,7 +55,7 @@ def test_elements_are_counted_as_a_parser_finds_them_however_the_body_is_cut(
 ) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(body_bounds, "SCAN_BYTES", piece)
+        patched.setattr(json_limits, "SCAN_BYTES", piece)
         assert count_elements(body) == _counts(value)
 
 
@@ -107,7 +107,7 @@ def test_counting_ends_where_a_bound_is_exceeded() -> None:
     """The rest may be megabytes, and invalid."""
     body = b"[" * (MAX_GROUPS + 1)
     counts = count_elements(body + b"[" * 2**23)
-    assert MAX_GROUPS < counts.groups <= 2 * body_bounds.SCAN_BYTES
+    assert MAX_GROUPS < counts.groups <= 2 * json_limits.SCAN_BYTES
 
 
 def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_the_thread_for_that() -> None:

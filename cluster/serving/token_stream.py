@@ -25,7 +25,7 @@ from tramontane.proto.errors import (
     StreamNotOpenError,
     TramontaneError,
 )
-from tramontane.proto.request import RequestOutput, announcement, request_fields
+from tramontane.proto.request import RequestOutput, fingerprint_output, request_fields
 from tramontane.proto.timing import KEEPALIVE_INTERVAL_S, STREAM_IDLE_TIMEOUT_S
 from tramontane.router.engine.request_output import split_output
 from tramontane.router.engine.router import Router
@@ -42,7 +42,7 @@ MAX_PAUSE_S, MAX_URGENT_PAUSE_S, MIN_PAUSE_PER_REQUEST_S = 0.5, 0.1, 0.001
 logger = logging.getLogger(__name__)
 
 
-class IngressStream:
+class TokenStream:
     """A router's end of the stream to one ingress."""
 
     def __init__(self, load: Load = FULL_LOAD) -> None:
@@ -129,7 +129,7 @@ class IngressStream:
                     await self._is_urgent.wait()
 
 
-class IngressStreams:
+class TokenStreams:
     """A router's streams to all ingresses.
 
     ``replica``: the name under which ingresses address this router. ``load``: of this process and
@@ -145,7 +145,7 @@ class IngressStreams:
     ) -> None:
         self._replica, self._model_key, self._load = replica, model_key(model), load
         self._nodes = nodes or DeadNodeWatcher(list_dead_nodes)
-        self._streams: dict[str, IngressStream] = {}
+        self._streams: dict[str, TokenStream] = {}
 
     @property
     def num_open(self) -> int:
@@ -162,7 +162,7 @@ class IngressStreams:
         """
         if replica != self._replica:
             return
-        stream = IngressStream(self._load)
+        stream = TokenStream(self._load)
         # broken, but only the ingress has noticed
         if (previous := self._streams.get(ingress)) is not None:
             previous.closed.set()
@@ -177,7 +177,7 @@ class IngressStreams:
             if self._streams.get(ingress) is stream:
                 del self._streams[ingress]
 
-    async def _close_with_node(self, node: str, stream: IngressStream) -> None:
+    async def _close_with_node(self, node: str, stream: TokenStream) -> None:
         if node:
             await self._nodes.wait_until_dead(lambda: node)
             stream.closed.set()
@@ -202,7 +202,7 @@ class IngressStreams:
         if (reason := self._reason_to_refuse(router, ingress, model, may_wait)) is not None:
             return self.refusal(reason)
         stream, decoded = self._streams[ingress], wire.decode_specs(specs)
-        delivery = _Delivery(stream, number, len(decoded))
+        delivery = _RequestSink(stream, number, len(decoded))
         try:
             request = router.submit(decoded, delivery.put)
         except TramontaneError as error:
@@ -217,7 +217,7 @@ class IngressStreams:
         log_accepted(request, decoded)
         stream.accept(write_interval_s)
         # which says, too, that a router has accepted the request
-        stream.put(number, announcement(router.fingerprint))
+        stream.put(number, fingerprint_output(router.fingerprint))
         try:
             with self._load.watching():
                 await _wait_for_any(delivery.ended, stream.closed)
@@ -255,10 +255,10 @@ class IngressStreams:
         return wire.encode_error(error, self._replica)
 
 
-class _Delivery:
+class _RequestSink:
     """What one request has yet to deliver through the stream to its ingress."""
 
-    def __init__(self, stream: IngressStream, number: int, num_sequences: int) -> None:
+    def __init__(self, stream: TokenStream, number: int, num_sequences: int) -> None:
         self._stream, self._number, self._unfinished = stream, number, set(range(num_sequences))
         self._has_begun = False
         self.ended, self.has_failed = asyncio.Event(), False

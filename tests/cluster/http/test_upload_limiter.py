@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
-from tramontane.cluster.http.body_limits import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.cluster.http.upload_limiter import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
-from tramontane.router.openai.body_bounds import SMALL_BODY
+from tramontane.router.openai.json_limits import SMALL_BODY
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_BODY = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()

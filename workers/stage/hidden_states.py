@@ -22,7 +22,7 @@ Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class HiddenStates:
     """The output of a stage: hidden states, the timings of the stages they have passed, and the
     experts chosen there.
     """
@@ -39,7 +39,7 @@ class Activation:
         return header, hidden_TD.view(torch.uint8).reshape(-1).numpy()
 
     @classmethod
-    def unpack(cls, packed: Packed) -> "Activation":
+    def unpack(cls, packed: Packed) -> "HiddenStates":
         """Deserialize, on the host. The tensor shares the array's memory, which may be read-only:
         never write to it in place.
         """
@@ -51,15 +51,15 @@ class Activation:
 # What a step begins with besides its micro-batch: the hidden states of the stage before; in the
 # first stage the last stage's result of the step before, if that was in flight when this one was
 # submitted.
-StageInput = Activation | StepResult | None
-Outcome = Activation | StepResult
+StageInput = HiddenStates | StepResult | None
+StageOutput = HiddenStates | StepResult
 
 
 class BegunStep(NamedTuple):
     """A step that has begun: its input, on the stage's device, and what is recorded about it."""
 
     batch: MicroBatch
-    incoming: Activation | None
+    incoming: HiddenStates | None
     timer: StepTimer
     choices: ExpertChoiceRecorder
 
@@ -80,7 +80,7 @@ class PendingStep:
     read_tokens: Callable[[], StepTokens] | None
     is_stateful: bool
 
-    def read(self) -> Outcome:
+    def read(self) -> StageOutput:
         """Wait for the device and return the outcome. Call it once."""
         batch, incoming, timer, recorder = self.begun
         timings = (
@@ -90,14 +90,14 @@ class PendingStep:
         choices = (*(incoming.choices if incoming else ()), *recorder.collect())
         if self.read_tokens is None:
             assert self.hidden_TD is not None
-            return Activation(self.hidden_TD, timings, choices)
+            return HiddenStates(self.hidden_TD, timings, choices)
         token_ids, logprobs, finished = self.read_tokens()
         return StepResult(
             batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
         )
 
 
-class ActivationSender:
+class HiddenStatesCopy:
     """The way of a step's hidden states from the GPU to the host.
 
     The copy is launched when they are delivered, before the GPU is given the next step.
@@ -110,7 +110,7 @@ class ActivationSender:
         """Launch the copy to the host. The last stage has no hidden states."""
         self._copy = None if hidden_TD is None else copy_to_host_async(hidden_TD)
 
-    def payload(self, outcome: Activation) -> Packed:
+    def payload(self, outcome: HiddenStates) -> Packed:
         """Serialize the outcome of that step. Waits until its bytes are on the host."""
         assert self._copy is not None
         self._copy.wait()
