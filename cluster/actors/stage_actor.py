@@ -47,7 +47,7 @@ RAYS_LIMIT = 100 * 2**10  # without the setting
 SERIALIZED_OVERHEAD = 254  # bytes that Ray's serialization adds to a header and an array
 
 
-class Way(StrEnum):
+class Transport(StrEnum):
     """The transport of hidden states to the next stage: in the reply to the router and the router's
     next call, through the object store, or over a channel.
     """
@@ -65,8 +65,8 @@ class HiddenStateTransfers:
     def __init__(self, inline_hidden_states_below: int) -> None:
         self._inline_hidden_states_below = inline_hidden_states_below
         self._lock = threading.Lock()
-        self._hops: Counter[Way] = Counter()
-        self._num_bytes: Counter[Way] = Counter()
+        self._transfers: Counter[Transport] = Counter()
+        self._num_bytes: Counter[Transport] = Counter()
 
     def add_result(self, packed: "Packed") -> None:
         """Count a result of the actor by Ray's own rule: with a limit of 1,048,576, 1,048,575 bytes
@@ -74,23 +74,25 @@ class HiddenStateTransfers:
         """
         header, array_B = packed
         size = len(header) + array_B.nbytes + SERIALIZED_OVERHEAD
-        self._add(
-            Way.INLINE if size < self._inline_hidden_states_below else Way.PLASMA, array_B.nbytes
-        )
+        is_inline = size < self._inline_hidden_states_below
+        self._add(Transport.INLINE if is_inline else Transport.PLASMA, array_B.nbytes)
 
     def add_direct(self, num_bytes: int) -> None:
         """Count hidden states that went through a direct channel."""
-        self._add(Way.DIRECT, num_bytes)
+        self._add(Transport.DIRECT, num_bytes)
 
-    def _add(self, way: Way, num_bytes: int) -> None:
+    def _add(self, transport: Transport, num_bytes: int) -> None:
         with self._lock:
-            self._hops[way] += 1
-            self._num_bytes[way] += num_bytes
+            self._transfers[transport] += 1
+            self._num_bytes[transport] += num_bytes
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Return hops and bytes of hidden states, by way."""
+        """Return the number of transfers and their bytes, by transport."""
         with self._lock:
-            return {str(way): (hops, self._num_bytes[way]) for way, hops in self._hops.items()}
+            return {
+                str(transport): (number, self._num_bytes[transport])
+                for transport, number in self._transfers.items()
+            }
 
 
 def inline_hidden_states_below() -> int:
@@ -111,8 +113,7 @@ class StageHealth(WorkerHealth):
     to ``holder``.
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the
-    stage was loaded. ``sent``: by way, how many hidden states the process has handed on, and their
-    bytes (see ``sent_states``). ``device``: its name; "" before the stage is loaded.
+    stage was loaded. ``sent``: see ``HiddenStateTransfers.totals``. ``device``: its name; "" before the stage is loaded.
     ``sampled_epoch``: of the last step in which it has sampled a token; -1 before the first one.
     """
 

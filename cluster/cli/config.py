@@ -135,5 +135,6 @@ def _markdown() -> Iterator[str]:
             if not words["unset"] and default not in ("on", "off"):
                 default = f"`{default}`"
             note = "" if words["in_serve_config"] else " Not in a Ray Serve config."
+            note += "".join(f" Also `{other}`." for other in words["other_names"])
             cells = (option, f"`{key}`", default, f"{field.description}{note}")
             yield f"| {' | '.join(FLAG.sub(AS_CODE, cell) for cell in cells)} |\n"

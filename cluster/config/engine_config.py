@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from tramontane.cluster.config.engine_keys import (
     DEMO_MODEL,
@@ -22,6 +24,7 @@ from tramontane.cluster.config.key import (
     absolute_database,
     absolute_folder,
     describe_wrong_value,
+    extra,
     keys_with,
 )
 from tramontane.cluster.config.logging import LogSettings
@@ -51,6 +54,11 @@ class EngineConfig(
     LoggingKeys, JobKeys, ScalingKeys, ServingKeys, RunKeys, BatchingKeys, ExpertKeys, PipelineKeys
 ):  # backwards: pydantic takes the fields of the last base first
     """All keys, flat. None means: chosen from the model and the machines."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_other_names(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        return with_first_names(keys)
 
     @classmethod
     def key_names(cls) -> set[str]:
@@ -200,7 +208,8 @@ class EngineConfig(
         if self.address and self.inline_hidden_states_below is not None:
             raise ConfigError(
                 "--inline-hidden-states-below is for a Ray cluster that this command starts;"
-                ' for another give ray start --head --system-config=\'{"max_direct_call_object_size":'
+                " for another give"
+                ' ray start --head --system-config=\'{"max_direct_call_object_size":'
                 f" {self.inline_hidden_states_below:d}}}'"
             )
         if self.load_format == "auto" and is_preset(self.model):
@@ -233,6 +242,27 @@ class EngineConfig(
             )
 
 
+def with_first_names(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with ``other_names`` replaced: ``block_size`` becomes ``page_size``.
+
+    Raises ConfigError if two of them are names of one key.
+    """
+    named: dict[str, Any] = {}
+    for given, value in keys.items():
+        name = OTHER_NAMES.get(given, given)
+        if name in named:
+            raise ConfigError(f"{name} is given twice: {given} is another name of it; keep one")
+        named[name] = value
+    return named
+
+
+OTHER_NAMES = MappingProxyType(
+    {
+        other: name
+        for name, field in EngineConfig.model_fields.items()
+        for other in extra(field)["other_names"]
+    }
+)
 # the only keys that are inside the value of another
 STAGE_TIME_KEYS = tuple(field.name for field in fields(StageTime))
 PIPELINE_KEYS = keys_with(EngineConfig, defines_pipeline=True)
@@ -269,7 +299,7 @@ class ConfigFile:
             raise ConfigError(f"--config {path} has {twice} twice; remove one of them")
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
-        keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
+        keys = with_first_names({str(key).replace("-", "_"): value for key, value in keys.items()})
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
             raise ConfigError(
                 "; ".join(f"{key} (in {path}): no such key{_hint(key)}" for key in unknown)

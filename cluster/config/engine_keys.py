@@ -167,6 +167,7 @@ class PipelineKeys(KeyGroup):
         "Pipeline depth.",
         unset="one per GPU, shared out over all pipelines, at most one per layer; 2 without a GPU",
         defines_pipeline=True,
+        other_names=("pipeline_parallel_size",),
     )
     stages_per_gpu: Annotated[int, Field(ge=1, le=MAX_STAGES_PER_GPU)] = key(
         1,
@@ -186,7 +187,11 @@ class PipelineKeys(KeyGroup):
         defines_pipeline=True,
     )
     quantize: Quantization | None = key(
-        None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True
+        None,
+        "int8, w8a8 or fp8 weights: half the memory.",
+        unset="off",
+        defines_pipeline=True,
+        other_names=("quantization",),
     )
     batch_invariant: bool | None = key(
         None,
@@ -200,13 +205,19 @@ class PipelineKeys(KeyGroup):
     max_model_len: PositiveInt | None = key(
         None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True
     )
-    page_size: PageSize = key(16, "Positions per cache page, at most 1024.", defines_pipeline=True)
+    page_size: PageSize = key(
+        16,
+        "Positions per cache page, at most 1024.",
+        defines_pipeline=True,
+        other_names=("block_size",),
+    )
     kv_cache_memory: ByteSize | None = key(
         None,
         "Bytes of the page pool per stage, such as 512MiB.",
         unset="planned",
         metavar="SIZE",
         defines_pipeline=True,
+        other_names=("kv_cache_memory_bytes",),
     )
     kv_cache_dtype: KvCacheDtype = key(
         "auto",
@@ -252,6 +263,7 @@ class PipelineKeys(KeyGroup):
         unset="by size",
         metavar="FILE",
         defines_pipeline=True,
+        other_names=("measured",),
     )
     link: Link = key(
         "object-store",
@@ -265,6 +277,7 @@ class PipelineKeys(KeyGroup):
         " router, on a cluster that this command starts. The head of another sets it.",
         unset="1MiB",
         in_serve_config=False,
+        other_names=("inline_limit",),
     )
     step_timeout: PositiveSeconds = key(
         STEP_TIMEOUT_S,
@@ -305,7 +318,10 @@ class ExpertKeys(KeyGroup):
         defines_pipeline=True,
     )
     expert_micro_batches: SmallInt = key(
-        2, "Micro-batches that a stage keeps open while expert actors work.", defines_pipeline=True
+        2,
+        "Micro-batches that a stage keeps open while expert actors work.",
+        defines_pipeline=True,
+        other_names=("ping_pong",),
     )
 
 

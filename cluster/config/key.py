@@ -34,6 +34,7 @@ def key(
     unset: str = "",
     metavar: str | None = None,
     alias: str | None = None,
+    other_names: tuple[str, ...] = (),
     has_flag: bool = True,
     in_serve_config: bool = True,
     defines_pipeline: bool = False,
@@ -49,6 +50,8 @@ def key(
         metavar: How ``--help`` names the value; its choices, or else the type's name, if it is
             None.
         alias: The name in files and flags if it cannot be the field's.
+        other_names: Names that mean the same in files, flags and Ray Serve configs: vLLM's, and the
+            one that the key had in 0.2, which 0.4 will refuse.
         has_flag: False for a key that only files may have.
         in_serve_config: False if a Ray Serve config must not have the key.
         defines_pipeline: True if pipelines with different values of the key are different
@@ -57,6 +60,7 @@ def key(
     extra = {
         "unset": unset,
         "metavar": metavar,
+        "other_names": other_names,
         "has_flag": has_flag,
         "in_serve_config": in_serve_config,
         "defines_pipeline": defines_pipeline,

@@ -15,7 +15,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_config import EngineConfig, with_first_names
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
 from tramontane.cluster.llm.inputs import (
@@ -95,6 +95,7 @@ class LLM:
     ) -> None:
         if config is not None and (options or model is not None):
             raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
+        options = with_first_names(options)
         if many := [
             key for key in ("replicas", "max_replicas") if options.get(key) not in (None, 1)
         ]:

@@ -202,13 +202,22 @@ SUCCESS = _counter(
 REFUSED = _counter(
     "requests_refused", "requests", "kind reason", "Requests that were refused, by reason."
 )
-SENT_HOPS = _counter(
-    "sent_hops",
-    "hops",
-    "pipeline stage way",
-    "Hidden states of micro-batches that the stage handed to the next one, by way.",
+TRANSFERS = _counter(
+    "hidden_state_transfers",
+    "transfers",
+    "pipeline stage transport",
+    "Hidden states of micro-batches that the stage handed to the next one, by transport.",
 )
-SENT_BYTES = _counter("sent_bytes", "bytes", "pipeline stage way", "Bytes of these hidden states.")
+TRANSFERRED_BYTES = _counter(
+    "hidden_state_bytes", "bytes", "pipeline stage transport", "Bytes of these hidden states."
+)
+# the names of 0.2, which 0.4 will not export
+SENT_HOPS = _counter(
+    "sent_hops", "hops", "pipeline stage way", "Former name of hidden_state_transfers."
+)
+SENT_BYTES = _counter(
+    "sent_bytes", "bytes", "pipeline stage way", "Former name of hidden_state_bytes."
+)
 EXPERT_TOKENS = _counter(
     "expert_tokens",
     "tokens",
@@ -251,7 +260,8 @@ REQUEST_METRICS = (
     SUCCESS,
     REFUSED,
 )
-STAGE_ACTOR_METRICS = (SENT_HOPS, SENT_BYTES)
+FORMER_METRICS = (SENT_HOPS, SENT_BYTES)
+STAGE_ACTOR_METRICS = (TRANSFERS, TRANSFERRED_BYTES, *FORMER_METRICS)
 EXPERT_METRICS = (EXPERT_TOKENS, EXPERT_BUSY, EXPERT_ROWS)
 METRICS = PIPELINE_METRICS + STAGE_ACTOR_METRICS + REQUEST_METRICS + EXPERT_METRICS
 
@@ -300,13 +310,13 @@ class DeltaCounter:
 
 class StageActorMetrics:
     """Exports what a stage's own process counts: the tokens routed to its layers' experts, and
-    hidden states by way.
+    hidden states by transport.
     """
 
     def __init__(self, factory: MetricFactory, pipeline: str, stage_id: int) -> None:
-        self._tokens, self._hops, self._num_bytes = (
-            DeltaCounter(factory.counter(metric))
-            for metric in (EXPERT_TOKENS, SENT_HOPS, SENT_BYTES)
+        self._tokens = DeltaCounter(factory.counter(EXPERT_TOKENS))
+        self._transfers, self._num_bytes, self._hops, self._sent_bytes = (
+            DeltaCounter(factory.counter(metric)) for metric in STAGE_ACTOR_METRICS
         )
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
@@ -314,16 +324,19 @@ class StageActorMetrics:
         self, load: Mapping[int, Sequence[int]], sent: Mapping[str, tuple[int, int]]
     ) -> None:
         """Export the totals so far: tokens of each expert, by the global number of its layer, and
-        hops and bytes by way.
+        transfers and bytes by transport.
         """
         for layer, tokens in load.items():
             for expert, number in enumerate(tokens):
                 self._tokens.update(
                     number, self._tags | {"layer": str(layer), "expert": str(expert)}
                 )
-        for way, (hops, num_bytes) in sent.items():
-            self._hops.update(hops, self._tags | {"way": way})
-            self._num_bytes.update(num_bytes, self._tags | {"way": way})
+        for transport, (transfers, num_bytes) in sent.items():
+            tags, former = self._tags | {"transport": transport}, self._tags | {"way": transport}
+            self._transfers.update(transfers, tags)
+            self._num_bytes.update(num_bytes, tags)
+            self._hops.update(transfers, former)
+            self._sent_bytes.update(num_bytes, former)
 
 
 class ExpertWorkMetrics:

@@ -190,7 +190,7 @@ _add(
     "ray._private.state",
     "state",
     needed_for="the settings with which the head node was started",
-    breaks="the count of hidden states by way",
+    breaks="the count of hidden states by transport",
 )
 _holders = {
     "needed_for": "who holds the resources that a pipeline lacks",

@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig, gRPCOptions
 
 from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.common.ray_api import avoid_head_node
-from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
+from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig, with_first_names
 from tramontane.cluster.config.key import has_password
 from tramontane.cluster.pipeline.engine import model_checkpoint_digest
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS, assert_supported
@@ -50,6 +50,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def validate_config(args: dict[str, Any]) -> EngineConfig:
     """Read a Serve config's ``args``. Raises ConfigError for keys that do not belong there."""
+    args = with_first_names(args)
     if SECRET_KEY in args:
         raise ConfigError(
             "api_key: not for a Serve config, which Ray shows to all users of its dashboard; give"

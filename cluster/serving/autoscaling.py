@@ -46,6 +46,9 @@ class PipelineAutoscalingPolicy:
     def __init__(
         self, autoscale_load: object = None, autoscale_tokens: object = None, **unknown: object
     ) -> None:
+        # their names in 0.2, which 0.4 will not know
+        autoscale_load = unknown.pop("target_load", autoscale_load)
+        autoscale_tokens = unknown.pop("target_tokens", autoscale_tokens)
         self._autoscale_load, self._autoscale_tokens = (
             _positive(autoscale_load) or ScalingKeys().autoscale_load,
             _positive(autoscale_tokens),

@@ -2,6 +2,7 @@
 here.
 """
 
+import json
 import re
 from inspect import signature
 from pathlib import Path
@@ -11,10 +12,19 @@ from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.cli.deploy import THREADS_HELP
+from tramontane.cluster.cli.main import app
 from tramontane.cluster.cli.serve import drain
-from tramontane.cluster.config.engine_config import GROUPS, EngineConfig
+from tramontane.cluster.config.engine_config import (
+    CLI_ONLY_KEYS,
+    GROUPS,
+    OTHER_NAMES,
+    ConfigFile,
+    EngineConfig,
+)
 from tramontane.cluster.config.key import extra
 from tramontane.cluster.deploy.planned_cluster import THREADS
+from tramontane.cluster.llm.offline import LLM
+from tramontane.cluster.serving.app import validate_config
 from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
@@ -210,3 +220,60 @@ def test_a_wrong_value_is_described_in_our_words(name: str) -> None:
         assert not re.search(
             r"input |valid |should be|<class|instance of|dictionary", message, re.IGNORECASE
         ), message
+
+
+OTHERS = {
+    "pipeline_parallel_size": ("stages", 3),
+    "data_parallel_size": ("replicas", 2),
+    "quantization": ("quantize", "int8"),
+    "block_size": ("page_size", 8),
+    "kv_cache_memory_bytes": ("kv_cache_memory", 2**29),
+    "measured": ("stage_times", [{"first": 0, "last": 1, "busy": 1.0}]),
+    "inline_limit": ("inline_hidden_states_below", 2**21),
+    "ping_pong": ("expert_micro_batches", 3),
+    "slow_reader_timeout": ("slow_client_timeout", 5.0),
+    "target_load": ("autoscale_load", 0.5),
+    "target_tokens": ("autoscale_tokens", 900),
+}
+
+
+def test_vllms_names_and_former_names_are_the_keys(tmp_path: Path) -> None:
+    """In files, in a Ray Serve config, from Python, and as flags."""
+    assert dict(OTHER_NAMES) == {other: name for other, (name, _) in OTHERS.items()}
+    file = tmp_path / "server.yaml"
+    for other, (name, value) in OTHERS.items():
+        expected = EngineConfig.build(None, {name: value})
+        assert expected != EngineConfig()
+        assert EngineConfig.build(None, {other: value}) == expected
+        assert EngineConfig(**{other: value}) == expected
+        file.write_text(json.dumps({other.replace("_", "-"): value}))
+        assert EngineConfig.build(ConfigFile.read(file), {}) == expected
+        if name not in CLI_ONLY_KEYS:
+            assert validate_config({other: value}) == expected
+
+
+def test_flags_have_other_names(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--block-size", "8", "--pipeline-parallel-size=3", "--data-parallel-size", "2"]
+    app(["config", *flags, "--json"], standalone_mode=False)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["page_size"], shown["stages"], shown["replicas"]) == (8, 3, 2)
+
+
+def test_a_key_has_one_value_whatever_its_names(tmp_path: Path) -> None:
+    twice = {"page_size": 16, "block_size": 8}
+    message = "^page_size is given twice: block_size is another name of it; keep one$"
+    (tmp_path / "server.yaml").write_text(json.dumps(twice))
+    for read in (
+        lambda: EngineConfig.build(None, twice),
+        lambda: validate_config(twice),
+        lambda: ConfigFile.read(tmp_path / "server.yaml"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_other_names_are_no_way_around_a_rule() -> None:
+    with pytest.raises(ConfigError, match="inline_hidden_states_below: not for a Serve config"):
+        validate_config({"inline_limit": "2MiB"})
+    with pytest.raises(ConfigError, match="replicas is 2, and LLM runs one pipeline"):
+        LLM(data_parallel_size=2)

@@ -77,17 +77,23 @@ def test_every_expert_of_a_stage_has_a_series() -> None:
     assert counter.num_calls == 5
 
 
-def test_hidden_states_have_a_series_for_each_way() -> None:
+def test_hidden_states_have_a_series_for_each_transport() -> None:
+    """And, for one release, under their former names."""
     metrics = StandIns()
     stage = StageActorMetrics(metrics, "app-0", 1)
     stage.export({}, {"inline": (3, 3000)})
     stage.export({}, {"inline": (4, 4000), "plasma": (1, 2**21)})
-    series = [
-        tuple(sorted({"pipeline": "app-0", "stage": "1", "way": way}.items()))
-        for way in ("inline", "plasma")
-    ]
-    assert metrics.counters["sent_hops"].totals == dict(zip(series, (4, 1), strict=True))
-    assert metrics.counters["sent_bytes"].totals == dict(zip(series, (4000, 2**21), strict=True))
+    names = {
+        "transport": ("hidden_state_transfers", "hidden_state_bytes"),
+        "way": ("sent_hops", "sent_bytes"),
+    }
+    for label, (transfers, num_bytes) in names.items():
+        series = [
+            tuple(sorted({"pipeline": "app-0", "stage": "1", label: each}.items()))
+            for each in ("inline", "plasma")
+        ]
+        assert metrics.counters[transfers].totals == dict(zip(series, (4, 1), strict=True))
+        assert metrics.counters[num_bytes].totals == dict(zip(series, (4000, 2**21), strict=True))
 
 
 def test_an_expert_actors_work_has_two_counters() -> None:

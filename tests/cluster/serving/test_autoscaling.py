@@ -169,6 +169,12 @@ def test_the_application_is_scaled_by_its_routers_alone() -> None:
     assert ingress._deployment_config.autoscaling_config is None
 
 
+def test_arguments_of_the_policy_keep_their_former_names(caplog: pytest.LogCaptureFixture) -> None:
+    policy = PipelineAutoscalingPolicy(target_load=0.5, target_tokens=7)
+    assert (policy._autoscale_load, policy._autoscale_tokens) == (0.5, 7)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
