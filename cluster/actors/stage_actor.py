@@ -113,7 +113,8 @@ class StageHealth(WorkerHealth):
     to ``holder``.
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the
-    stage was loaded. ``sent``: see ``HiddenStateTransfers.totals``. ``device``: its name; "" before the stage is loaded.
+    stage was loaded. ``sent``: see ``HiddenStateTransfers.totals``. ``device``: its name; "" before
+    the stage is loaded.
     ``sampled_epoch``: of the last step in which it has sampled a token; -1 before the first one.
     """
 
