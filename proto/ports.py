@@ -3,15 +3,15 @@
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
 
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput
 from tramontane.proto.step import DraftRequest, MicroBatch, StepResult
 
 
 class TokenSource(Protocol):
     """A router, or a client of one in another process: it turns requests into tokens."""
 
-    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the tokens of all sequences of one request until every one has finished.
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the tokens of all sequences of a request until every one has finished.
 
         Each item holds everything that became ready since the previous one. Closing the generator
         aborts the unfinished sequences. Raises RequestError if the request cannot be accepted or

@@ -182,22 +182,40 @@ def _is_within(value: float, bounds: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for
-    an unknown priority.
-    """
+    """One sequence of a request: a request has one per prompt and choice."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
     # returned by a router that was lost since; the sequence continues after them
     output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The sequences of one request, at least one, and what they have in common. Raises RequestError
+    for an unknown priority.
+    """
+
+    sequences: tuple[SequenceRequest, ...]
+    priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
     owner: int = 0  # stands for the client's API key, for fair queueing between keys
     # by a router or ingress that was lost since: not to be refused for lack of capacity
     already_admitted: bool = False
     request_id: str = ""  # name of the request in logs, also in those of the stages
-    cache_salt: str = ""  # only sequences with the same one share cached pages
+    cache_salt: str = ""  # only requests with the same one share cached pages
+
+    @classmethod
+    def of(cls, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> "Request":
+        """Return a request of one sequence."""
+        return cls((SequenceRequest(prompt_ids, sampling),))
+
+    @property
+    def was_accepted(self) -> bool:
+        """Whether a router or ingress that was lost since has accepted it."""
+        return self.already_admitted or any(each.output_ids for each in self.sequences)
 
     def __post_init__(self) -> None:
+        assert self.sequences
         if not 0 <= self.priority < NUM_PRIORITIES:
             raise RequestError(
                 f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}"

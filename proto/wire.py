@@ -15,6 +15,7 @@ from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -34,6 +35,7 @@ from tramontane.proto.step import (
 # field of these classes.
 _OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which changes without a field
 _INGRESS_ROUTER_TYPES = (
+    Request,
     SequenceRequest,
     SamplingParams,
     RequestOutput,
@@ -47,6 +49,7 @@ PROTOCOL_HASH = f"{zlib.crc32(_SIGNATURES.encode()):08x}"
 ONE_TOKEN_FIELDS = 6  # of the short form of an output
 _new: Any = tuple.__new__
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
+_fields_in_common = attrgetter(*(field.name for field in fields(Request)[1:]))
 
 
 # ---- steps
@@ -141,28 +144,26 @@ def decode_expert_actors(data: bytes) -> tuple[ExpertActorPlan, ...]:
 # ---- requests
 
 
-def encode_specs(specs: Sequence[SequenceRequest]) -> bytes:
-    """Encode the sequences of a request. The prompt of several choices is sent once, and decoded to
-    one object.
-    """
-    prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
+def encode_request(request: Request) -> bytes:
+    """Encode a request. The prompt of several choices is sent once, and decoded to one object."""
+    prompts = list({id(each.prompt_ids): each.prompt_ids for each in request.sequences}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter(
-        "priority", "output_ids", "owner", "already_admitted", "request_id", "cache_salt"
-    )
     sequences = [
-        (number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec))
-        for spec in specs
+        (number_of[id(each.prompt_ids)], _sampling_fields(each.sampling), each.output_ids)
+        for each in request.sequences
     ]
-    return _pack((prompts, sequences))
+    return _pack((prompts, sequences, *_fields_in_common(request)))
 
 
-def decode_specs(data: bytes) -> tuple[SequenceRequest, ...]:
-    """Decode the sequences of a request."""
-    prompts, sequences = _unpack(data)
-    return tuple(
-        SequenceRequest(prompts[number], SamplingParams(*sampling), *others)
-        for number, sampling, *others in sequences
+def decode_request(data: bytes) -> Request:
+    """Decode a request."""
+    prompts, sequences, *in_common = _unpack(data)
+    return Request(
+        tuple(
+            SequenceRequest(prompts[number], SamplingParams(*sampling), output_ids)
+            for number, sampling, output_ids in sequences
+        ),
+        *in_common,
     )
 
 

@@ -14,7 +14,7 @@ from soak_load import requests
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import open_engine
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 
 pytestmark = pytest.mark.nightly
 
@@ -27,12 +27,12 @@ TIED_TOKENS = 632, 763
 CLOSE, PLACE = 29, 33
 
 
-def _tokens(request: SequenceRequest) -> list[int]:
+def _tokens(request: Request) -> list[int]:
     async def generate() -> list[int]:
         async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
             return [
                 event.token_id
-                async for batch in engine.router.generate([request])
+                async for batch in engine.router.generate(request)
                 for event in batch.events
             ]
 
@@ -49,7 +49,7 @@ def answer(body: dict[str, Any]) -> list[int]:
     sampling = SamplingParams(
         max_tokens=PLACE + 3, temperature=1.0, seed=body["seed"], ignore_eos=True
     )
-    return _tokens(SequenceRequest(tuple(body["prompt"]), sampling))
+    return _tokens(Request.of(tuple(body["prompt"]), sampling))
 
 
 def _parted(answer: list[int], place: int, token_id: int) -> list[int]:
@@ -100,7 +100,7 @@ def tied() -> tuple[dict[str, Any], list[int]]:
     sampling = SamplingParams(
         max_tokens=APART + 1, temperature=body["temperature"], seed=body["seed"], ignore_eos=True
     )
-    return body, _tokens(SequenceRequest(tuple(body["prompt"]), sampling))
+    return body, _tokens(Request.of(tuple(body["prompt"]), sampling))
 
 
 def test_a_tie_at_a_gate_is_a_close_call_if_both_experts_explain_the_tokens(

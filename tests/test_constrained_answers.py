@@ -20,7 +20,7 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
+from tramontane.proto.request import FinishReason, Request, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.grammar import ResponseFormat, ThoughtRules, build_grammar
@@ -54,7 +54,7 @@ async def _answers(
     running = asyncio.create_task(router.run())
     reported: list[list[int]] = [[] for _ in specs]
     reasons: dict[int, FinishReason] = {}
-    async for batch in router.generate(specs):
+    async for batch in router.generate(Request(tuple(specs))):
         for event in batch.events:
             reported[event.seq_id].append(event.token_id)
             if event.finish:

@@ -36,9 +36,9 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import (
     NOT_FINITE_TOKEN,
     FinishReason,
+    Request,
     RequestOutput,
     SamplingParams,
-    SequenceRequest,
     TokenEvent,
 )
 from tramontane.router.engine.router import Router
@@ -296,9 +296,7 @@ def test_its_pages_are_offered_to_no_other_sequence(pipelines: Pipelines, kind: 
         running = asyncio.create_task(router.run())
         found = []
         for prompt in ([*prefix, 1], [*prefix, 2], bad, bad, [*prefix, 3], [*prefix, 3]):
-            outputs = [
-                batch async for batch in router.generate([SequenceRequest(tuple(prompt), GREEDY)])
-            ]
+            outputs = [batch async for batch in router.generate(Request.of(tuple(prompt), GREEDY))]
             found.append(
                 (
                     sum(each.num_cached for each in outputs),

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoi
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -67,10 +68,10 @@ async def _converse(
     running = asyncio.create_task(router.run())
 
     async def one(number: int, prompt: tuple[int, ...]) -> Values:
-        spec = SequenceRequest(
-            prompt, WISHES[number % len(WISHES)], cache_salt=str(number % 5 == 4)
+        request = replace(
+            Request.of(prompt, WISHES[number % len(WISHES)]), cache_salt=str(number % 5 == 4)
         )
-        return exact_values(merge_outputs([batch async for batch in router.generate([spec])]))
+        return exact_values(merge_outputs([batch async for batch in router.generate(request)]))
 
     try:
         return [

@@ -16,7 +16,7 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput, SamplingParams
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -79,8 +79,8 @@ def test_experts_are_only_reported_on_request_also_next_to_a_request_for_them() 
     chain = LocalStageChain(split_model(random_model(ARGS), plan))
 
     async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> RequestOutput:
-        specs = [SequenceRequest(tuple(prompt), replace(WITH_EXPERTS, return_experts=layers))]
-        return merge_outputs([batch async for batch in router.generate(specs)])
+        request = Request.of(tuple(prompt), replace(WITH_EXPERTS, return_experts=layers))
+        return merge_outputs([batch async for batch in router.generate(request)])
 
     async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)

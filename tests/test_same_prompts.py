@@ -40,7 +40,7 @@ def _results(folder: Path, prompt: Given) -> list[str | tuple[int, ...]]:
     config = EngineConfig(model=folder, max_model_len=CONTEXT)
 
     def complete(request: CompletionRequest) -> tuple[int, ...]:
-        [spec] = asyncio.run(prepare_completion(served, request, 0.0)).generation.specs()
+        [spec] = asyncio.run(prepare_completion(served, request, 0.0)).generation.sequences()
         return spec.prompt_ids
 
     is_text = isinstance(prompt, str)

@@ -9,7 +9,7 @@ from statistics import median
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.cluster.pipeline.load_progress import ShowLoading
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import StageTiming
 from tramontane.proto.timing import steady_time
 from tramontane.router.scheduling.cost_model import CostModel
@@ -151,7 +151,7 @@ async def _run(
         )
         sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0, ignore_eos=True)
         times: list[float] = []
-        async for batch in engine.router.generate([SequenceRequest(prompt, sampling)]):
+        async for batch in engine.router.generate(Request.of(prompt, sampling)):
             times += [steady_time() - started] * len(batch.events)
             if engine.router.scheduler.num_waiting:
                 backlog_until = steady_time() - started

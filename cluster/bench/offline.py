@@ -20,7 +20,7 @@ from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import resolve_model_args
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.stats import UsageMeter, hop_times
 
@@ -99,7 +99,7 @@ async def _trace(engine: Engine, request: BenchRequest, due_at: float) -> Reques
     assert not isinstance(request.prompt, str)
     sampling = SamplingParams(request.num_new_tokens, temperature=0.0, ignore_eos=True)
     pieces_at, num_tokens = list[float](), 0
-    async for batch in engine.router.generate([SequenceRequest(request.prompt, sampling)]):
+    async for batch in engine.router.generate(Request.of(request.prompt, sampling)):
         pieces_at.append(time.perf_counter())
         num_tokens += len(batch.events)
     return RequestTrace(due_at, request.num_prompt_tokens, num_tokens, tuple(pieces_at))

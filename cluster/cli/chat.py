@@ -35,7 +35,7 @@ from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.console.terminal import TerminalInput, print_errors_at_once, without_echo
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError, did_you_mean
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest, sequence_error
+from tramontane.proto.request import FinishReason, Request, SamplingParams, sequence_error
 from tramontane.router.tokenization.chat import ChatMessage, Conversation
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split, is_open_after
@@ -231,7 +231,7 @@ class _Chat:
             )
             answer.thought = ""
         async with aclosing(
-            self._engine.router.generate([SequenceRequest(prompt_ids, self._sampling)])
+            self._engine.router.generate(Request.of(prompt_ids, self._sampling))
         ) as batches:
             async for batch in batches:
                 if batch.events[-1].finish is FinishReason.ERROR:

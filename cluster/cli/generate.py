@@ -45,8 +45,8 @@ from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
+    Request,
     SamplingParams,
-    SequenceRequest,
     sequence_error,
 )
 from tramontane.router.engine.active_request import by_layer
@@ -176,9 +176,8 @@ class _GenerateRun:
         token_ids: list[int] = []
         experts: list[ExpertChoices] = []
         finish, error = None, ""
-        async for batch in self.engine.router.generate(
-            [SequenceRequest(prompt_ids, self.sampling)]
-        ):
+        request = Request.of(prompt_ids, self.sampling)
+        async for batch in self.engine.router.generate(request):
             self.first_token_s = min(self.first_token_s, process_age_s())
             finish = batch.events[-1].finish
             if finish is FinishReason.ERROR:

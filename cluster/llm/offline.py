@@ -28,7 +28,7 @@ from tramontane.cluster.llm.inputs import (
 )
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
-from tramontane.proto.request import FinishReason, SequenceRequest, sequence_error
+from tramontane.proto.request import FinishReason, Request, sequence_error
 from tramontane.router.openai.detokenizer import ChatDetokenizer, ChoiceDetokenizer
 from tramontane.router.openai.logprobs import TokenLogprobs as TokenLogprob
 from tramontane.router.openai.logprobs import index_by_position
@@ -218,8 +218,8 @@ class LLM:
                         stop_token_ids=sampling.stop_token_ids,
                     )
                 )
-                spec = SequenceRequest(encoded[prompt], sampling.of_choice(choice))
-                output = await _completion(engine, text, spec, index)
+                request = Request.of(encoded[prompt], sampling.of_choice(choice))
+                output = await _completion(engine, text, request, index)
                 progress.advance(bar)
                 return output
 
@@ -269,7 +269,7 @@ def _to_output(
 
 
 async def _completion(
-    engine: Engine, text: ChoiceDetokenizer, spec: SequenceRequest, index: int
+    engine: Engine, text: ChoiceDetokenizer, request: Request, index: int
 ) -> _Completion:
     """Generate completion ``index`` of a prompt; its text is empty where the model has no
     tokenizer.
@@ -279,7 +279,7 @@ async def _completion(
     # by position: those of the prompt, then those of the completion
     logprobs: dict[int, TokenLogprob] = {}
     num_cached, failure = 0, ""
-    async with aclosing(engine.router.generate([spec])) as batches:
+    async with aclosing(engine.router.generate(request)) as batches:
         async for batch in batches:
             num_cached += batch.num_cached
             scores = index_by_position(batch.logprobs)
@@ -294,7 +294,8 @@ async def _completion(
                 break
     assert text.finish is not None
     ours = [logprobs[position] for position in sorted(logprobs)]
-    num_prompt = sum(position < len(spec.prompt_ids) for position in logprobs)
+    num_prompt_ids = len(request.sequences[0].prompt_ids)
+    num_prompt = sum(position < num_prompt_ids for position in logprobs)
     own = ours[num_prompt:][: len(token_ids)]
     reasoning = text.take_reasoning() if isinstance(text, ChatDetokenizer) else ""
     output = CompletionOutput(

@@ -4,7 +4,6 @@ A request is logged when it is accepted and when it ends, once each and without 
 """
 
 import logging
-from collections.abc import Sequence
 from contextvars import Context
 
 from tramontane.cluster.config.logging import ContextFilter, LogSettings
@@ -14,7 +13,7 @@ from tramontane.cluster.ray_internals.accessors import (
     current_request_id,
     serve_logger,
 )
-from tramontane.proto.request import SequenceRequest, request_fields
+from tramontane.proto.request import Request, request_fields
 from tramontane.router.engine.active_request import ActiveRequest
 
 MAX_ID = 128  # characters, as over HTTP
@@ -65,23 +64,18 @@ def request_context(request_id: str) -> Context:
     return context
 
 
-def log_accepted(request: ActiveRequest, specs: Sequence[SequenceRequest]) -> None:
+def log_accepted(request: Request) -> None:
     """Log that the router has accepted a request."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    request_id, num_tokens = (
-        request.request_id,
-        max(len(spec.prompt_ids) + len(spec.output_ids) for spec in specs),
-    )
-    is_resumed = any(spec.already_admitted or spec.output_ids for spec in specs)
+    name, number = request.request_id, len(request.sequences)
+    num_tokens = max(len(each.prompt_ids) + len(each.output_ids) for each in request.sequences)
     message = (
         "request %s is accepted: %d sequence%s, the longest of %d tokens"
-        + ", begun elsewhere" * is_resumed
+        + ", begun elsewhere" * request.was_accepted
     )
-    extra = request_fields(request_id, sequences=len(specs), longest=num_tokens)
-    logger.info(
-        message, request_id or "-", len(specs), "s" * (len(specs) != 1), num_tokens, extra=extra
-    )
+    extra = request_fields(name, sequences=number, longest=num_tokens)
+    logger.info(message, name or "-", number, "s" * (number != 1), num_tokens, extra=extra)
 
 
 def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:

@@ -12,7 +12,6 @@ from collections.abc import (
     Collection,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +30,7 @@ from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.router_streams import BackgroundTasks, PendingCall, RouterStreams
 from tramontane.cluster.serving.token_stream import DONE, model_key
 from tramontane.proto import errors, wire
-from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
+from tramontane.proto.request import Request, RequestOutput, request_fields
 from tramontane.proto.timing import ACCEPT_TIMEOUT_S
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting
 from tramontane.router.engine.request_output import ResumableRequest
@@ -96,15 +95,13 @@ class PipelineClient:
             raise errors.DrainingError(DRAINING)
         self._window.check(num_sequences, owner)
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Generate tokens, on one router after the other where they are lost, until the request is
         complete or its ``RouterFailoverBudget`` is used up; see ``TokenSource``.
         """
-        progress = ResumableRequest(specs)
+        progress = ResumableRequest(request)
         if not progress.was_accepted:  # through another ingress
-            self.check_capacity(len(specs), specs[0].owner)
+            self.check_capacity(len(request.sequences), request.owner)
         self._follow_digests()
         budget = RouterFailoverBudget(was_accepted=progress.was_accepted)
         self._num_requests += 1
@@ -117,7 +114,7 @@ class PipelineClient:
                             budget.reset()
                             yield progress.record(output)
                 except (errors.PipelineError, errors.OverloadedError) as error:
-                    await self._prepare_retry(specs[0], progress, budget, error)
+                    await self._prepare_retry(progress, budget, error)
         finally:
             self._num_requests -= 1
 
@@ -130,10 +127,10 @@ class PipelineClient:
         self, progress: ResumableRequest, budget: RouterFailoverBudget
     ) -> Iterator[PendingCall]:
         """Give what is left of a request to one router while the block runs."""
-        specs = progress.remaining_specs()
-        encoded = wire.encode_specs(specs)
-        call = self._streams.begin_call(specs, budget.without_router_since, self._window)
-        running = self._tasks.start(self._run(call, encoded), call.specs[0].request_id)
+        request = progress.remaining()
+        encoded = wire.encode_request(request)
+        call = self._streams.begin_call(request, budget.without_router_since, self._window)
+        running = self._tasks.start(self._run(call, encoded), request.request_id)
         call.fail_after(ACCEPT_TIMEOUT_S, errors.PipelineError("no router has answered in time"))
         try:
             yield call
@@ -146,7 +143,6 @@ class PipelineClient:
 
     async def _prepare_retry(
         self,
-        first: SequenceRequest,
         progress: ResumableRequest,
         budget: RouterFailoverBudget,
         error: errors.TramontaneError,
@@ -156,7 +152,7 @@ class PipelineClient:
         Raises ``error``, or another one that says more, if it is not to be retried.
         """
         if isinstance(error, errors.QueueFullError):
-            self._window.mark_full(first.owner, error)
+            self._window.mark_full(progress.request.owner, error)
         progress.was_accepted |= isinstance(error, errors.RouterLostError)
         budget.on_error(error)
         with self._window.waiting(
@@ -165,11 +161,12 @@ class PipelineClient:
             await budget.backoff()
         if self._is_ending:
             raise errors.DrainingError(ENDED) from error
+        name = progress.request.request_id
         logger.warning(
             "request %s is given to another router: %s",
-            first.request_id or "-",
+            name or "-",
             error,
-            extra=request_fields(first.request_id),
+            extra=request_fields(name),
         )
 
     async def _run(self, call: PendingCall, encoded: bytes) -> None:
@@ -179,7 +176,7 @@ class PipelineClient:
         try:
             refusal = await self._submit(call, encoded)
         except Exception as error:  # of any kind: the client must get an answer
-            name = call.specs[0].request_id
+            name = call.request.request_id
             text, fields = "the call of request %s failed: %s", request_fields(name)
             logger.warning(text, name or "-", error, extra=fields)
             refusal = errors.PipelineError("the router is gone")
@@ -195,7 +192,7 @@ class PipelineClient:
         """Ask one router after the other, and wait until the one that accepts the call is done;
         return the reason if all of them refuse it.
         """
-        search = RouterSearch(self._refusals, call.specs[0])
+        search = RouterSearch(self._refusals, call.request)
         num_unopened, only = Counter[str](), ""
         while True:
             outcome = await self._ask_router(call, encoded, search, only)
@@ -223,7 +220,7 @@ class PipelineClient:
         chosen.
         """
         refusing = self._streams.silent | search.refused.keys()
-        with self._route(call.specs, refusing, only) as constraint:
+        with self._route(call.request, refusing, only) as constraint:
             method = self.queries.method(
                 "generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES
             )
@@ -239,13 +236,11 @@ class PipelineClient:
             return outcome
 
     @contextmanager
-    def _route(
-        self, specs: Sequence[SequenceRequest], refusing: Collection[str], only: str
-    ) -> Iterator[str]:
+    def _route(self, request: Request, refusing: Collection[str], only: str) -> Iterator[str]:
         """Choose a router for one call, unless it is given; yield the constraint, and release the
         choice at the call's end.
         """
-        choice = self._routing.choose(specs, refusing, only) if self._routing else None
+        choice = self._routing.choose(request, refusing, only) if self._routing else None
         try:  # the chosen one may have gone since its last digest
             yield ONLY + only if only else prefer(choice and choice.replica, refusing)
         finally:

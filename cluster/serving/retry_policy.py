@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tramontane.proto import errors
-from tramontane.proto.request import SequenceRequest
+from tramontane.proto.request import Request
 from tramontane.proto.timing import (
     ADMISSION_RETRY_INTERVAL_S,
     ADMISSION_TIMEOUT_S,
@@ -175,19 +175,19 @@ class RefusalTracker:
             tuple[int, int] | None, dict[str, tuple[errors.TramontaneError, float]]
         ] = defaultdict(dict)
 
-    def add(self, replica: str, error: errors.TramontaneError, first: SequenceRequest) -> None:
-        """Note that a router has just refused a request with this first sequence."""
+    def add(self, replica: str, error: errors.TramontaneError, request: Request) -> None:
+        """Note that a router has just refused a request."""
         now = asyncio.get_running_loop().time()
         if isinstance(error, errors.QueueFullError):
-            self._refusals[first.owner, first.priority][replica] = error, now + FULL_TTL_S
+            self._refusals[request.owner, request.priority][replica] = error, now + FULL_TTL_S
         elif isinstance(error, errors.PipelineUnavailableError):
             self._refusals[None][replica] = error, now + NOT_RUNNING_TTL_S
 
-    def matching(self, first: SequenceRequest) -> dict[str, errors.TramontaneError]:
-        """Return the refusals that hold for a request with this first sequence, by replica."""
+    def matching(self, request: Request) -> dict[str, errors.TramontaneError]:
+        """Return the refusals that hold for a request, by replica."""
         now = asyncio.get_running_loop().time()
         refusals: dict[str, errors.TramontaneError] = {}
-        for key in (None, (first.owner, first.priority)):
+        for key in (None, (request.owner, request.priority)):
             valid = {
                 replica: refusal
                 for replica, refusal in self._refusals.pop(key, {}).items()
@@ -214,9 +214,9 @@ class RouterSearch:
     it.
     """
 
-    def __init__(self, recent: RefusalTracker, first: SequenceRequest) -> None:
-        self._recent, self._first, self.may_wait = recent, first, False
-        self.refused = recent.matching(first)  # by replica
+    def __init__(self, recent: RefusalTracker, request: Request) -> None:
+        self._recent, self._request, self.may_wait = recent, request, False
+        self.refused = recent.matching(request)  # by replica
 
     def add(
         self, replica: str, error: errors.TramontaneError, *, had_choice: bool
@@ -226,7 +226,7 @@ class RouterSearch:
         """
         has_others = replica not in self.refused or not had_choice
         self.refused[replica] = error
-        self._recent.add(replica, error, self._first)
+        self._recent.add(replica, error, self._request)
         if not has_others:
             recovering = [
                 each
@@ -239,7 +239,7 @@ class RouterSearch:
             for each in recovering:
                 del self.refused[each]
         if not self.may_wait:  # others' requests may have been refused since
-            self.refused = self._recent.matching(self._first) | self.refused
+            self.refused = self._recent.matching(self._request) | self.refused
         return None
 
 

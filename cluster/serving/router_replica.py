@@ -143,7 +143,7 @@ class RouterReplica:
         self,
         ingress: str,
         number: int,
-        specs: bytes,
+        encoded: bytes,
         model: str,
         may_wait: bool = True,
         write_interval_s: float = 0.0,
@@ -156,7 +156,7 @@ class RouterReplica:
                 )
             )
         return await self._streams.generate(
-            self._router, ingress, number, specs, model, may_wait, write_interval_s
+            self._router, ingress, number, encoded, model, may_wait, write_interval_s
         )
 
     async def _is_superseded(self) -> bool:

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncIterable, Coroutine
 from contextlib import aclosing
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from tramontane.cluster.serving.router_queries import RouterQueries
 from tramontane.cluster.serving.token_stream import KEEPALIVE, with_idle_timeout
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RouterLostError, TramontaneError
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput
 from tramontane.proto.timing import SILENCE_TIMEOUT_S, SILENT_ROUTER_TTL_S
 from tramontane.router.engine.request_output import OutputQueue
 
@@ -42,15 +42,15 @@ class PendingCall:
     """
 
     def __init__(
-        self, number: int, specs: Sequence[SequenceRequest], since: float, window: AdmissionWindow
+        self, number: int, request: Request, since: float, window: AdmissionWindow
     ) -> None:
-        self.number, self.specs = number, specs
+        self.number, self.request = number, request
         self.stream: Stream | None = None
         self.is_accepted = False
-        self._num_unfinished = len(specs)
+        self._num_unfinished = len(request.sequences)
         self._outputs = OutputQueue()
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting, self._window = WaitingRequest(len(specs), since), window
+        self._waiting, self._window = WaitingRequest(len(request.sequences), since), window
         window.add(self._waiting)
 
     @property
@@ -145,13 +145,11 @@ class RouterStreams:
         self._numbers = itertools.count()
         self._opened: dict[Stream, asyncio.Event] = {}  # set once open
 
-    def begin_call(
-        self, specs: Sequence[SequenceRequest], since: float, window: AdmissionWindow
-    ) -> PendingCall:
+    def begin_call(self, request: Request, since: float, window: AdmissionWindow) -> PendingCall:
         """Return a new call, whose tokens are delivered until it is ended. ``since``: when its
         request lost its router, by the event loop's clock.
         """
-        call = PendingCall(next(self._numbers), specs, since, window)
+        call = PendingCall(next(self._numbers), request, since, window)
         self.calls[call.number] = call
         return call
 

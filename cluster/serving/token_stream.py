@@ -187,7 +187,7 @@ class TokenStreams:
         router: Router,
         ingress: str,
         number: int,
-        specs: bytes,
+        encoded: bytes,
         model: str,
         may_wait: bool = True,
         write_interval_s: float = 0.0,
@@ -201,35 +201,31 @@ class TokenStreams:
         """
         if (reason := self._reason_to_refuse(router, ingress, model, may_wait)) is not None:
             return self.refusal(reason)
-        stream, decoded = self._streams[ingress], wire.decode_specs(specs)
-        delivery = _RequestSink(stream, number, len(decoded))
+        stream, request = self._streams[ingress], wire.decode_request(encoded)
+        sink = _RequestSink(stream, number, len(request.sequences))
         try:
-            request = router.submit(decoded, delivery.put)
+            active = router.submit(request, sink.put)
         except TramontaneError as error:
-            request_id = decoded[0].request_id
-            logger.info(
-                "request %s is refused: %s",
-                request_id or "-",
-                error,
-                extra=request_fields(request_id),
-            )
+            name = request.request_id
+            fields = request_fields(name)
+            logger.info("request %s is refused: %s", name or "-", error, extra=fields)
             return self.refusal(error)
-        log_accepted(request, decoded)
+        log_accepted(request)
         stream.accept(write_interval_s)
         # which says, too, that a router has accepted the request
         stream.put(number, fingerprint_output(router.fingerprint))
         try:
             with self._load.watching():
-                await _wait_for_any(delivery.ended, stream.closed)
+                await _wait_for_any(sink.ended, stream.closed)
         finally:
             stream.release()
-            router.abort(request)
-            is_complete = delivery.ended.is_set() and not delivery.has_failed
-            log_ended(request, is_complete=is_complete)
-            record_spans(request, router.health, is_complete=is_complete)
+            router.abort(active)
+            is_complete = sink.ended.is_set() and not sink.has_failed
+            log_ended(active, is_complete=is_complete)
+            record_spans(active, router.health, is_complete=is_complete)
         return (
             DONE
-            if delivery.ended.is_set()
+            if sink.ended.is_set()
             else self.refusal(PipelineError("the stream to the ingress broke"))
         )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from tramontane.proto.request import NUM_PRIORITIES, SequenceRequest
+from tramontane.proto.request import NUM_PRIORITIES, Request
 from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.prefix_cache import KEY_BYTES, BlockHasher, KeyChanges, split_keys
 from tramontane.router.scheduling.running_set import MIN_DECODES
@@ -280,7 +280,7 @@ class PrefixAwareRouting:
         return ~taken & (taken + 1)
 
     def choose(
-        self, specs: Sequence[SequenceRequest], excluded: Collection[str] = (), only: str = ""
+        self, request: Request, excluded: Collection[str] = (), only: str = ""
     ) -> Choice | None:
         """Choose the pipeline of a request, which counts as sent until ``release``; None if fewer
         than two pipelines are known.
@@ -289,7 +289,7 @@ class PrefixAwareRouting:
         not known. The sequences of a request stay together. With several prompts the prefix of the
         first prompt counts.
         """
-        now, priority = self._clock(), specs[0].priority
+        now, priority = self._clock(), request.priority
         found = {
             name: each
             for name, each in self._pipelines.items()
@@ -299,10 +299,10 @@ class PrefixAwareRouting:
             found = {name: each for name, each in found.items() if name == only}
         if len(found) < (1 if only else 2):
             return None
-        prompts = {id(spec.prompt_ids): len(spec.prompt_ids) for spec in specs}
+        prompts = {id(each.prompt_ids): len(each.prompt_ids) for each in request.sequences}
         num_prompt = sum(prompts.values())
-        num_decodes = sum(min(spec.sampling.max_tokens, MIN_DECODES) for spec in specs)
-        keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
+        num_decodes = sum(min(each.sampling.max_tokens, MIN_DECODES) for each in request.sequences)
+        keys = self._keys(request, next(iter(found.values())).digest.page_size)
         token_s = TokenSeconds.of([each.digest for each in found.values()])
         num_blocks = self._index.longest(keys)
         works = {
@@ -331,11 +331,14 @@ class PrefixAwareRouting:
         if (pipeline := self._pipelines.get(choice.replica)) is not None:
             pipeline.record_end(choice.number, self._clock())
 
-    def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
-        """Return the keys of the first blocks without the last token, because the last token is
-        computed in any case.
+    def _keys(self, request: Request, page_size: int) -> list[bytes]:
+        """Return the keys of the first prompt's first blocks without its last token, because the
+        last token is computed in any case.
         """
-        hasher = BlockHasher(self._salt_of(spec.cache_salt))
-        num_blocks = min((len(spec.prompt_ids) - 1) // page_size, MAX_BLOCKS)
-        hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)
+        hasher, prompt_ids = (
+            BlockHasher(self._salt_of(request.cache_salt)),
+            request.sequences[0].prompt_ids,
+        )
+        num_blocks = min((len(prompt_ids) - 1) // page_size, MAX_BLOCKS)
+        hasher.extend(prompt_ids[: num_blocks * page_size], page_size)
         return [key[:KEY_BYTES] for key in hasher.keys]

@@ -11,9 +11,9 @@ from tramontane.proto.errors import TramontaneError
 from tramontane.proto.request import (
     ExpertChoices,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
-    SequenceRequest,
     TokenEvent,
 )
 
@@ -128,11 +128,11 @@ class ResumableRequest:
     the first and the third, and the third has number 1 there.
     """
 
-    def __init__(self, specs: Sequence[SequenceRequest]) -> None:
-        self._specs = specs
-        self._output_ids = [list(spec.output_ids) for spec in specs]
-        self._unfinished = dict.fromkeys(range(len(specs)))
-        self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._output_ids = [list(each.output_ids) for each in request.sequences]
+        self._unfinished = dict.fromkeys(range(len(request.sequences)))
+        self.was_accepted = request.was_accepted
         # the request's numbers of the sequences that the present router works on
         self._submitted = list(self._unfinished)
 
@@ -146,21 +146,18 @@ class ResumableRequest:
         """Sequences that have not ended."""
         return len(self._unfinished)
 
-    def remaining_specs(self) -> Sequence[SequenceRequest]:
+    def remaining(self) -> Request:
         """Return the unfinished sequences with their tokens so far, for the next router."""
         self._submitted = list(self._unfinished)
-        return [
-            replace(
-                self._specs[number],
-                output_ids=tuple(self._output_ids[number]),
-                already_admitted=self.was_accepted,
-            )
+        sequences = tuple(
+            replace(self.request.sequences[number], output_ids=tuple(self._output_ids[number]))
             for number in self._submitted
-        ]
+        )
+        return replace(self.request, sequences=sequences, already_admitted=self.was_accepted)
 
     def record(self, batch: RequestOutput) -> RequestOutput:
         """Record an output of the present router; return it with the request's own numbers."""
-        if len(self._submitted) < len(self._specs):
+        if len(self._submitted) < len(self.request.sequences):
             batch = remap_seq_ids(batch, self._submitted)
         for number, token_id, finish in batch.events:
             self._output_ids[number].append(token_id)

@@ -20,6 +20,7 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.ports import DraftPort, StageChain
 from tramontane.proto.request import (
+    Request,
     RequestOutput,
     SequenceRequest,
     TokenEvent,
@@ -236,41 +237,37 @@ class Router:
         ):
             request.sink(fingerprint_output(self.fingerprint))
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
         ready = OutputQueue()
         ready.put(fingerprint_output(self.fingerprint))
-        request = self.submit(specs, ready.put)
+        active = self.submit(request, ready.put)
         try:
-            num_unfinished = len(specs)
+            num_unfinished = len(request.sequences)
             while num_unfinished:
                 batch = await ready.get()
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
         finally:
-            self.abort(request)
+            self.abort(active)
 
-    def submit(self, specs: Sequence[SequenceRequest], sink: Sink) -> ActiveRequest:
+    def submit(self, request: Request, sink: Sink) -> ActiveRequest:
         """Queue a request, all of it or nothing. ``sink`` receives its tokens, or its failure.
 
         Raises RequestError if it could never run, OverloadedError if too much is waiting,
         PipelineError after a failure.
         """
-        assert specs
         if self.failure is not None:
             raise PipelineError(str(self.failure)) from self.failure
-        sequences = [self._new_sequence(spec) for spec in specs]
+        sequences = [self._new_sequence(request, each) for each in request.sequences]
         for sequence in sequences:
             sequence.request_number = sequences[0].seq_id
         # choices share their prompt
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():
             self.scheduler.validate(sequence)
-        # requests that another router had accepted are not refused
-        if not any(spec.already_admitted or spec.output_ids for spec in specs):
-            self._check_overload(sequences)
-        request = ActiveRequest(
+        if not request.was_accepted:
+            self._check_overload(request, sequences)
+        active = ActiveRequest(
             sequences,
             sink,
             self._clock(),
@@ -280,9 +277,9 @@ class Router:
             self.health.record_progress()
         for sequence in sequences:
             self.scheduler.add(sequence)
-            self._requests[sequence.seq_id] = request
+            self._requests[sequence.seq_id] = active
         self.wake.set()
-        return request
+        return active
 
     def abort(self, request: ActiveRequest) -> None:
         """Release the slots and pages that the request still holds, if it has not finished."""
@@ -349,38 +346,31 @@ class Router:
             policy_failure=scheduler.policy.failure,
         )
 
-    def _new_sequence(self, spec: SequenceRequest) -> LiveSequence:
-        max_len = min(
-            len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len
-        )
-        fields = (
+    def _new_sequence(self, request: Request, sequence: SequenceRequest) -> LiveSequence:
+        limits, prompt_ids = self.scheduler.limits, sequence.prompt_ids
+        return LiveSequence(
             next(self._seq_ids),
-            spec.prompt_ids,
-            spec.sampling,
-            max_len,
-            spec.priority,
-            spec.owner,
-            spec.request_id,
+            prompt_ids,
+            sequence.sampling,
+            min(len(prompt_ids) + sequence.sampling.max_tokens, limits.max_model_len),
+            request.priority,
+            request.owner,
+            request.request_id,
+            cache_salt=limits.cache_salt(request.cache_salt),
+            output_ids=list(sequence.output_ids),
+            goes_first=bool(sequence.output_ids),
         )
-        salt = self.scheduler.limits.cache_salt(spec.cache_salt)
-        sequence = LiveSequence(*fields, output_ids=list(spec.output_ids), cache_salt=salt)
-        sequence.goes_first = bool(spec.output_ids)
-        return sequence
 
-    def _check_overload(self, sequences: Sequence[LiveSequence]) -> None:
+    def _check_overload(self, request: Request, sequences: Sequence[LiveSequence]) -> None:
         if (reason := self.scheduler.overload_reason(sequences)) is None:
             return
         if self.scheduler.is_idle:  # waiting would not help
             raise RequestError(
                 f"the request is too large for this server: {reason}; send less at once"
             )
-        priority = sequences[0].priority
-        kind = (
-            QueueFullError
-            if self.scheduler.is_full(priority, sequences[0].owner)
-            else OverloadedError
-        )
-        raise kind(f"too much is waiting: {reason}", self._retry_after_s(priority))
+        is_full = self.scheduler.is_full(request.priority, request.owner)
+        kind = QueueFullError if is_full else OverloadedError
+        raise kind(f"too much is waiting: {reason}", self._retry_after_s(request.priority))
 
     def _log_fields(self) -> dict[str, list[str]]:
         return requests_fields(request.request_id for request in self._requests.values())

@@ -16,6 +16,7 @@ from tramontane.proto.request import (
     NOT_FINITE_TOKEN,
     ExpertChoices,
     FinishReason,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -95,7 +96,7 @@ class GenerationRequest:
         """Tokens of all prompts, each of which counts once, however many choices it has."""
         return sum(map(len, self.prompt_ids))
 
-    def specs(self, seed: int, *, already_admitted: bool) -> list[SequenceRequest]:
+    def sequences(self, seed: int) -> list[SequenceRequest]:
         """Return the sequences. ``seed``: if the client gave none.
 
         With the client's seed the random numbers of sequence 5 above are those of choice 2, as if
@@ -106,11 +107,7 @@ class GenerationRequest:
         sampling = replace(self.sampling, seed=seed if self.seed is None else self.seed)
         choices = [replace(sampling, choice=choice) for choice in range(num_choices)]
         return [
-            SequenceRequest(
-                ids,
-                choices[(prompt * self.n + choice) % num_choices],
-                already_admitted=already_admitted,
-            )
+            SequenceRequest(ids, choices[(prompt * self.n + choice) % num_choices])
             for prompt, ids in enumerate(self.prompt_ids)
             for choice in range(self.n)
         ]
@@ -193,13 +190,12 @@ class Generation:
         """Whether the client has received anything from another ingress."""
         return bool(self._resume_state.choices)
 
-    def specs(self) -> list[SequenceRequest]:
+    def sequences(self) -> list[SequenceRequest]:
         """Return the sequences, with the tokens that they have."""
-        state = self._resume_state
-        specs = self.request.specs(state.seed, already_admitted=state.is_resumed)
-        for index, choice in state.choices.items():
-            specs[index] = replace(specs[index], output_ids=tuple(choice.token_ids))
-        return specs
+        sequences = self.request.sequences(self._resume_state.seed)
+        for index, choice in self._resume_state.choices.items():
+            sequences[index] = replace(sequences[index], output_ids=tuple(choice.token_ids))
+        return sequences
 
     async def collect(
         self, source: TokenSource, report: ProgressCallback = no_progress
@@ -224,18 +220,23 @@ class Generation:
         """Yield the changes of all choices whenever the source returns tokens, until every choice
         has finished.
         """
-        specs = self.specs()
+        sequences = self.sequences()
         running = [index for index, text in enumerate(self.texts) if not text.finish]
+        request = Request(
+            tuple(sequences[index] for index in running),
+            already_admitted=self._resume_state.is_resumed,
+        )
         with self._model.counts.track(
             self._arrived_at,
             self.request.num_prompt_tokens,
             self.texts,
             has_begun=self.has_begun,
         ) as recorder:
-            async with aclosing(source.generate([specs[index] for index in running])) as batches:
+            async with aclosing(source.generate(request)) as batches:
                 async for batch in batches:
                     recorder.observe(batch)
-                    own = batch if len(running) == len(specs) else remap_seq_ids(batch, running)
+                    is_whole = len(running) == len(sequences)
+                    own = batch if is_whole else remap_seq_ids(batch, running)
                     if changes := await self._take(own):
                         yield changes
                     if self.is_finished:

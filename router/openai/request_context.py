@@ -17,7 +17,7 @@ from tramontane.proto.errors import (
     QueueFullError,
 )
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import FinishReason, Identity, RequestOutput, SequenceRequest
+from tramontane.proto.request import FinishReason, Identity, Request, RequestOutput
 from tramontane.router.engine.stats import SampleBuffer
 from tramontane.router.openai.detokenizer import ChoiceDetokenizer
 
@@ -31,7 +31,7 @@ class RequestTokenSource:
 
     ``identity``: of the client, by its API key. ``request_id``: the id in the logs. ``counts``: of
     refusals by ``check_capacity``; ``RequestStats.track`` counts later ones. ``priority``: see
-    ``SequenceRequest``.
+    ``Request``.
     """
 
     def __init__(
@@ -55,26 +55,21 @@ class RequestTokenSource:
                 self._counts.record_refusal(error)
             raise
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield the source's tokens. Raises DeadlineExceededError, before the source is called if
         the deadline has passed.
         """
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _deadline_error()
         owner, tenant = self._identity
-        owned_specs = [
-            replace(
-                spec,
-                owner=owner,
-                request_id=self._request_id,
-                cache_salt=tenant,
-                priority=self._priority,
-            )
-            for spec in specs
-        ]
-        async with aclosing(self._source.generate(owned_specs)) as batches:
+        request = replace(
+            request,
+            owner=owner,
+            request_id=self._request_id,
+            cache_salt=tenant,
+            priority=self._priority,
+        )
+        async with aclosing(self._source.generate(request)) as batches:
             while (batch := await self._next(batches)) is not None:
                 yield batch
 

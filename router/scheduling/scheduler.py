@@ -184,9 +184,8 @@ class Scheduler:
             sampled = (next(token_ids),) if chunk.needs_sample else ()
             sequence = self._running.by_id[chunk.seq_id]
             accepted += self._apply(sequence, sampled, finished.get(chunk.seq_id))
-        if (
-            rows.num_drafts or self._num_lookahead
-        ):  # or drafts in flight follow in another micro-batch
+        # drafts of these rows, or in flight in another micro-batch
+        if rows.num_drafts or self._num_lookahead:
             accepted += self._apply_drafted(rows, token_ids, finished)
         else:
             accepted += self._apply_decodes(rows.sequences, token_ids, finished)
@@ -395,9 +394,7 @@ class Scheduler:
         self._waiting.check_integrity()
         self._prefills.check_integrity()
         self._decodes.check_integrity(self._running.by_id.values())
-        assert self._num_lookahead == sum(
-            in_flight.rows.is_lookahead for in_flight in self._in_flight
-        )
+        assert self._num_lookahead == sum(each.rows.is_lookahead for each in self._in_flight)
         if self.is_idle:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 

@@ -13,6 +13,7 @@ from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -160,18 +161,15 @@ def _comparable(delivery: tuple[int, RequestOutput | TramontaneError]) -> tuple[
 @settings(derandomize=True, deadline=None)
 @given(pages, sampling, st.integers(0, 9))
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
-    specs = (
-        SequenceRequest(prompt_ids, sampling, priority),
-        SequenceRequest(
-            prompt_ids,
-            sampling,
-            owner=7,
-            already_admitted=True,
-            request_id="mine",
-            cache_salt="theirs",
-        ),
+    sequences = (
+        SequenceRequest(prompt_ids, sampling),
+        SequenceRequest(prompt_ids, sampling, output_ids=(5, 6)),
     )
-    assert wire.decode_specs(wire.encode_specs(specs)) == specs
+    plain, full = Request(sequences[:1]), Request(sequences, priority, 7, True, "mine", "theirs")
+    for request in (plain, full):
+        assert wire.decode_request(wire.encode_request(request)) == request
+    first, second = wire.decode_request(wire.encode_request(full)).sequences
+    assert first.prompt_ids is second.prompt_ids, "choices share their prompt"
 
 
 def test_expert_actors() -> None:

@@ -12,7 +12,7 @@ from harness import merge_outputs, random_ids
 
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain, TokenSource
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
@@ -60,8 +60,8 @@ async def take_turns(
     """Return what each chat got in each turn. All chats take a turn together."""
 
     async def one(number: int) -> Turn:
-        spec = SequenceRequest(tuple(texts[number]), WISHES[number % len(WISHES)])
-        batches = [batch async for batch in source.generate([spec])]
+        request = Request.of(tuple(texts[number]), WISHES[number % len(WISHES)])
+        batches = [batch async for batch in source.generate(request)]
         answer = exact_values(merge_outputs(batches))
         turn = Turn(answer, known[number], sum(batch.num_cached for batch in batches))
         known[number] = len(texts[number]) + len(answer[0])

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.router.engine.router import Router
 
 STREAMS = 8
@@ -63,7 +63,7 @@ async def kill_under_load(
         while not is_over.is_set():
             prompt, token_ids = next(turns), list[int]()
             last = time.monotonic()
-            async for batch in router.generate([SequenceRequest(prompt, sampling)]):
+            async for batch in router.generate(Request.of(prompt, sampling)):
                 token_ids += [event.token_id for event in batch.events]
                 now = time.monotonic()
                 pauses.append(now - last)

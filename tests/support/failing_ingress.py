@@ -16,6 +16,7 @@ from tramontane.cluster.http.failover import MESSAGE_NODE, SCOPE_RESUME
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SequenceRequest,
@@ -148,9 +149,8 @@ class ResumableSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        specs = request.sequences
         self.seeds += [spec.sampling.seed for spec in specs]
         outputs = [
             self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tramontane.proto.errors import RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
-from tramontane.proto.request import Identity, RequestOutput, SequenceRequest
+from tramontane.proto.request import Identity, Request, RequestOutput
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.served_model import ServedModel
 
@@ -106,8 +106,8 @@ class NoTokens:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         pass
 
-    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        raise AssertionError(specs)
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        raise AssertionError(request)
 
 
 class JobsServicer(GrpcServicer):

@@ -15,7 +15,7 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput, SamplingParams
 from tramontane.proto.step import STEP_TIMEOUT_S, StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
@@ -103,8 +103,8 @@ async def run_answers(
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
 
     async def one(prompt: list[int], sampling: SamplingParams) -> RequestOutput:
-        specs = [SequenceRequest(tuple(prompt), sampling)]
-        return merge_outputs([batch async for batch in router.generate(specs)])
+        request = Request.of(tuple(prompt), sampling)
+        return merge_outputs([batch async for batch in router.generate(request)])
 
     requests = list(zip(prompts, each, strict=True))
     outputs = (

@@ -16,6 +16,7 @@ from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SequenceRequest,
@@ -122,9 +123,8 @@ class LargeAnswerSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept everything."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        specs = request.sequences
         sampling, queue = specs[0].sampling, OutputQueue()
         asked = (
             sampling.max_tokens,

@@ -14,7 +14,7 @@ from harness import merge_outputs, random_ids
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceRequest
+from tramontane.proto.request import ExpertChoices, FinishReason, Request, SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -123,8 +123,8 @@ async def _ask(chain: LocalStageChain, scheduler: Scheduler, chosen: Sequence[in
     running = asyncio.create_task(router.run())
 
     async def one(number: int) -> Answer:
-        spec = SequenceRequest(PROMPTS[number], WISHES[number])
-        answer = merge_outputs([batch async for batch in router.generate([spec])])
+        request = Request.of(PROMPTS[number], WISHES[number])
+        answer = merge_outputs([batch async for batch in router.generate(request)])
         return exact_values(answer), answer.events[-1].finish, _experts(answer.experts)
 
     try:

@@ -18,6 +18,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SequenceRequest,
@@ -58,16 +59,20 @@ class ScriptedSource:
         # with each token: how many, and the right ones; None without speculation
         self.drafts: tuple[int, int] | None = None
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
-        self.requested: list[Sequence[SequenceRequest]] = []
+        self.requests: list[Request] = []
+
+    @property
+    def requested(self) -> list[tuple[SequenceRequest, ...]]:
+        """The sequences of all requests so far."""
+        return [request.sequences for request in self.requests]
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         if isinstance(self.failure, OverloadedError) and self.is_known_full:
             raise self.failure
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self.requested.append(specs)
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        specs = request.sequences
+        self.requests.append(request)
         ends = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
         for step in range(max(ends)):
             await asyncio.sleep(0)

@@ -21,7 +21,7 @@ from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.engine.prefix_aware_routing import (
@@ -278,8 +278,9 @@ async def request_tokens(
     routers: PipelineClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)
 ) -> int:
     """How many tokens came."""
-    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences
-    return sum([len(batch.events) async for batch in routers.generate(specs)])
+    sequence = SequenceRequest(prompt, SamplingParams(max_tokens=5))
+    request = Request((sequence,) * num_sequences)
+    return sum([len(batch.events) async for batch in routers.generate(request)])
 
 
 async def stuck(_batch: MicroBatch) -> None:
@@ -288,6 +289,5 @@ async def stuck(_batch: MicroBatch) -> None:
 
 def fill(replica: Replica) -> None:
     # 8 places, 4 may wait
-    replica.router.submit(
-        [SequenceRequest((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None
-    )
+    sequence = SequenceRequest((1,), SamplingParams(max_tokens=5))
+    replica.router.submit(Request((sequence,) * 12), lambda _: None)

@@ -5,7 +5,7 @@ Without Ray.
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,8 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request as TokenRequest
+from tramontane.proto.request import RequestOutput
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -258,18 +259,16 @@ class Counting(ResumableSource):
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         super().__init__(token_ids)
         self.has_room = True
-        self.requested: list[Sequence[SequenceRequest]] = []
+        self.requests: list[TokenRequest] = []
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         if not self.has_room:
             raise OverloadedError("full", 3)
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self.requested.append(specs)
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
+        self.requests.append(request)
         self.has_room = False
-        async for batch in super().generate(specs):
+        async for batch in super().generate(request):
             yield batch
 
 
@@ -293,9 +292,10 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(
             )
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)
-            assert ingresses.num_calls == len(source.requested) == 1 + len(lives)
+            assert ingresses.num_calls == len(source.requests) == 1 + len(lives)
             first, *others = [
-                sum(len(spec.output_ids) for spec in specs) for specs in source.requested
+                sum(len(each.output_ids) for each in request.sequences)
+                for request in source.requests
             ]
             assert first == 0
             assert all(others), "they begin further on"
@@ -327,7 +327,7 @@ def test_another_model_makes_the_whole_of_an_answer_of_which_nothing_was_sent(
             {"prompt": "Hello", "max_tokens": 100},
         )
         assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
-        assert [spec.output_ids for spec in sources[1].requested[0]] == [()]
+        assert [each.output_ids for each in sources[1].requests[0].sequences] == [()]
 
     asyncio.run(scenario())
 
@@ -512,13 +512,11 @@ class Failing:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """There always is."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
         self._num_requests += 1
         if 1 < self._num_requests <= 1 + self._num_times:
             raise self._failure
-        async for batch in self._source.generate(specs):
+        async for batch in self._source.generate(request):
             yield batch
 
 
@@ -556,12 +554,10 @@ def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
 
         class Trying(Failing):
-            async def generate(
-                self, specs: Sequence[SequenceRequest]
-            ) -> AsyncGenerator[RequestOutput, None]:
+            async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
                 nonlocal later_s
                 later_s += 600.0
-                async for batch in super().generate(specs):
+                async for batch in super().generate(request):
                     yield batch
 
         app = NodeAnnouncer(
@@ -596,10 +592,7 @@ def test_an_answer_keeps_its_admission_when_its_ingress_dies(
         body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
         client = await post_json(relay, path, body | {"stream": stream})
         assert (client.status, client.is_answered) == (200, True)
-        assert [[spec.already_admitted for spec in specs] for specs in source.requested] == [
-            [False],
-            [True],
-        ]
+        assert [request.already_admitted for request in source.requests] == [False, True]
 
     asyncio.run(scenario())
 
@@ -614,7 +607,7 @@ def test_a_request_to_an_ingress_that_was_dead_already_is_new_to_the_next() -> N
         source.has_room = False  # another request has the capacity
         relay, ingresses = _relayed(source, (0,))
         client = await post_json(relay, COMPLETIONS, {"prompt": "Hello"})
-        assert source.requested == []
+        assert source.requests == []
         assert (client.status, ingresses.num_calls) == (429, 2)
 
     asyncio.run(scenario())

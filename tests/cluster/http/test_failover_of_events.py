@@ -245,10 +245,10 @@ def test_a_stream_that_no_ingress_can_continue_ends_with_an_error_of_its_api(cas
         def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
             """Accept every request."""
 
-        async def generate(self, specs: Any) -> Any:
-            if specs[0].output_ids:
+        async def generate(self, request: Any) -> Any:
+            if request.sequences[0].output_ids:
                 raise PipelineError("gone")
-            async for batch in ResumableSource(CASES[case][1]).generate(specs):
+            async for batch in ResumableSource(CASES[case][1]).generate(request):
                 yield batch
 
     async def scenario() -> None:

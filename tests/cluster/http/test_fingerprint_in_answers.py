@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -24,7 +24,7 @@ from tramontane.cluster.http import failover
 from tramontane.cluster.http.failover import FailoverMiddleware, NodeAnnouncer
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput
 
 HEADER = "x-tramontane-fingerprint"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -51,11 +51,9 @@ class Named:
         self._source, self._fingerprints = source, fingerprints
         self.check_capacity = source.check_capacity
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         fingerprints = iter(self._fingerprints)
-        async with aclosing(self._source.generate(specs)) as outputs:
+        async with aclosing(self._source.generate(request)) as outputs:
             async for output in outputs:
                 yield output._replace(fingerprint=next(fingerprints, ""))
 

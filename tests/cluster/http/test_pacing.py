@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import pytest
 from fixed_load import FixedLoad
@@ -10,7 +10,7 @@ from scripted_token_source import MODEL, ScriptedSource
 from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.http.sse import Pacer, sse_events
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 
@@ -18,10 +18,8 @@ from tramontane.router.openai.completion_request import parse_completion
 class EverySecond(ScriptedSource):
     """Has a token a second after it is asked for one."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        async for batch in super().generate(specs):
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        async for batch in super().generate(request):
             await asyncio.sleep(1.0)
             yield batch
 

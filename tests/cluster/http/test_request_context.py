@@ -185,9 +185,9 @@ def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
             for key in keys:
                 for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                     await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
-        owners = [{spec.owner for spec in specs} for specs in source.requested]
+        owners = [request.owner for request in source.requests]
         assert owners[::2] == owners[1::2], "of either endpoint"
-        return [owner for (owner,) in owners[::2]]
+        return owners[::2]
 
     assert sorted(asyncio.run(scenario("a", "b", "c"))) == [1, 2, 3]
     assert asyncio.run(scenario("a")) == [0], "a single key has the whole queue"
@@ -208,7 +208,7 @@ def test_requests_with_another_key_have_another_salt() -> None:
                 headers = {"authorization": f"Bearer {key}"} if key else {}
                 for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                     assert (await client.post(path, json=body, headers=headers)).status_code == 200
-        found = [spec.cache_salt for specs in source.requested for spec in specs]
+        found = [request.cache_salt for request in source.requests]
         assert found[::2] == found[1::2], "of either endpoint"
         return found[::2]
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from scripted_token_source import SAID, ScriptedSource, http_app_for
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.status_endpoints import ActivityEndpoint
 from tramontane.proto.errors import OverloadedError, PipelineError
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Request as TokenRequest
+from tramontane.proto.request import RequestOutput
 from tramontane.router.engine.activity_log import Activity
 
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
@@ -52,11 +53,9 @@ class HeldSource(ScriptedSource):
     held_at: int | None = None
     was_left = threading.Event()
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
         reported = 0
-        async for batch in super().generate(specs):
+        async for batch in super().generate(request):
             if reported == self.held_at:
                 try:
                     await asyncio.Event().wait()

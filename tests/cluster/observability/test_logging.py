@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -27,9 +28,9 @@ from tramontane.cluster.serving.token_stream import TokenStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import Request as TokenRequest
 from tramontane.proto.request import (
     SamplingParams,
-    SequenceRequest,
     format_request_ids,
     request_fields,
     requests_fields,
@@ -173,7 +174,11 @@ def test_an_ingress_logs_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[bytes]:
+def _request(prompt_ids: tuple[int, ...], request_id: str) -> TokenRequest:
+    return replace(TokenRequest.of(prompt_ids, SamplingParams(max_tokens=3)), request_id=request_id)
+
+
+async def _through_a_router(num_failures: int, *requests: TokenRequest) -> list[bytes]:
     """What the router says at the end of each request: one after the other."""
     failures = [PipelineError("stage 1 died")] * num_failures
 
@@ -190,8 +195,8 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
     while not (router.is_attached and channels.num_open):
         await asyncio.sleep(0)
     said = [
-        await channels.generate(router, "/ingress", i, wire.encode_specs([spec]), model_key(""))
-        for i, spec in enumerate(specs)
+        await channels.generate(router, "/ingress", i, wire.encode_request(request), model_key(""))
+        for i, request in enumerate(requests)
     ]
     for task in tasks:
         task.cancel()
@@ -205,8 +210,8 @@ async def _read(channels: TokenStreams) -> None:
 
 
 def test_a_router_says_what_becomes_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    good = SequenceRequest((991, 992), SamplingParams(max_tokens=3), request_id="good")
-    too_long = SequenceRequest((993,) * 300, SamplingParams(max_tokens=3), request_id="long")
+    good = _request((991, 992), "good")
+    too_long = _request((993,) * 300, "long")
     with caplog.at_level(logging.INFO, "tramontane"):
         asyncio.run(_through_a_router(0, good, too_long))
     lines = [(vars(record).get("request_id"), record.getMessage()) for record in caplog.records]
@@ -225,11 +230,7 @@ def test_a_request_that_ends_with_an_error_is_not_complete(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
-        asyncio.run(
-            _through_a_router(
-                3, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")
-            )
-        )
+        asyncio.run(_through_a_router(3, _request((1,), "poison")))
     (end,) = [vars(record) for record in caplog.records if "is_complete" in vars(record)]
     assert (end["request_id"], end["is_complete"]) == ("poison", False)
 
@@ -237,11 +238,7 @@ def test_a_request_that_ends_with_an_error_is_not_complete(
 def test_a_failure_of_the_pipeline_names_whom_it_keeps_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asyncio.run(
-        _through_a_router(
-            1, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="waiting")
-        )
-    )
+    asyncio.run(_through_a_router(1, _request((1,), "waiting")))
     (failure,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "stage 1 died" in failure.getMessage()
     assert vars(failure)["request_ids"] == ["waiting"]

@@ -24,7 +24,7 @@ from tramontane.cluster.observability.metrics import (
 )
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
+from tramontane.proto.request import FinishReason, Request, SamplingParams
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.request_context import REFUSALS, RequestStats
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -182,10 +182,10 @@ async def _running(
 
 
 async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:
-    spec = SequenceRequest(
+    request = Request.of(
         tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     )
-    async with aclosing(router.generate([spec])) as batches:
+    async with aclosing(router.generate(request)) as batches:
         async for _ in batches:
             pass
 

@@ -27,7 +27,7 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, RequestOutput, SamplingParams
 from tramontane.router.engine.router import Router, run_with_drafts
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -121,7 +121,7 @@ async def _ask(
     async def one(prompt: Sequence[int], wish: SamplingParams) -> RequestOutput:
         nonlocal was_killed
         outputs = []
-        async for output in router.generate([SequenceRequest(tuple(prompt), wish)]):
+        async for output in router.generate(Request.of(tuple(prompt), wish)):
             outputs.append(output)
             if not was_killed and scheduler.draft_counts.num_accepted_tokens >= 10:
                 was_killed = True

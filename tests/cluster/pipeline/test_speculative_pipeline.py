@@ -25,7 +25,12 @@ from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoad
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.plan import Link, PipelinePlan, SpeculativeConfig
-from tramontane.proto.request import FinishReason, RequestOutput, SamplingParams, SequenceRequest
+from tramontane.proto.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -264,9 +269,7 @@ async def _ask(
 
     async def one(number: int) -> Answer:
         outputs = []
-        async for output in router.generate(
-            [SequenceRequest(tuple(PROMPTS[number]), WISHES[number])]
-        ):
+        async for output in router.generate(Request.of(tuple(PROMPTS[number]), WISHES[number])):
             outputs.append(output)
             watch.on_output(output)
         return _answer(merge_outputs(outputs))

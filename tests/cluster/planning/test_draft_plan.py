@@ -62,7 +62,7 @@ def test_a_pipeline_has_an_actor_and_a_bundle_more(tmp_path: Path) -> None:
     assert plan.cache.num_drafts == 9 + 5, "those in flight over two stages, and the next ones"
     assert all(c.num_pages >= 5 * c.ring_pages for c in plan.cache.classes)
     assert spec.draft_model.weights == tmp_path / "small"
-    assert spec.draft_model.fingerprint != spec.checkpoint_digest
+    assert spec.draft_model.checkpoint_digest != spec.checkpoint_digest
 
 
 def test_without_one_nothing_is_more() -> None:

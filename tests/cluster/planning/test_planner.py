@@ -980,14 +980,14 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("gpu-speed", "1,3", (1, 3)),
     ("step-timeout", "7.5", 7.5),
     ("link", "direct", "direct"),
-    ("inline-limit", "2MiB", 2 * 2**20),
+    ("inline-hidden-states-below", "2MiB", 2 * 2**20),
     ("expert-actors", "4", 4),
     ("expert-replicas", "auto", "auto"),
     ("expert-replicas", "2", 2),
     ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
     ("expert-load", str(LOAD_FILE), ((1, 2), (3, 4))),
-    ("stage_times", str(TIMES_FILE), (StageTime(0, 8, 0.9), StageTime(9, 15, 0.85))),
-    ("ping-pong", "3", 3),
+    ("stage-times", str(TIMES_FILE), (StageTime(0, 8, 0.9), StageTime(9, 15, 0.85))),
+    ("expert-micro-batches", "3", 3),
     ("seed", "-7", -7),
 ]
 

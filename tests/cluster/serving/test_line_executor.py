@@ -77,6 +77,5 @@ def test_a_line_waits_for_others_and_shares_pages_with_its_own_tenant() -> None:
     executor = LineExecutor(MODEL, CHAT_FORMAT, own)
     for path, body in BODIES.items():
         asyncio.run(HANDLERS[path](executor, json.dumps(body).encode()))
-    assert {
-        (spec.cache_salt, spec.priority > 0) for specs in source.requested for spec in specs
-    } == {("own", True)}
+    found = {(request.cache_salt, request.priority > 0) for request in source.requests}
+    assert found == {("own", True)}

@@ -40,6 +40,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
     Identity,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -170,14 +171,14 @@ async def _harness(num_replicas: int, rng: random.Random) -> AsyncGenerator[tupl
     await asyncio.gather(*(replica.kill() for replica in routing.replicas))
 
 
-async def _output(routers: TokenSource, specs: list[SequenceRequest]) -> list[RequestOutput]:
-    return [batch async for batch in routers.generate(specs)]
+async def _output(routers: TokenSource, request: Request) -> list[RequestOutput]:
+    return [batch async for batch in routers.generate(request)]
 
 
-def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
+def _check(request: Request, batches: list[RequestOutput]) -> None:
     """Tokens, and what was reported next to them, for each position once and in order."""
     merged = merge_outputs(batches)
-    for number, spec in enumerate(specs):
+    for number, spec in enumerate(request.sequences):
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]
         assert tokens == answer(spec.prompt_ids, spec.sampling.max_tokens)
@@ -194,7 +195,7 @@ def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
         assert experts == [(position,) for position in range(end - 1)]
 
 
-def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceRequest]]:
+def _requests(rng: random.Random, num_requests: int) -> list[Request]:
     """Of up to three sequences each, which end at different times."""
 
     def sequence() -> SequenceRequest:
@@ -204,7 +205,9 @@ def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceReques
         )
         return SequenceRequest(prompt, sampling)
 
-    return [[sequence() for _ in range(rng.randint(1, 3))] for _ in range(num_requests)]
+    return [
+        Request(tuple(sequence() for _ in range(rng.randint(1, 3)))) for _ in range(num_requests)
+    ]
 
 
 def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
@@ -225,7 +228,7 @@ def test_requests_continue_however_often_a_router_is_lost(
 
     async def scenario() -> None:
         async with _harness(2, rng) as (routing, routers):
-            requested = [asyncio.create_task(_output(routers, specs)) for specs in requests]
+            requested = [asyncio.create_task(_output(routers, each)) for each in requests]
             num_killed = 0
             while num_killed < 6 and not all(task.done() for task in requested):
                 victim = routing.replicas[rng.randrange(2)]
@@ -236,8 +239,8 @@ def test_requests_continue_however_often_a_router_is_lost(
                 routing.replicas = [each for each in routing.replicas if each is not victim]
                 routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
             assert num_killed >= 3
-            for specs, task in zip(requests, requested, strict=True):
-                _check(specs, await task)
+            for request, task in zip(requests, requested, strict=True):
+                _check(request, await task)
             assert routers.num_requests == 0
             assert not routers._streams.calls
             assert not routers._window._waiting
@@ -254,7 +257,7 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(
         async with _harness(0, random.Random(0)) as (routing, routers):
             routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
             requested = asyncio.create_task(
-                _output(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))])
+                _output(routers, Request.of((1,), SamplingParams(max_tokens=1)))
             )
             num_killed = 0
             while not requested.done():
@@ -278,24 +281,24 @@ def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
     taken.
     """
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
-    new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
-    tokens = answer(new.prompt_ids, 5)
+    new = Request.of((1, 2), SamplingParams(max_tokens=5))
+    tokens = answer((1, 2), 5)
 
     async def scenario() -> None:
         async with _harness(1, random.Random(0)) as (routing, others):
             routing.replicas[0]._running.cancel()
             with pytest.raises(PipelineUnavailableError):
-                await _output(others, [new])
+                await _output(others, new)
             routers = PipelineClient(routing, max_unaccepted=1)
             # another request's sequence is on its way
             routers._window.add(WaitingRequest(1, 0.0))
             with pytest.raises(OverloadedError):
-                await _output(routers, [new])
+                await _output(routers, new)
             output, fresh = (
-                replace(new, output_ids=tuple(tokens[:2])),
+                Request((replace(new.sequences[0], output_ids=tuple(tokens[:2])),)),
                 replace(new, already_admitted=True),
             )
-            requested = [asyncio.create_task(_output(routers, [spec])) for spec in (output, fresh)]
+            requested = [asyncio.create_task(_output(routers, each)) for each in (output, fresh)]
             for _ in range(50):
                 await asyncio.sleep(0)
             assert not any(each.done() for each in requested)
@@ -353,7 +356,7 @@ def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPa
     """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     monkeypatch.setattr(token_stream, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
-    spec = SequenceRequest((1, 2), SamplingParams(max_tokens=40))
+    request = Request.of((1, 2), SamplingParams(max_tokens=40))
     num_lost = retry_policy.MAX_LOSSES + 2
 
     async def scenario() -> None:
@@ -361,7 +364,7 @@ def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPa
             received: list[int] = []
 
             async def read() -> None:
-                async with aclosing(routers.generate([spec])) as batches:
+                async with aclosing(routers.generate(request)) as batches:
                     async for batch in batches:
                         received.extend(event.token_id for event in batch.events)
 
@@ -375,7 +378,7 @@ def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPa
                 routing.replicas = [Replica(f"next{number}", random.Random(0))]
                 await victim.kill()
             await reading
-            assert received == answer(spec.prompt_ids, 40)
+            assert received == answer((1, 2), 40)
 
     asyncio.run(scenario())
 
@@ -440,7 +443,7 @@ async def _left_without_a_router(
     (dies,) = routing.replicas
     dies.is_stuck = True
     requested = asyncio.create_task(
-        _output(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))])
+        _output(source, Request.of((1, 2), SamplingParams(max_tokens=5)))
     )
     while not _accepted_by(routers):
         await asyncio.sleep(0)
@@ -530,22 +533,22 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
-    specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
+    requests = [Request.of((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
     async def scenario() -> None:
         async with _harness(1, random.Random(0)) as (routing, _):
             routing.replicas[0].is_superseded = True
             routers = PipelineClient(routing, max_unaccepted=2)
-            requested = [asyncio.create_task(_output(routers, [spec])) for spec in specs[:2]]
+            requested = [asyncio.create_task(_output(routers, each)) for each in requests[:2]]
             for turn in range(50):
                 await asyncio.sleep(0)
                 if turn > 10:  # whether they wait for an answer, or for the time to try again
                     with pytest.raises(OverloadedError):
                         routers.check_capacity(1)
             routing.replicas.append(Replica("r1", random.Random(0)))
-            for spec, batches in zip(specs, await asyncio.gather(*requested), strict=False):
+            for number, batches in enumerate(await asyncio.gather(*requested)):
                 assert [event.token_id for batch in batches for event in batch.events] == answer(
-                    spec.prompt_ids, 5
+                    (number, 2), 5
                 )
             routers.check_capacity(2)
             routers.close()
@@ -558,21 +561,21 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_anothe
 ) -> None:
     monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
-    spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
+    request = Request.of((1, 2), SamplingParams(max_tokens=5))
 
     async def scenario() -> None:
         async with _harness(1, random.Random(0)) as (routing, _):
             (leaving,) = routing.replicas
             leaving.is_stuck = True
             routers = PipelineClient(routing, max_unaccepted=10, handover_grace_s=0.0)
-            requested = asyncio.create_task(_output(routers, [spec]))
+            requested = asyncio.create_task(_output(routers, request))
             for _turn in range(100):
                 await asyncio.sleep(0)
             assert leaving.router.num_requests == 1, "where there is no other it stays"
             routing.replicas = [Replica("r1", random.Random(0))]
             assert [
                 event.token_id for batch in await requested for event in batch.events
-            ] == answer(spec.prompt_ids, 5)
+            ] == answer((1, 2), 5)
             assert leaving.router.num_requests == 0, "and can be stopped"
             await leaving.kill()
             routers.close()
@@ -581,18 +584,20 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_anothe
 
 
 def test_the_rest_of_a_request_is_numbered_anew() -> None:
-    specs = [SequenceRequest((n,), SamplingParams(max_tokens=3)) for n in range(3)]
-    so_far = ResumableRequest(specs)
-    assert [spec.output_ids for spec in so_far.remaining_specs()] == [(), (), ()]
+    sampling = SamplingParams(max_tokens=3)
+    request = Request(tuple(SequenceRequest((n,), sampling) for n in range(3)), owner=7)
+    so_far = ResumableRequest(request)
+    assert so_far.remaining() == request
+    assert [spec.output_ids for spec in so_far.remaining().sequences] == [(), (), ()]
     first = _batch((0, 5, False), (1, 6, True))
     assert so_far.record(first) is first
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining().sequences] == [
         ((0,), (5,)),
         ((2,), ()),
     ]
     assert so_far.record(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
     assert not so_far.is_complete
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining().sequences] == [
         ((2,), (7,))
     ]
     so_far.record(_batch((0, 9, True)))

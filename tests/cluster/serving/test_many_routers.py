@@ -32,7 +32,7 @@ from tramontane.proto.errors import (
     QueueFullError,
     StreamNotOpenError,
 )
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 
 NUM_ROUTERS = 64
 
@@ -172,7 +172,7 @@ def test_a_refusal_is_remembered_for_a_moment_only() -> None:
 def test_that_one_client_has_filled_a_router_is_no_refusal_of_another_client() -> None:
     async def scenario() -> None:
         refusals = retry_policy.RefusalTracker()
-        first = SequenceRequest((1,), SamplingParams(max_tokens=1), owner=1)
+        first = replace(Request.of((1,), SamplingParams(max_tokens=1)), owner=1)
         refusals.add("a", QueueFullError("full", 1), first)
         refusals.add("b", OverloadedError("too large for what is left", 1), first)
         refusals.add("c", PipelineUnavailableError("not running"), first)
@@ -197,7 +197,7 @@ def test_a_request_searches_until_every_router_has_refused_it() -> None:
     """Pipelines that recover are asked a second time, when the request may wait for them."""
 
     async def scenario() -> None:
-        first = SequenceRequest((1,), SamplingParams(max_tokens=1), owner=1)
+        first = replace(Request.of((1,), SamplingParams(max_tokens=1)), owner=1)
         full, recovering, unopened = (
             QueueFullError("full", 1),
             PipelineRecoveringError("recovers"),

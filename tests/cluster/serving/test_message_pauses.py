@@ -20,10 +20,10 @@ from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     FinishReason,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
-    SequenceRequest,
     TokenEvent,
     fingerprint_output,
 )
@@ -124,7 +124,7 @@ def test_a_router_measures_its_load_while_it_has_requests() -> None:
         reading, router = asyncio.create_task(read()), _router()
         driving = asyncio.create_task(router.run())
         await asyncio.sleep(0)
-        spec = wire.encode_specs([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=4))])
+        spec = wire.encode_request(Request.of((1, 2, 3), SamplingParams(max_tokens=4)))
         assert load.counts == []
         assert await streams.generate(router, "ingress", 0, spec, model_key(""), True, 1.0) == DONE
         assert load.counts == [1, 0]
@@ -196,7 +196,7 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(began)
-        spec = wire.encode_specs([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=40))])
+        spec = wire.encode_request(Request.of((1, 2, 3), SamplingParams(max_tokens=40)))
         assert await streams.generate(router, "ingress", 0, spec, model_key(""), True, 1.0) == DONE
         await asyncio.sleep(0.2)
         for task in (reading, driving):

@@ -53,7 +53,7 @@ from tramontane.proto.errors import (
     RequestError,
     RouterLostError,
 )
-from tramontane.proto.request import SamplingParams, SequenceRequest, fingerprint_output
+from tramontane.proto.request import Request, SamplingParams, fingerprint_output
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
@@ -346,9 +346,9 @@ def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.M
             release.set()
             await asyncio.gather(*ours)
             routers.check_capacity(1)
-            assert not routers._refusals.matching(
-                SequenceRequest((1,), SamplingParams(max_tokens=5))
-            ), "there is room on it now"
+            assert not routers._refusals.matching(Request.of((1,), SamplingParams(max_tokens=5))), (
+                "there is room on it now"
+            )
             assert await request_tokens(routers) == 5
 
     asyncio.run(scenario())
@@ -654,9 +654,9 @@ def test_a_stream_that_breaks_ends_the_calls_that_a_router_may_have_accepted() -
     async def scenario() -> None:
         queries: Any = None
         streams = RouterStreams(queries, BackgroundTasks(), "node", 0.0)
-        window, spec = AdmissionWindow(10), SequenceRequest((1,), SamplingParams(max_tokens=2))
+        window, request = AdmissionWindow(10), Request.of((1,), SamplingParams(max_tokens=2))
         lost, other = (Stream(streams.name, replica) for replica in "ab")
-        on_lost, on_other, unknown = (streams.begin_call([spec], 0.0, window) for _ in range(3))
+        on_lost, on_other, unknown = (streams.begin_call(request, 0.0, window) for _ in range(3))
         for call, stream in ((on_lost, lost), (on_other, other)):
             call.deliver(fingerprint_output("fp"), stream)
         streams._on_break(lost, ConnectionError("reset"))

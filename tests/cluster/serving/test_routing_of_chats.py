@@ -22,7 +22,7 @@ from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import Identity, SamplingParams, SequenceRequest
+from tramontane.proto.request import Identity, Request, SamplingParams
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import (
     Choice,
@@ -73,8 +73,8 @@ def _chats(num_chats: int) -> list[list[int]]:
 
 async def _ask(routers: TokenSource, prompt: Sequence[int], max_tokens: int = 5) -> int:
     """Return how many tokens of the prompt were cached, once all tokens have come."""
-    spec = SequenceRequest(tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0))
-    batches = [batch async for batch in routers.generate([spec])]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    batches = [batch async for batch in routers.generate(Request.of(tuple(prompt), sampling))]
     assert sum(len(batch.events) for batch in batches) == max_tokens
     return sum(batch.num_cached for batch in batches)
 
@@ -222,7 +222,7 @@ def test_a_router_that_hangs_does_not_keep_the_digests_of_others_from_being_beli
             for _ in range(200):
                 await asyncio.sleep(0.3)
                 assert (
-                    routing.choose([SequenceRequest(tuple(chat), SamplingParams(max_tokens=1))])
+                    routing.choose(Request.of(tuple(chat), SamplingParams(max_tokens=1)))
                     is not None
                 )
             replicas[2].is_cut_off = False
@@ -242,7 +242,7 @@ def test_a_chosen_router_that_has_gone_leads_to_no_refusal_while_another_one_is_
         chat = _chats(1)[0]
         async with _ingress(replicas) as (routers, routing):
             others = itertools.count(1)
-            while not gone.router.scheduler.allocator.cached_keys.since(-1).added:
+            while not gone.router.scheduler.allocator.prefix_hashes.since(-1).added:
                 await _ask(routers, random_ids(40, next(others), VOCABULARY))
             await _pause(0)
             for each in (full, free):
@@ -283,7 +283,7 @@ def test_a_chat_whose_pipeline_is_fenced_again_continues_with_another_one() -> N
             await _pause(0)
             holder = max(
                 replicas,
-                key=lambda each: len(each.router.scheduler.allocator.cached_keys.since(-1).added),
+                key=lambda each: len(each.router.scheduler.allocator.prefix_hashes.since(-1).added),
             )
             (other,) = [each for each in replicas if each is not holder]
             await holder.lose_stages()
@@ -351,12 +351,10 @@ def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(
             with pytest.raises(ZeroDivisionError):
                 followers[0].result()
             await asyncio.sleep(prefix_aware_routing.MAX_AGE_S)
-            assert routing.choose([SequenceRequest((1, 2), SamplingParams(max_tokens=1))]) is None
+            assert routing.choose(Request.of((1, 2), SamplingParams(max_tokens=1))) is None
             await _ask(routers, [1, 2])
             await _pause(0)
-            assert (
-                routing.choose([SequenceRequest((1, 2), SamplingParams(max_tokens=1))]) is not None
-            )
+            assert routing.choose(Request.of((1, 2), SamplingParams(max_tokens=1))) is not None
             routers.close()
             await asyncio.sleep(60.0)
             assert asyncio.all_tasks() == before

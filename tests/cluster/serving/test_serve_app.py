@@ -86,7 +86,7 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.inference_pb2_grpc import InferenceStub
 from tramontane.proto.jobs import JobOptions, JobState
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 pytestmark = [
@@ -146,8 +146,7 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
 
             async def one(ids: tuple[int, ...]) -> list[int]:
                 batches = [
-                    batch
-                    async for batch in engine.router.generate([SequenceRequest(ids, sampling)])
+                    batch async for batch in engine.router.generate(Request.of(ids, sampling))
                 ]
                 return [event.token_id for batch in batches for event in batch.events]
 
@@ -182,7 +181,7 @@ def test_http_and_grpc_name_the_pipeline_as_one_in_one_process_does() -> None:
             assert [
                 output
                 async for output in engine.router.generate(
-                    [SequenceRequest((1, 2), SamplingParams(max_tokens=1))]
+                    Request.of((1, 2), SamplingParams(max_tokens=1))
                 )
             ]
             return engine.router.fingerprint

@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -34,10 +35,10 @@ from tramontane.proto.errors import ModelMismatchError, PipelineError, StreamNot
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     ExpertChoices,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
-    SequenceRequest,
     TokenEvent,
 )
 from tramontane.proto.step import MicroBatch, StepResult
@@ -48,7 +49,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
-LONG = SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))
+LONG = Request.of((1, 2, 3), SamplingParams(max_tokens=200))
 
 
 class Response:
@@ -244,7 +245,10 @@ def test_the_call_of_a_request_that_fails_ends(monkeypatch: pytest.MonkeyPatch) 
             stream = aiter(handle._subscribe("ingress", "replica"))
             assert await anext(stream) == KEEPALIVE
             response = handle._generate(
-                "ingress", 1, wire.encode_specs([LONG, LONG]), model_key("")
+                "ingress",
+                1,
+                wire.encode_request(replace(LONG, sequences=LONG.sequences * 2)),
+                model_key(""),
             )
             await _until(lambda: router.num_requests == 1)
             router._fail(PipelineError("every stage has died"))
@@ -264,8 +268,8 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def _num_tokens(routers: PipelineClient, *specs: SequenceRequest) -> int:
-    async with aclosing(routers.generate(specs)) as batches:
+async def _num_tokens(routers: PipelineClient, request: Request) -> int:
+    async with aclosing(routers.generate(request)) as batches:
         return sum([len(batch.events) async for batch in batches])
 
 
@@ -279,8 +283,8 @@ def test_tokens_come_back_to_whom_they_belong() -> None:
         chain = StepByStep()
         chain.complete(10_000)
         async with _remote(chain) as (routers, router, handle):
-            specs = [SequenceRequest((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
-            assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(
+            requests = [Request.of((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
+            assert await asyncio.gather(*(_num_tokens(routers, each) for each in requests)) == list(
                 range(1, 21)
             )
             assert handle.num_calls == 40, "each was refused until a stream was open"
@@ -406,14 +410,14 @@ def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
     """The requests of the older one are aborted, as nothing reads their tokens. Its end leaves the
     newer one open.
     """
-    specs = wire.encode_specs([LONG])
+    encoded = wire.encode_request(LONG)
 
     async def scenario() -> None:
         chain = StepByStep()
         async with _remote(chain) as (_, router, handle):
             older = handle._subscribe("node/ingress", "replica")
             assert await anext(older) == KEEPALIVE
-            call = handle._generate("node/ingress", 1, specs, model_key(""))
+            call = handle._generate("node/ingress", 1, encoded, model_key(""))
             await _until(lambda: router.num_requests == 1)
             newer = handle._subscribe("node/ingress", "replica")
             assert await anext(newer) == KEEPALIVE
@@ -423,7 +427,7 @@ def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
 
             await cast("AsyncGenerator[bytes, None]", older).aclose()
             chain.complete(10_000)
-            assert await handle._generate("node/ingress", 2, specs, model_key("")) == DONE, (
+            assert await handle._generate("node/ingress", 2, encoded, model_key("")) == DONE, (
                 "through the newer stream"
             )
             numbers = [number for number, _ in wire.decode_outputs(await anext(newer))]
@@ -431,7 +435,7 @@ def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
             assert set(numbers) == {2}
             await cast("AsyncGenerator[bytes, None]", newer).aclose()
             refusal, _ = wire.decode_error(
-                await handle._generate("node/ingress", 3, specs, model_key(""))
+                await handle._generate("node/ingress", 3, encoded, model_key(""))
             )
             assert isinstance(refusal, StreamNotOpenError)
 

@@ -17,13 +17,13 @@ from tokenizer_files import SENTENCEPIECE
 
 from tramontane.proto.request import (
     FinishReason,
+    Request,
     RequestOutput,
     RequestTimings,
-    SequenceRequest,
     TokenEvent,
 )
 from tramontane.router.chat_apis.block_formatter import BlockFormatter
-from tramontane.router.chat_apis.blocks import AnswerPiece, Block, Blocks, Step
+from tramontane.router.chat_apis.blocks import AnswerPiece, Block, BlockEvent, Blocks
 from tramontane.router.chat_apis.messages_answer import parse_input, prepare_message
 from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
 from tramontane.router.chat_apis.responses_answer import (
@@ -66,7 +66,7 @@ def test_blocks_are_the_same_however_pieces_arrive(
     at_once, cut_up = Blocks(), Blocks()
     at_once.push(pieces)
     places = sorted({0, *(cut for cut in cuts if cut < len(pieces)), len(pieces)})
-    steps: list[Step] = []
+    steps: list[BlockEvent] = []
     for start, end in itertools.pairwise(places):
         new = cut_up.push(pieces[start:end])
         added = [step.block.index for step in new if step.action == "add"]
@@ -80,7 +80,7 @@ def test_blocks_are_the_same_however_pieces_arrive(
     _check_steps(steps, cut_up.all)
 
 
-def _check_steps(steps: list[Step], blocks: list[Block]) -> None:
+def _check_steps(steps: list[BlockEvent], blocks: list[Block]) -> None:
     """Blocks open and close one after the other; additions are their content."""
     opened: list[str] = []
     texts = [""] * len(blocks)
@@ -106,10 +106,8 @@ class BatchedSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        [spec] = specs
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        [spec] = request.sequences
         ids = self._token_ids[: spec.sampling.max_tokens]
         start, sizes = len(spec.output_ids), [*self._sizes, *[1] * len(ids)]
         finish = FinishReason.LENGTH if len(ids) == spec.sampling.max_tokens else FinishReason.STOP
@@ -252,12 +250,10 @@ class WatchedSource(BatchedSource):
 
     is_open = False
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.is_open = True
         try:
-            async with aclosing(super().generate(specs)) as outputs:
+            async with aclosing(super().generate(request)) as outputs:
                 async for output in outputs:
                     yield output
         finally:

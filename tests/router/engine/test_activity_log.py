@@ -9,7 +9,7 @@ import pytest
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine import activity_log as activity_module
 from tramontane.router.engine.active_request import ActiveRequest
@@ -184,7 +184,7 @@ def test_the_router_notes_what_comes_back() -> None:
         log = ActivityLog()
         router = Router(scheduler, ScriptedChain(no_gate), activity=log)
         running = asyncio.create_task(router.run())
-        async for _ in router.generate([SequenceRequest((1,) * 10, SamplingParams(max_tokens=4))]):
+        async for _ in router.generate(Request.of((1,) * 10, SamplingParams(max_tokens=4))):
             pass
         data = log.as_data(2)
         running.cancel()

@@ -3,8 +3,9 @@ whatever is lost or merged.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from scripted_chain import PAGE_SIZE, StatefulChain, no_gate
@@ -15,6 +16,7 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -78,9 +80,9 @@ def test_outputs_keep_them_over_the_wire(output: RequestOutput) -> None:
 
 
 def test_a_request_that_continues_elsewhere_keeps_them() -> None:
-    progress = ResumableRequest([SequenceRequest(PROMPT, SamplingParams())] * 3)
+    progress = ResumableRequest(Request((SequenceRequest(PROMPT, SamplingParams()),) * 3))
     assert progress.record(_output(1, num_cached=64, finish=FinishReason.STOP)).num_cached == 64
-    assert len(progress.remaining_specs()) == 2
+    assert len(progress.remaining().sequences) == 2
     continued = progress.record(_output(1, num_cached=16))
     assert (continued.events[0].seq_id, continued.num_cached) == (2, 16)
 
@@ -96,31 +98,33 @@ async def _running(chain: StatefulChain, model: str = "", **limits: bool) -> Asy
         await task
 
 
-async def _num_cached(router: Router, specs: Sequence[SequenceRequest]) -> list[int]:
-    return [batch.num_cached async for batch in router.generate(specs)]
+async def _num_cached(router: Router, request: Request) -> list[int]:
+    return [batch.num_cached async for batch in router.generate(request)]
 
 
-def _spec(
-    prompt: tuple[int, ...], tenant: str = "", output: tuple[int, ...] = ()
-) -> SequenceRequest:
-    return SequenceRequest(
-        prompt, SamplingParams(max_tokens=4), output_ids=output, cache_salt=tenant
-    )
+def _request(
+    prompt: tuple[int, ...], tenant: str = "", output: tuple[int, ...] = (), num_choices: int = 1
+) -> Request:
+    sequence = SequenceRequest(prompt, SamplingParams(max_tokens=4), output)
+    return Request((sequence,) * num_choices, cache_salt=tenant)
+
+
+def _two_prompts() -> Request:
+    (sequence,) = _request(PROMPT).sequences
+    return Request((sequence, replace(sequence, prompt_ids=(*PROMPT[:40], 1))))
 
 
 def test_a_router_reports_what_a_request_finds() -> None:
     async def scenario() -> None:
         async with _running(StatefulChain(no_gate)) as router:
-            assert sum(await _num_cached(router, [_spec(PROMPT)] * 2)) == 0, (
+            assert sum(await _num_cached(router, _request(PROMPT, num_choices=2))) == 0, (
                 "one choice finds the other's"
             )
             assert router.scheduler.allocator.num_hit == 64
-            assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
-            assert sum(await _num_cached(router, [_spec(PROMPT)] * 3)) == 64
-            assert (
-                sum(await _num_cached(router, [_spec(PROMPT), _spec((*PROMPT[:40], 1))])) == 64 + 32
-            )
-            assert sum(await _num_cached(router, [_spec(PROMPT, output=(7, 7))])) == 0, (
+            assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
+            assert sum(await _num_cached(router, _request(PROMPT, num_choices=3))) == 64
+            assert sum(await _num_cached(router, _two_prompts())) == 64 + 32
+            assert sum(await _num_cached(router, _request(PROMPT, output=(7, 7)))) == 0, (
                 "another router has counted it"
             )
 
@@ -131,9 +135,9 @@ def test_a_router_reports_what_a_request_finds() -> None:
 def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None:
     async def scenario() -> None:
         async with _running(StatefulChain(no_gate), share_prefixes=shares) as router:
-            await _num_cached(router, [_spec(PROMPT, "mine")])
+            await _num_cached(router, _request(PROMPT, "mine"))
             for tenant, expected in (("mine", 64), ("theirs", 64 * shares), ("", 64 * shares)):
-                assert sum(await _num_cached(router, [_spec(PROMPT, tenant)])) == expected
+                assert sum(await _num_cached(router, _request(PROMPT, tenant))) == expected
 
     asyncio.run(scenario())
 
@@ -167,7 +171,7 @@ def test_a_failure_does_not_count_twice_what_was_cached() -> None:
     async def scenario() -> None:
         chain = StatefulChain(no_gate)
         async with _running(chain) as router:
-            await _num_cached(router, [_spec(PROMPT)])
+            await _num_cached(router, _request(PROMPT))
             failures = iter([PipelineError("stage 1 died")])
 
             async def fail_once(_batch: object) -> None:
@@ -175,7 +179,7 @@ def test_a_failure_does_not_count_twice_what_was_cached() -> None:
                     raise failure
 
             chain.gate = fail_once
-            assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
+            assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
             assert chain.num_failed == 1
             assert router.scheduler.allocator.num_hit == 64, (
                 "after the failure there was nothing to find"

@@ -3,7 +3,7 @@ merged, split or lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -16,6 +16,7 @@ from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -133,11 +134,11 @@ def test_outputs_keep_them_over_the_wire(drafts: tuple[SequenceDrafts, ...]) -> 
 
 
 def test_a_request_that_continues_elsewhere_keeps_them() -> None:
-    progress = ResumableRequest([SequenceRequest((5, 6), SamplingParams())] * 3)
+    progress = ResumableRequest(Request((SequenceRequest((5, 6), SamplingParams()),) * 3))
     assert progress.record(_output(1, drafts=((1, 4, 2),), finish=FinishReason.STOP)).drafts == (
         (1, 4, 2),
     )
-    assert len(progress.remaining_specs()) == 2
+    assert len(progress.remaining().sequences) == 2
     continued = progress.record(_output(1, drafts=((1, 3, 0), (0, 1, 1))))
     assert continued.drafts == ((2, 3, 0), (0, 1, 1))
 
@@ -155,8 +156,9 @@ async def _running(
         await task
 
 
-async def _drafts(router: Router, specs: Sequence[SequenceRequest]) -> list[SequenceDrafts]:
-    return [drafts async for batch in router.generate(specs) for drafts in batch.drafts]
+async def _drafts(router: Router, *sequences: SequenceRequest) -> list[SequenceDrafts]:
+    batches = router.generate(Request(sequences))
+    return [drafts async for batch in batches for drafts in batch.drafts]
 
 
 def _spec(max_tokens: int, output: tuple[int, ...] = ()) -> SequenceRequest:
@@ -168,7 +170,7 @@ def test_a_router_reports_the_drafts_of_each_sequence(monkeypatch: pytest.Monkey
 
     async def scenario() -> None:
         async with _running(no_gate) as router:
-            found = await _drafts(router, [_spec(60), _spec(1), _spec(60)])
+            found = await _drafts(router, _spec(60), _spec(1), _spec(60))
             counts = router.scheduler.draft_counts
             assert {index for index, *_ in found} == {0, 1, 2}
             assert (1, 0, 0) in found, "a sequence of one token"
@@ -177,13 +179,13 @@ def test_a_router_reports_the_drafts_of_each_sequence(monkeypatch: pytest.Monkey
                 assert sum(num for _, num, _ in own) - 3 > sum(right for *_, right in own) > 3
             assert sum(num for _, num, _ in found) == counts.num_draft_tokens
             assert sum(right for *_, right in found) == counts.num_accepted_tokens
-            again = await _drafts(router, [_spec(9, output=(7,) * 7)])
+            again = await _drafts(router, _spec(9, output=(7,) * 7))
             assert (
                 sum(num for _, num, _ in again) + sum(num for _, num, _ in found)
                 == counts.num_draft_tokens
             )
         async with _running(no_gate, speculative=None) as router:
-            assert await _drafts(router, [_spec(60)]) == []
+            assert await _drafts(router, _spec(60)) == []
 
     asyncio.run(scenario())
 
@@ -203,7 +205,7 @@ def test_a_failure_neither_loses_drafts_nor_counts_them_twice(
 
     async def scenario() -> None:
         async with _running(fail_once) as router:
-            found = await _drafts(router, [_spec(60)])
+            found = await _drafts(router, _spec(60))
             assert router.health.num_recoveries == 1
             counts = router.scheduler.draft_counts
             assert sum(num for _, num, _ in found) == counts.num_draft_tokens

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
-from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
+from tramontane.proto.request import NUM_PRIORITIES, Request, SamplingParams, SequenceRequest
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import (
     LATE_S,
@@ -99,7 +99,7 @@ class Fleet:
     def send(
         self, prompt: tuple[int, ...], *excluded: str, only: str = "", **fields: object
     ) -> Choice | None:
-        return self.routing.choose([_request(prompt, **fields)], excluded, only)
+        return self.routing.choose(_request(prompt, **fields), excluded, only)
 
     def choose(self, prompt: tuple[int, ...], *excluded: str, **fields: object) -> str | None:
         choice = self.send(prompt, *excluded, **fields)
@@ -114,8 +114,10 @@ def _pipeline() -> FakePipeline:
     return new_pipeline(new_cache(PAGE, 64, None, 64), seqs=32)
 
 
-def _request(prompt: tuple[int, ...], **fields: object) -> SequenceRequest:
-    return replace(SequenceRequest(prompt, ONE_TOKEN), **fields)  # type: ignore[arg-type]
+def _request(
+    prompt: tuple[int, ...], sampling: SamplingParams = ONE_TOKEN, **fields: object
+) -> Request:
+    return replace(Request.of(prompt, sampling), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(200, "b"), (130, "b"), (74, "b"), (73, "b")])
@@ -176,7 +178,7 @@ def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -
         for name, busy, keys in zip("ab", busy_s, (known, b""), strict=True)
     ]
     routing.update(digests, 4.0)
-    choice = routing.choose([_request(prompt)])
+    choice = routing.choose(_request(prompt))
     assert choice is not None
     assert choice.replica == expected
 
@@ -388,10 +390,9 @@ def test_batch_work_makes_no_pipeline_busy_for_interactive_requests() -> None:
 def test_a_prompt_of_several_choices_is_computed_once() -> None:
     fleet = Fleet("a", "b")
     fleet.query()
-    choices = [_request(TEXT, sampling=SamplingParams(max_tokens=20)) for _ in range(3)]
-    choice = fleet.routing.choose(
-        [*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))]
-    )
+    choices = [SequenceRequest(TEXT, SamplingParams(max_tokens=20))] * 3
+    other = SequenceRequest(OTHER, SamplingParams(max_tokens=1000))
+    choice = fleet.routing.choose(Request((*choices, other)))
     assert choice is not None
     assert fleet.busy_s(choice.replica) == pytest.approx(0.4 + 3 * 0.02 + 0.064)
 

@@ -14,7 +14,7 @@ from scripted_chain import ScriptedChain, StatefulChain, all_chunks, answer, no_
 
 from tramontane.proto.errors import LeaseError, PipelineError, PoisonRequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine import in_flight
 from tramontane.router.engine.in_flight import StepDeadline
@@ -45,8 +45,8 @@ async def _running(
 
 
 async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=num_tokens))]
-    return [event.token_id async for batch in router.generate(specs) for event in batch.events]
+    request = Request.of(prompt, SamplingParams(max_tokens=num_tokens))
+    return [event.token_id async for batch in router.generate(request) for event in batch.events]
 
 
 def _prompts(rng: random.Random, num_prompts: int) -> list[tuple[int, ...]]:

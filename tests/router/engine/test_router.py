@@ -12,6 +12,7 @@ from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     ExpertChoices,
+    Request,
     RequestOutput,
     SamplingParams,
     SequenceRequest,
@@ -44,8 +45,8 @@ async def _running(
 
 
 async def _all(router: Router, prompt: tuple[int, ...], max_tokens: int) -> list[TokenEvent]:
-    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=max_tokens))]
-    return [event async for batch in router.generate(specs) for event in batch.events]
+    request = Request.of(prompt, SamplingParams(max_tokens=max_tokens))
+    return [event async for batch in router.generate(request) for event in batch.events]
 
 
 def test_many_at_once_fill_the_pipeline() -> None:
@@ -67,7 +68,7 @@ def test_many_at_once_fill_the_pipeline() -> None:
 def test_closing_the_stream_frees_everything_within_a_step() -> None:
     async def scenario() -> None:
         async with _running(ScriptedChain(no_gate)) as router:
-            stream = router.generate([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))])
+            stream = router.generate(Request.of((1, 2, 3), SamplingParams(max_tokens=200)))
             await anext(stream)
             await stream.aclose()
             steps = router.scheduler._next_step
@@ -194,7 +195,7 @@ async def _batches(
     return [
         batch
         async for batch in router.generate(
-            [SequenceRequest(prompt, sampling) for prompt in prompts]
+            Request(tuple(SequenceRequest(prompt, sampling) for prompt in prompts))
         )
     ]
 
@@ -277,8 +278,10 @@ def test_rows_in_vain_are_no_tokens_per_second() -> None:
             observed.append,
         )
         task = asyncio.create_task(router.run())
-        specs = [SequenceRequest((1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(7,)))]
-        assert len([event async for batch in router.generate(specs) for event in batch.events]) == 1
+        request = Request.of((1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(7,)))
+        assert (
+            len([event async for batch in router.generate(request) for event in batch.events]) == 1
+        )
         while not router.scheduler.is_idle:
             await asyncio.sleep(0)
         assert [result.num_sampled for result in observed] == [1, 0]

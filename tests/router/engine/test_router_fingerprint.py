@@ -12,10 +12,10 @@ from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
+    Request,
     RequestOutput,
     RequestTimings,
     SamplingParams,
-    SequenceRequest,
     TokenEvent,
     fingerprint_output,
 )
@@ -66,7 +66,7 @@ async def _seen(router: Router, num_tokens: int = 20) -> list[str]:
     """Return the fingerprint of each token, as one who reads the outputs knows it."""
     seen, current = list[str](), ""
     async for batch in router.generate(
-        [SequenceRequest((1, 2, 3), SamplingParams(max_tokens=num_tokens))]
+        Request.of((1, 2, 3), SamplingParams(max_tokens=num_tokens))
     ):
         current = batch.fingerprint or current
         seen += [current] * len(batch.events)
@@ -78,9 +78,7 @@ def test_the_first_tokens_of_a_request_name_the_pipeline() -> None:
         async with Pipeline("a").running() as router:
             outputs = [
                 output
-                async for output in router.generate(
-                    [SequenceRequest((1,), SamplingParams(max_tokens=5))]
-                )
+                async for output in router.generate(Request.of((1,), SamplingParams(max_tokens=5)))
             ]
             assert [output.fingerprint for output in outputs] == ["a", *[""] * (len(outputs) - 1)]
             assert len(outputs) > 1

@@ -397,7 +397,7 @@ def test_a_response_format_is_the_grammar_that_it_is_over_http(
     """With the properties in the schema's order, which is not the alphabet's."""
 
     async def grammar(parsed: CompletionRequest) -> str:
-        [spec] = (await prepare_completion(MODEL, parsed, 0.0)).generation.specs()
+        [spec] = (await prepare_completion(MODEL, parsed, 0.0)).generation.sequences()
         return spec.sampling.grammar
 
     over_http = parse_completion(
@@ -423,7 +423,7 @@ def test_a_suffix_is_one_over_http() -> None:
     request = parse_generate(generate_request("def f(", {"suffix": "return"}))
 
     async def prompt_ids() -> tuple[int, ...]:
-        [spec] = (await prepare_completion(model, request, 0.0)).generation.specs()
+        [spec] = (await prepare_completion(model, request, 0.0)).generation.sequences()
         return spec.prompt_ids
 
     assert asyncio.run(prompt_ids()) == encode_fim(tokenizer, "def f(", "return")

@@ -17,9 +17,9 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import (
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
-    SequenceRequest,
     TokenEvent,
 )
 from tramontane.router.openai.chat_completion import prepare_chat
@@ -43,10 +43,8 @@ class _Batches:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Accept every request."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        (spec,) = specs
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        (spec,) = request.sequences
         whole = self._token_ids[: spec.sampling.max_tokens]
         at, sizes = len(spec.output_ids), list(self._sizes)
         while at < len(whole):

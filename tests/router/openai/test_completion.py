@@ -21,6 +21,7 @@ from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
+    Request,
     RequestOutput,
     RequestTimings,
     SequenceRequest,
@@ -72,9 +73,8 @@ class ScriptedSource:
         self.num_open = 0
         self.num_batches = 0
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        specs = request.sequences
         self.specs = list(specs)
         assert len(specs) == len(self._scripts)
         self.num_open += 1
@@ -420,7 +420,12 @@ def test_experts_of_too_many_tokens_are_refused(
         wide, prompt=[[1] * 10], n=2, max_tokens=max_tokens, return_experts=[0, 1, 2, 3]
     )
     if fits:
-        assert asyncio.run(preparing).generation.specs()[0].sampling.return_experts == (0, 1, 2, 3)
+        assert asyncio.run(preparing).generation.sequences()[0].sampling.return_experts == (
+            0,
+            1,
+            2,
+            3,
+        )
     else:
         with pytest.raises(ParameterError, match=f"at most {2**19}") as refused:
             asyncio.run(preparing)
@@ -734,8 +739,8 @@ def test_what_is_accepted_crosses_the_wire(
             )
         except RequestError:
             return
-        specs = completion.generation.specs()
-        assert wire.decode_specs(wire.encode_specs(specs)) == tuple(specs)
+        request = Request(tuple(completion.generation.sequences()))
+        assert wire.decode_request(wire.encode_request(request)) == request
 
     asyncio.run(scenario())
 
@@ -919,7 +924,7 @@ def test_too_many_sequences_are_refused_with_the_numbers(
 ) -> None:
     preparing = _prepared(model, prompt=["a"] * num_prompts, n=n)
     if fits:
-        assert len(asyncio.run(preparing).generation.specs()) == MAX_SEQUENCES
+        assert len(asyncio.run(preparing).generation.sequences()) == MAX_SEQUENCES
     else:
         with pytest.raises(
             ParameterError, match=f"{num_prompts * n} sequences.*at most {MAX_SEQUENCES}"
@@ -933,9 +938,9 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     assert model.tokenizer is not None
     longest = CONTEXT * model.tokenizer.max_piece_bytes
     monkeypatch.setattr(model.tokenizer, "encode", lambda text: (len(text) % 100,))
-    assert asyncio.run(_prepared(model, prompt="a" * longest)).generation.specs()[0].prompt_ids == (
-        longest % 100,
-    )
+    assert asyncio.run(_prepared(model, prompt="a" * longest)).generation.sequences()[
+        0
+    ].prompt_ids == (longest % 100,)
 
     def refuse(_text: str) -> None:
         raise AssertionError("this text must not be tokenized")
@@ -954,7 +959,7 @@ def test_a_long_text_has_the_same_tokens(
 ) -> None:
     text = ("la la, \u00e9 " * length)[:length]
     roomy = replace(model, max_model_len=10**6)
-    assert asyncio.run(_prepared(roomy, prompt=text)).generation.specs()[
+    assert asyncio.run(_prepared(roomy, prompt=text)).generation.sequences()[
         0
     ].prompt_ids == tokenizer.encode(text)
 

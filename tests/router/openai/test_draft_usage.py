@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import pytest
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.request import (
     FinishReason,
+    Request,
     RequestOutput,
     RequestTimings,
     SequenceDrafts,
-    SequenceRequest,
     TokenEvent,
 )
 from tramontane.router.openai.completion import prepare_completion
@@ -39,10 +39,8 @@ class DraftingSource:
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Refuse nothing."""
 
-    async def generate(
-        self, specs: Sequence[SequenceRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        places = [0] * len(specs)
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        places = [0] * len(request.sequences)
         for step in self._steps:
             await asyncio.sleep(0)
             events, drafts = list[TokenEvent](), list[SequenceDrafts]()

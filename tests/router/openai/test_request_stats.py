@@ -17,8 +17,10 @@ from tramontane.proto.errors import (
 from tramontane.proto.request import (
     FinishReason,
     Identity,
+    Request,
     RequestOutput,
     RequestTimings,
+    SamplingParams,
     TokenEvent,
 )
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
@@ -214,7 +216,7 @@ def test_what_an_ingress_refuses_before_it_parses_is_counted_too() -> None:
     source = RequestTokenSource(FullSource(), Identity(), counts=counts)
 
     async def tokens() -> list[RequestOutput]:
-        async with aclosing(source.generate([])) as batches:
+        async with aclosing(source.generate(Request.of((1,), SamplingParams()))) as batches:
             return [batch async for batch in batches]
 
     assert asyncio.run(tokens()) == [_tokens(0)]

@@ -3,7 +3,6 @@ its share.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_sequence
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from scripted_chain import ScriptedChain
 
 from tramontane.proto.errors import OverloadedError, QueueFullError
-from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
+from tramontane.proto.request import NUM_PRIORITIES, Request, SamplingParams
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -265,13 +264,18 @@ def _router(max_queued: int) -> Router:
     )
 
 
+ONE = Request.of((1,), SamplingParams(max_tokens=4))
+
+
+def _choices(number: int) -> Request:
+    return replace(ONE, sequences=ONE.sequences * number)
+
+
 def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
     router = _router(8)
 
     def submit_one(owner: int) -> None:
-        router.submit(
-            [SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None
-        )
+        router.submit(replace(ONE, owner=owner), lambda _: None)
 
     for _ in range(1 + 4):
         submit_one(FLOOD)
@@ -300,52 +304,53 @@ def test_half_of_an_odd_number_is_rounded_up(bound: int, taken: dict[int, int]) 
     """Of 7 places 4, and then of 3 places 2: with one place an owner can wait at all."""
     router = _router(bound)
     # begins
-    router.submit(
-        [SequenceRequest((1,), SamplingParams(max_tokens=4), owner=FLOOD)], lambda _: None
-    )
+    router.submit(replace(ONE, owner=FLOOD), lambda _: None)
     for owner, expected in taken.items():
-        spec = SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)
+        request = replace(ONE, owner=owner)
         for _ in range(expected):
             router.check_capacity(1, owner)
-            router.submit([spec], lambda _: None)
+            router.submit(request, lambda _: None)
         with pytest.raises(QueueFullError):
             router.check_capacity(1, owner)
         with pytest.raises(QueueFullError):
-            router.submit([spec], lambda _: None)
+            router.submit(request, lambda _: None)
 
 
-@pytest.mark.parametrize("earlier", [{"already_admitted": True}, {"output_ids": (5, 6)}])
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        replace(ONE, already_admitted=True),
+        replace(ONE, sequences=(replace(ONE.sequences[0], output_ids=(5, 6)),)),
+    ],
+)
 def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(
-    earlier: dict[str, Any],
+    earlier: Request,
 ) -> None:
     router = _router(1)
-    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for _ in range(2):
-        router.submit([spec], lambda _: None)
+        router.submit(ONE, lambda _: None)
     with pytest.raises(QueueFullError):
-        router.submit([spec], lambda _: None)
-    router.submit([replace(spec, **earlier)], lambda _: None)
+        router.submit(ONE, lambda _: None)
+    router.submit(earlier, lambda _: None)
     assert router.num_requests == 3
 
 
 def test_without_owners_the_queue_is_for_all_and_a_refused_request_does_not_make_it_full() -> None:
     router = _router(8)
-    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
-    router.submit([spec] * 8, lambda _: None)  # one begins
+    router.submit(_choices(8), lambda _: None)  # one begins
     with pytest.raises(OverloadedError) as refused:
-        router.submit([spec] * 2, lambda _: None)
+        router.submit(_choices(2), lambda _: None)
     assert not isinstance(refused.value, QueueFullError)
-    router.submit([spec], lambda _: None)
+    router.submit(ONE, lambda _: None)
     with pytest.raises(QueueFullError):
-        router.submit([spec], lambda _: None)
+        router.submit(ONE, lambda _: None)
 
 
 def test_the_choices_of_a_request_without_a_key_have_one_account() -> None:
     router = _router(8)
-    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for num_choices in (1, 3, 2):
-        router.submit([spec] * num_choices, lambda _: None)
-    router.submit([replace(spec, owner=FEW)] * 2, lambda _: None)
+        router.submit(_choices(num_choices), lambda _: None)
+    router.submit(replace(_choices(2), owner=FEW), lambda _: None)
     assert [sequence.account for sequence in router.scheduler._waiting] == [
         ~1,
         ~1,
@@ -365,10 +370,9 @@ def test_when_to_come_back_counts_what_still_waits() -> None:
         ScriptedChain(_never),
         clock=lambda: now[0],
     )
-    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for _ in range(2):
-        router.submit([spec], lambda _: None)
+        router.submit(ONE, lambda _: None)
     now[0] = 6.5
     with pytest.raises(QueueFullError) as refused:
-        router.submit([spec], lambda _: None)
+        router.submit(ONE, lambda _: None)
     assert refused.value.retry_after_s == 7

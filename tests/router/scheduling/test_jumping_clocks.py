@@ -195,7 +195,7 @@ def test_after_a_restart_the_time_since_the_last_end_is_no_wait(jump_s: float) -
             tuner.restart()
             gap.restart()
         tuner.observe([StageTiming(0, now - 2.0, 1.0, 8), StageTiming(1, now - 1.0, 1.0, 8)])
-        gap.observe([StageTiming(0, now, 0.5, 8)], is_alone=60 < step < 60 + NUM_GAPS + 3)
+        gap.observe([StageTiming(0, now, 0.5, 8)], pipeline_was_idle=60 < step < 60 + NUM_GAPS + 3)
         if step > 70:
             assert gap.is_long(10.0), "half a second each, and nothing else"
     assert tuner.max_in_flight == 3

@@ -198,16 +198,16 @@ def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
     """
     gap, now = HostGap(), 0.0
     for number in range(6):
-        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=number > 0)
+        gap.observe([StageTiming(0, now, 0.010, 1)], pipeline_was_idle=number > 0)
         now += 0.011
         assert gap.is_long(0.010) == (number >= 4)
     for _ in range(9):
-        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=False)
+        gap.observe([StageTiming(0, now, 0.010, 1)], pipeline_was_idle=False)
         now += 0.010
     assert gap.is_long(0.030)
     assert not gap.is_long(0.034)
     for _ in range(MEASURE_AGAIN_AFTER):
-        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=False)
+        gap.observe([StageTiming(0, now, 0.010, 1)], pipeline_was_idle=False)
         now += 0.010
     assert not gap.is_long(0.010), "it may have become short, and is measured again"
 
@@ -219,7 +219,7 @@ def test_the_gap_of_stages_that_take_turns_is_between_the_last_and_the_first(gap
     for number in range(5):
         gap.observe(
             [StageTiming(0, now, 0.005, 1), StageTiming(1, now + 0.006, 0.004, 1)],
-            is_alone=number > 0,
+            pipeline_was_idle=number > 0,
         )
         now += 0.010 + gap_s
     assert gap.is_long(0.010) is (gap_s > 0.0003)

@@ -1,12 +1,14 @@
 """Batch work is preempted for interactive work, never starves, and loses no token."""
 
+from dataclasses import replace
+
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from scripted_chain import all_chunks
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -265,4 +267,4 @@ def test_an_aborted_batch_sequence_leaves_the_line() -> None:
 @pytest.mark.parametrize("priority", [-1, 10])
 def test_priorities_are_bounded(priority: int) -> None:
     with pytest.raises(RequestError, match=f"priority is {priority}; it must be 0 "):
-        SequenceRequest((1,), SamplingParams(), priority)
+        replace(Request.of((1,), SamplingParams()), priority=priority)

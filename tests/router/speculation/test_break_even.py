@@ -106,7 +106,7 @@ def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(
     )
     for rows in (4, 9):
         policy.observe(
-            BatchBudget(4, 0, spread=2, round_s=1.0),
+            BatchBudget(4, 0, decode_groups=2, round_s=1.0),
             BatchWork(0, 0, rows, 100),
             [StageTiming(0, 0.0, BASE_S, rows)],
         )
