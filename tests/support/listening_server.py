@@ -48,7 +48,7 @@ class ListeningServer:
         """Let it say what it says at first, and forget all requests."""
         self.says(*ids_of(SAID))
         self.source.failure, self.source.fails_at = None, 0
-        self.source.requested.clear()
+        self.source.requests.clear()
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -508,7 +508,7 @@ def test_a_client_that_tries_again_gets_its_answer(server: ListeningServer, clie
             reported.append(len(self))
             server.source.failure = OverloadedError("too much waits", 0) if len(self) < 2 else None
 
-    server.source.requested = Recovering()
+    server.source.requests = Recovering()
     try:
         client = client.with_options(max_retries=2)
         assert (
@@ -517,4 +517,4 @@ def test_a_client_that_tries_again_gets_its_answer(server: ListeningServer, clie
         )
         assert reported == [1, 2]
     finally:
-        server.source.requested = []
+        server.source.requests = []
