@@ -200,7 +200,8 @@ class EngineConfig(
         if self.address and self.inline_hidden_states_below is not None:
             raise ConfigError(
                 "--inline-hidden-states-below is for a Ray cluster that this command starts;"
-                ' for another give ray start --head --system-config=\'{"max_direct_call_object_size":'
+                " for another give"
+                ' ray start --head --system-config=\'{"max_direct_call_object_size":'
                 f" {self.inline_hidden_states_below:d}}}'"
             )
         if self.load_format == "auto" and is_preset(self.model):

@@ -50,8 +50,8 @@ def local_ray_cluster(
     cores.
 
     ``inline_hidden_states_below``: bytes from which results are put into the object store, if not
-    those of ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty without
-    ``dashboard``. Raises PipelineError if Ray cannot be started.
+    those of ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty
+    without ``dashboard``. Raises PipelineError if Ray cannot be started.
     """
     assert_supported(RAY_SYMBOLS)
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
