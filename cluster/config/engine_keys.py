@@ -197,8 +197,8 @@ class PipelineKeys(KeyGroup):
         None,
         "The same tokens for a request whatever else is computed at the same time, however its"
         " prompt is divided, on any number of stages (docs/batch-invariance.md). A stage that"
-        " cannot have it refuses to start; GPUs then use slower kernels of their own. With"
-        " --no-batch-invariant stages choose the fastest kernels.",
+        " cannot have it refuses to start; GPUs then use slower kernels of their own."
+        " --no-batch-invariant: GPUs have the fastest kernels, and nothing is tried.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )

@@ -1,5 +1,5 @@
 """Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's
-attention, by their speed.
+attention: on a CPU those in C, on a GPU by their speed.
 """
 
 import logging
@@ -28,8 +28,9 @@ from tramontane.workers.attention.sdpa_backend import (
     cpu_kernels,
 )
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
+from tramontane.workers.device.kernel_table import Row
 from tramontane.workers.device.native_library import CompilerError
-from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +42,28 @@ CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one af
 # On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's
 # fastest kernel is used.
 TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 64), (2, 8, 32)
-# PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4
-# times as long
-ADVANTAGE = 1.5
 
 
 @torch.inference_mode()
-def select_working_kernels(
-    plan: StagePlan, device: torch.device, kernels: AttentionKernels
-) -> AttentionKernels:
-    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention,
-    or whatever they raise.
+def _check_attention(
+    plan: StagePlan, device: torch.device, kernels: AttentionKernels, num_tokens: int
+) -> None:
+    """Raise ArithmeticError if the kernels do not agree with PyTorch's attention, or whatever they
+    raise. ``num_tokens``: single tokens of a case.
     """
-    for case in correctness_cases(plan, device, NUM_CORRECTNESS_TOKENS):
+    for case in correctness_cases(plan, device, num_tokens):
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
         for out, expected in zip(outs, case.expected, strict=True):
             assert_close_norm(out, expected, MAX_DIFFERENCE)
+
+
+def select_working_kernels(
+    plan: StagePlan, device: torch.device, kernels: AttentionKernels
+) -> AttentionKernels:
+    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's, or whatever
+    they raise.
+    """
+    _check_attention(plan, device, kernels, NUM_CORRECTNESS_TOKENS)
     check_writes(plan, device, kernels)
     if kernels.rotate_and_write is not None:
         check_rotation(plan, device, kernels.rotate_and_write)
@@ -66,14 +73,9 @@ def select_working_kernels(
 def select_kernels(
     plan: StagePlan, device: torch.device, selector: KernelSelector
 ) -> AttentionKernels:
-    """Choose the kernels of a stage: by speed on its device, or PyTorch's where no other can be
+    """Choose the kernels of a stage on a GPU by their speed, or PyTorch's where no other can be
     used.
-
-    On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are
-    and PyTorch's are not.
     """
-    if device.type == "cpu":
-        return _select_for_cpu(plan, selector)
     prefills, decodes = _gpu_candidates(plan, device)
     with torch.inference_mode():
         correctness, timing = (
@@ -176,67 +178,22 @@ def _with_triton_writes(
 
 
 @cache  # for tests, which start many equal stages in one process
-def _select_for_cpu(plan: StagePlan, selector: KernelSelector) -> AttentionKernels:
-    """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
-
-    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in
-    either way.
+def kernels_for_cpu(plan: StagePlan) -> AttentionKernels:
+    """Return the kernels in C, or PyTorch's attention, which needs keys in one piece, where they
+    cannot be compiled or are wrong; logs why.
     """
-    device, others = torch.device("cpu"), cpu_kernels()
     try:
-        native = native_kernels(plan)
-    except CompilerError as error:
-        logger.info(
+        native = native_kernels(plan)  # which write to caches as PyTorch's do
+        _check_attention(plan, torch.device("cpu"), native, CPU_TOKENS)
+        return native
+    except Exception as error:  # compilers and kernels raise errors of any kind
+        level = logging.INFO if isinstance(error, CompilerError) else logging.WARNING
+        logger.log(
+            level,
             "attention is computed by PyTorch, two to four times as slow as the kernels in C: %s",
-            error,
+            one_line(error),
         )
-        return others
-    with torch.inference_mode():
-        correctness = correctness_cases(plan, device, CPU_TOKENS)
-        expected = [_concat([case.expected[job] for case in correctness]) for job in (0, 1)]
-        compute = _both_on_all(correctness)
-
-        def prepare(kernels: AttentionKernels) -> Compute:
-            outs = compute(kernels)()
-            for out, wanted in zip(outs, expected, strict=True):
-                assert_close_norm(out, wanted, MAX_DIFFERENCE)
-            return lambda: torch.cat(outs)
-
-        def prepare_timed() -> Callable[[AttentionKernels], Compute]:
-            compute_timed = _both_on_all(timing_cases(plan, device, CPU_TOKENS))
-
-            def prepare(kernels: AttentionKernels) -> Compute:
-                both = compute_timed(kernels)
-                return lambda: torch.cat(both())
-
-            return prepare
-
-        kernels = (
-            {"C": native, "PyTorch": others} if plan.batch_invariant is False else {"C": native}
-        )
-        wanted, shapes = torch.cat(expected), _shapes(plan)
-        return (
-            selector.fastest(
-                "attention", shapes, kernels, prepare, prepare_timed, wanted, ADVANTAGE
-            )
-            or others
-        )
-
-
-def _both_on_all(
-    cases: list[KernelCase],
-) -> Callable[[AttentionKernels], Callable[[], list[Tensor]]]:
-    """Return a function that prepares prefill and decode for all cases."""
-    prepare_prefill, prepare_decode = (
-        _on_all(cases, KernelCase.prefill),
-        _on_all(cases, KernelCase.decode),
-    )
-
-    def prepare(kernels: AttentionKernels) -> Callable[[], list[Tensor]]:
-        prefill, decode = prepare_prefill(kernels.prefill), prepare_decode(kernels.decode)
-        return lambda: [prefill(), decode()]
-
-    return prepare
+        return cpu_kernels()
 
 
 def _choose_prefill(
@@ -252,10 +209,8 @@ def _choose_prefill(
         _on_all(correctness, KernelCase.prefill),
         lambda: _on_all(timing(), KernelCase.prefill),
     )
-    return (
-        selector.fastest("prefill", _shapes(plan), kernels, prepare, prepare_timed, expected)
-        or SdpaPrefill()
-    )
+    given = "prefill", _shapes(plan), kernels, prepare, prepare_timed, expected
+    return selector.fastest(*given, row=_row("prefill", plan)) or SdpaPrefill()
 
 
 def _choose_decode(
@@ -274,10 +229,18 @@ def _choose_decode(
         _on_all(correctness, KernelCase.decode),
         lambda: _on_all(timing(), KernelCase.decode),
     )
-    return (
-        selector.fastest(job, _shapes(plan), kernels, prepare, prepare_timed, expected)
-        or PagedDecode()
-    )
+    given = job, _shapes(plan), kernels, prepare, prepare_timed, expected
+    return selector.fastest(*given, row=_row(job, plan)) or PagedDecode()
+
+
+def _row(job: str, plan: StagePlan) -> Row | None:
+    """Return where the table may have a kernel: for keys and values in bfloat16 that are heads of a
+    product.
+    """
+    args = plan.args
+    if args.latent or (plan.dtype, plan.kv_cache_dtype) != ("bfloat16", "auto"):
+        return None
+    return job, f"{args.n_kv_heads} heads of {args.head_dim}"
 
 
 def _shapes(plan: StagePlan) -> str:

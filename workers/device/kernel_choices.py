@@ -17,18 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypedDict
 
-from tramontane.workers.device.native_library import (
-    CompilerError,
-    kernel_folder,
-    locked,
-    platform_name,
-)
+from tramontane.workers.device.native_library import kernel_folder, locked
 from tramontane.workers.device.numerics import device_numerics
 from tramontane.workers.device.self_test import one_line
 
 SOURCES = Path(__file__).parents[1]  # of workers
 PACKAGES = ("attention", "device", "kernels", "model")  # with kernels, and with what chooses them
-SUFFIXES = {".py", ".c", ".h"}
 
 logger = logging.getLogger(__name__)
 
@@ -135,32 +129,16 @@ class KeptChoice:
 
 
 def platform_of(device: str) -> str:
-    """Name what the speeds of kernels depend on besides their inputs.
-
-    Device, libraries and our sources; on CPUs threads, instructions and the compiler too.
+    """Name what the speeds of kernels depend on besides their inputs: the GPU, its libraries and
+    our sources.
     """
-    parts = [device_numerics(device), f"sources {_sources_digest()}"]
-    if device.partition(":")[0] == "cpu":
-        import torch
-
-        parts.append(
-            f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-        )
-        with suppress(CompilerError):  # then there is nothing to choose from
-            parts.append(hashlib.sha256(platform_name().encode()).hexdigest()[:16])
-    return ", ".join(parts)
+    return f"{device_numerics(device)}, sources {_sources_digest()}"
 
 
 def _sources_digest() -> str:
     """Return a digest of the files of kernels and of what chooses, by their names and contents."""
     digest = hashlib.sha256()
-    paths = [
-        path
-        for package in PACKAGES
-        for path in (SOURCES / package).iterdir()
-        if path.suffix in SUFFIXES
-    ]
-    for path in sorted(paths):
+    for path in sorted(path for package in PACKAGES for path in (SOURCES / package).glob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(SOURCES)} {len(content)}\0".encode() + content)
     return digest.hexdigest()[:16]

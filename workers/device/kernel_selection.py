@@ -3,9 +3,8 @@ should.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self, TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from tramontane.workers.device.cuda import DeviceEvent
 from tramontane.workers.device.kernel_choices import KeptChoice, KernelChoices
+from tramontane.workers.device.kernel_table import TABLE, Row
 from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
 
 logger = logging.getLogger(__name__)
@@ -26,25 +26,26 @@ Clock = Callable[[Compute], float]  # returns seconds
 MAX_DIFFERENCE = 2e-2
 # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 SLEEP_CYCLES = 50_000_000
+IN_TABLE, CHOSEN_BEFORE = "measured on such GPUs", "chosen before on this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSelector:
     """Chooses the fastest of some kernels by ``clock``.
 
-    What it has chosen is remembered in ``choices``, unless that is None.
+    What it has chosen is remembered in ``choices``, unless that is None. ``table``: the kernels
+    that need no choice, see ``TABLE``.
     """
 
     clock: Clock
     choices: KernelChoices | None = None
+    table: Mapping[Row, str] = field(default_factory=dict)
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """Return one that remembers what it chooses, for all such devices of this machine."""
-        return cls(
-            cuda_seconds if device.type == "cuda" else cpu_seconds,
-            KernelChoices.of_device(str(device)),
-        )
+        """Return one that remembers what it chooses, for all such GPUs of this machine."""
+        capability = torch.cuda.get_device_capability(device)
+        return cls(cuda_seconds, KernelChoices.of_device(str(device)), TABLE.get(capability, {}))
 
     def fastest(
         self,
@@ -55,15 +56,19 @@ class KernelSelector:
         prepare_timed: Callable[[], Callable[[K], Compute]],
         expected: Tensor,
         advantage: float = 1,
+        row: Row | None = None,
     ) -> K | None:
         """Return the fastest of the kernels that run and agree with ``expected``, or None.
 
         The first of them is returned unless another is more than ``advantage`` times as fast: with
-        1.5, and 30 and 21 us, the first. One that was chosen before, for the same job, ``shapes``
-        and kernels, is compared with ``expected`` and not timed; if it fails, all are tried and
-        timed. ``prepare_timed`` is called only where kernels are timed. Logs one line, with the
-        outcome of each.
+        1.5, and 30 and 21 us, the first. That of ``row`` in the table, and one that was chosen
+        before for the same job, ``shapes`` and kernels, is compared with ``expected`` and not
+        timed; if it fails, all are tried and timed. ``prepare_timed`` is called only where kernels
+        are timed. Logs one line, with the outcome of each.
         """
+        known = self.table.get(row, "") if row else ""
+        if known in kernels and _is_right(job, known, IN_TABLE, kernels, prepare, expected):
+            return kernels[known]
         if self.choices is None or len(kernels) < 2:
             name = self._compare(job, kernels, prepare, prepare_timed, expected, advantage)
             return kernels[name] if name else None
@@ -121,34 +126,34 @@ def _recall(
 ) -> str | None:
     """Return the name of the kernel that was chosen before, if it still runs and is right."""
     name = kept.recall()
-    if name is None:
-        return None
-    if reason := try_or_reason(
-        lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)
-    ):
-        logger.warning(
-            "%s: %s was chosen on this machine before and is not used, all are tried again: %s",
-            job,
-            name,
-            reason,
-        )
-        kept.forget()
-        return None
-    logger.info("%s by %s, as chosen before on this machine", job, name)
-    return name
+    if name is None or _is_right(job, name, CHOSEN_BEFORE, kernels, prepare, expected):
+        return name
+    kept.forget()
+    return None
 
 
-def cpu_seconds(compute: Compute, rounds: int = 3) -> float:
-    """Return the shortest of several rounds, after one that does not count: other processes only
-    add to it.
+def _is_right(
+    job: str,
+    name: str,
+    origin: str,
+    kernels: Mapping[str, K],
+    prepare: Callable[[K], Compute],
+    expected: Tensor,
+) -> bool:
+    """Return whether this kernel runs and agrees with ``expected``; logs one line that says so.
+
+    ``origin``: how it was chosen.
     """
-    compute()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        compute()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    reason = try_or_reason(
+        lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)
+    )
+    if reason:
+        logger.warning(
+            "%s: %s was %s and is not used, all are tried again: %s", job, name, origin, reason
+        )
+    else:
+        logger.info("%s by %s, as %s", job, name, origin)
+    return not reason
 
 
 def cuda_seconds(compute: Compute, rounds: int = 10) -> float:

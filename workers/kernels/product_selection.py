@@ -3,7 +3,8 @@ speed.
 
 With so few tokens reading a matrix is the bound. A library's tiles are too few to read a small
 matrix fast, and where it splits sums among programs, a second kernel adds them up. Each shape of a
-model's matrices is timed by itself, with as many of its matrices as no cache holds together.
+model's matrices is timed by itself, with as many of its matrices as no cache holds together, unless
+the table has its kernels.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.workers.device.kernel_selection import Compute, KernelSelector
+from tramontane.workers.device.kernel_table import LARGE, MATRIX
 from tramontane.workers.kernels.linear import Linear
 
 # the most tokens of each class, with which it is timed; with more the library's product is used
@@ -62,10 +64,10 @@ def _select(
     job = f"{len(weights)} products of {num_tokens} token(s) and {shape}"
     names, expected_TN = {name: name for name in kernels}, F.linear(x_TK, weights[0])
     shapes = f"{shape} in {x_TK.dtype}"
-    name = (
-        selector.fastest(job, shapes, names, prepare, lambda: prepare_timed, expected_TN, MIN_GAIN)
-        or "the library"
-    )
+    is_large = x_TK.dtype == torch.bfloat16 and weights[0].numel() >= LARGE
+    row = (f"product of {num_tokens}", MATRIX) if is_large else None
+    given = job, shapes, names, prepare, lambda: prepare_timed, expected_TN, MIN_GAIN
+    name = selector.fastest(*given, row) or "the library"
     return name, kernels[name]
 
 

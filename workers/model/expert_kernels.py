@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
+from tramontane.workers.device.kernel_table import LARGE
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY, MAX_FP8, dequantized_linear
@@ -377,7 +378,10 @@ def _fastest_product(
     expected_CN = reference(rows_CK, weight_ENK, ends_E, scale_EN)
     what, names = f"{job} of experts for {num_rows} rows", {name: name for name in products}
     shapes = f"{' x '.join(map(str, weight_ENK.shape))} in {weight_ENK.dtype}, rows in {dtype}"
-    return selector.fastest(what, shapes, names, prepare, lambda: prepare, expected_CN, ADVANTAGE)
+    is_large = weight_ENK.dtype == dtype == torch.bfloat16 and weight_ENK[0].numel() >= LARGE
+    row = (f"experts of {num_rows} rows", f"{len(weight_ENK)} large") if is_large else None
+    given = what, shapes, names, prepare, lambda: prepare, expected_CN, ADVANTAGE
+    return selector.fastest(*given, row)
 
 
 def _fp8_rows(num_rows: int, width: int) -> Tensor:

@@ -9,7 +9,11 @@ import torch
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.weight_format import Quantization
-from tramontane.workers.attention.autotune import select_kernels, select_working_kernels
+from tramontane.workers.attention.autotune import (
+    kernels_for_cpu,
+    select_kernels,
+    select_working_kernels,
+)
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
@@ -93,18 +97,15 @@ def compile_native_kernels(plan: StagePlan) -> None:
 def select_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
-    This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
-    if the plan requires batch invariance on a GPU that has no kernels for it, or a cache in FP8 on
-    one that has no FP8.
+    This compiles kernels, and on a GPU times them unless this machine has chosen before. Raises
+    ConfigError if the plan requires batch invariance on a GPU that has no kernels for it, or a
+    cache in FP8 on one that has no FP8.
     """
     if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
         check_fp8_support(plan.label, torch.cuda.get_device_capability(device))
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
-        return DeviceBackend(
-            select_kernels(plan, device, KernelSelector.of_device(device)),
-            native_ops(plan.args, dtype),
-        )
+        return DeviceBackend(kernels_for_cpu(plan), native_ops(plan.args, dtype))
     with torch.cuda.device(device):  # events and graphs belong to the current one
         capture = CudaGraphCapture()
         if plan.batch_invariant:

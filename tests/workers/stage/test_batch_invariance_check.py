@@ -16,10 +16,8 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.weight_format import Quantization
 from tramontane.workers.attention import autotune
-from tramontane.workers.attention.autotune import select_kernels
+from tramontane.workers.attention.autotune import kernels_for_cpu
 from tramontane.workers.attention.native_backend import NativeDecode
-from tramontane.workers.attention.sdpa_backend import SdpaPrefill, cpu_kernels
-from tramontane.workers.device.kernel_selection import KernelSelector
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels import row_invariance
@@ -253,7 +251,7 @@ def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CompilerError("there is no C compiler cc")
 
     monkeypatch.setattr(autotune, "native_kernels", fails)
-    monkeypatch.setattr(autotune, "_select_for_cpu", autotune._select_for_cpu.__wrapped__)
+    monkeypatch.setattr(device_backend, "kernels_for_cpu", kernels_for_cpu.__wrapped__)
     monkeypatch.setattr("tramontane.workers.kernels.packed_linear.packed_matmul", lambda *_: None)
     monkeypatch.setattr(device_backend, "native_ops", lambda *_: EAGER)
 
@@ -267,19 +265,6 @@ def test_without_a_compiler_it_is_refused(
         _load(True)
     assert not _load(None).is_batch_invariant
     assert reason in caplog.text
-
-
-@pytest.mark.parametrize(("wanted", "is_pytorch"), [(True, False), (None, False), (False, True)])
-def test_speed_decides_between_attention_kernels_only_where_it_is_not_wanted(
-    wanted: bool | None, is_pytorch: bool
-) -> None:
-    """The clock lets PyTorch's win by far."""
-    seconds = iter([1.0, 0.1])
-    kernels = select_kernels(
-        _plan(wanted), torch.device("cpu"), KernelSelector(lambda _compute: next(seconds))
-    )
-    assert isinstance(kernels.prefill, SdpaPrefill) is is_pytorch
-    assert isinstance(kernels.decode, type(cpu_kernels().decode)) is is_pytorch
 
 
 def test_expert_actors_try_their_products(monkeypatch: pytest.MonkeyPatch) -> None:

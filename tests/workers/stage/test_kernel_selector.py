@@ -12,9 +12,11 @@ import torch
 from tiny_models import experts_together, random_model, tiny_args, tiny_plan
 
 from tramontane.proto.model_args import MoeArgs
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.workers.attention.autotune import kernels_for_cpu
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
 from tramontane.workers.device.kernel_choices import KernelChoices
-from tramontane.workers.device.kernel_selection import KernelSelector, cpu_seconds, cuda_seconds
+from tramontane.workers.device.kernel_selection import KernelSelector, cuda_seconds
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model import moe, transformer
@@ -24,7 +26,7 @@ from tramontane.workers.stage.device_backend import DeviceBackend, select_backen
 from tramontane.workers.stage.stage_worker import StageWorker
 
 ARGS = replace(tiny_args(n_layers=1), moe=MoeArgs(4, 2))
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
@@ -35,6 +37,7 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
         KernelChoices, "of_device", lambda device: seen.append(("choices", device)) or choices
     )
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     capture = SimpleNamespace(in_pieces=object())
     monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
@@ -47,14 +50,21 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
     assert backend.selector == KernelSelector(cuda_seconds, choices)
     assert seen == [("choices", "cuda"), ("by", backend.selector)]
     assert (backend.graph_capture, backend.piecewise_capture) == (capture, capture.in_pieces)
-    select_backend(tiny_plan(ARGS).stages[0], CPU)
-    assert seen[2:] == [("choices", "cpu"), ("by", KernelSelector(cpu_seconds, choices))]
+
+
+def test_on_a_cpu_nothing_is_chosen_by_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a stage need not be batch-invariant."""
+    monkeypatch.setattr(KernelSelector, "fastest", lambda *_: pytest.fail("something is timed"))
+    for wanted in (True, None, False):
+        plan = tiny_plan(ARGS, batch_invariant=wanted).stages[0]
+        kernels_for_cpu.cache_clear()
+        StageWorker.load(plan, RandomWeights())
 
 
 def test_it_chooses_the_products_of_experts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[object]()
+    mine, seen = KernelSelector(cuda_seconds, KernelChoices("a GPU", tmp_path)), list[object]()
     model = experts_together(random_model(ARGS))
     monkeypatch.setattr(
         moe, "select_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks
@@ -67,7 +77,7 @@ def test_it_chooses_the_products_of_experts(
 
 def test_it_chooses_all_other_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine, seen = (
-        KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)),
+        KernelSelector(cuda_seconds, KernelChoices("a GPU", tmp_path)),
         list[tuple[list[Linear], object]](),
     )
     model = experts_together(random_model(ARGS))

@@ -28,7 +28,7 @@ def libraries_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     """The libraries that a function asks for on a machine that has none of them, and has a compiler
     or none.
     """
-    caches = (native_library.compile_library, packed_linear.packed_matmul, autotune._select_for_cpu)
+    caches = (native_library.compile_library, packed_linear.packed_matmul, autotune.kernels_for_cpu)
 
     compile_really = native_library._compile
 

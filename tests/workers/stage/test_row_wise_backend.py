@@ -75,6 +75,7 @@ def test_only_what_is_required_to_be_invariant_is(
     monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
     # there is no GPU that could be named
     monkeypatch.setattr(KernelChoices, "of_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(device_backend, "select_kernels", lambda *_: fastest)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
     monkeypatch.setattr(
