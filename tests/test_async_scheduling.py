@@ -24,9 +24,10 @@ from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, Micro
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor
+from tramontane.workers.stage.step_record import PendingStep
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"

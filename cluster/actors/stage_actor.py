@@ -265,7 +265,7 @@ class StageActor(WorkerActor["StageWorker"]):
             )
         decoded, outbox = wire.decode_batch(batch), HiddenStatesCopy()
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
-            outcome = self._executor.step(decoded, lambda: self._unpack(incoming), outbox.send)
+            outcome = self._executor.step(decoded, lambda: self._unpack(incoming), outbox.start)
         if isinstance(outcome, StepResult):
             self._note_tokens(outcome)
             return wire.encode_result(outcome)

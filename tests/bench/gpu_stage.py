@@ -29,8 +29,8 @@ from tramontane.proto.step import (
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.stage.hidden_states import PendingStep
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.stage.step_record import PendingStep
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 GIB = 2**30

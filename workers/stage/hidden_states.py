@@ -2,9 +2,7 @@
 small header and raw bytes, or a result.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +10,8 @@ from torch import Tensor
 
 from tramontane.proto import wire
 from tramontane.proto.request import ExpertChoices
-from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import StageTiming, StepResult
 from tramontane.workers.device.cuda import HostCopy, copy_to_host_async, to_host
-from tramontane.workers.stage.last_stage import StepTokens
-from tramontane.workers.stage.step_record import ExpertChoiceRecorder, StepTimer
 
 # (header, bytes as a uint8 array): numpy arrays travel out of band and are read without a copy
 Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
@@ -55,48 +51,6 @@ StageInput = HiddenStates | StepResult | None
 StageOutput = HiddenStates | StepResult
 
 
-class BegunStep(NamedTuple):
-    """A step that has begun: its input, on the stage's device, and what is recorded about it."""
-
-    batch: MicroBatch
-    incoming: HiddenStates | None
-    timer: StepTimer
-    choices: ExpertChoiceRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step whose work has been launched on the device and not awaited.
-
-    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the
-    device's work. ``read_tokens``: waits for the tokens that the last stage has sampled.
-    ``is_stateful``: reading changes what the next step begins with, so it has to be read before
-    that.
-    """
-
-    begun: BegunStep
-    stage_id: int
-    hidden_TD: Tensor | None
-    read_tokens: Callable[[], StepTokens] | None
-    is_stateful: bool
-
-    def read(self) -> StageOutput:
-        """Wait for the device and return the outcome. Call it once."""
-        batch, incoming, timer, recorder = self.begun
-        timings = (
-            *(incoming.timings if incoming else ()),
-            timer.timing(self.stage_id, batch.num_tokens),
-        )
-        choices = (*(incoming.choices if incoming else ()), *recorder.collect())
-        if self.read_tokens is None:
-            assert self.hidden_TD is not None
-            return HiddenStates(self.hidden_TD, timings, choices)
-        token_ids, logprobs, finished = self.read_tokens()
-        return StepResult(
-            batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
-        )
-
-
 class HiddenStatesCopy:
     """The way of a step's hidden states from the GPU to the host.
 
@@ -106,7 +60,7 @@ class HiddenStatesCopy:
     def __init__(self) -> None:
         self._copy: HostCopy | None = None
 
-    def send(self, hidden_TD: Tensor | None) -> None:
+    def start(self, hidden_TD: Tensor | None) -> None:
         """Launch the copy to the host. The last stage has no hidden states."""
         self._copy = None if hidden_TD is None else copy_to_host_async(hidden_TD)
 

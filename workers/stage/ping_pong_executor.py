@@ -23,9 +23,10 @@ from tramontane.workers.experts.remote_experts import (
     RemoteExperts,
     StepCoroutine,
 )
-from tramontane.workers.stage.hidden_states import PendingStep, StageOutput
+from tramontane.workers.stage.hidden_states import StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output
+from tramontane.workers.stage.step_record import PendingStep
 
 BEFORE_ALL_LAYERS = -1
 

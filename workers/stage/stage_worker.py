@@ -39,18 +39,18 @@ from tramontane.workers.stage.device_backend import (
     compile_native_kernels,
     select_backend,
 )
-from tramontane.workers.stage.hidden_states import (
-    BegunStep,
-    HiddenStates,
-    PendingStep,
-    StageInput,
-    StageOutput,
-)
+from tramontane.workers.stage.hidden_states import HiddenStates, StageInput, StageOutput
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.piecewise_graphs import PiecewiseGraphRunner
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_profiler import StepProfiler
-from tramontane.workers.stage.step_record import NO_RECORDER, StepTimer, expert_choice_recorder
+from tramontane.workers.stage.step_record import (
+    NO_RECORDER,
+    BegunStep,
+    PendingStep,
+    StepTimer,
+    expert_choice_recorder,
+)
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors

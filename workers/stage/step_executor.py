@@ -14,8 +14,9 @@ from torch import Tensor
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.device.cuda import DeviceEvent
-from tramontane.workers.stage.hidden_states import PendingStep, StageInput, StageOutput
+from tramontane.workers.stage.hidden_states import StageInput, StageOutput
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.stage.step_record import PendingStep
 
 Receive = Callable[[], StageInput]
 Deliver = Callable[[Tensor | None], None]

@@ -1,20 +1,23 @@
-"""What is recorded of one step of a stage: its times, what its expert actors did, and which experts
-tokens have chosen.
+"""One step of a stage from its begin to its result, and what is recorded of it: its times, what
+its expert actors did, and which experts tokens have chosen.
 """
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from tramontane.proto.request import ExpertChoices
-from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming
+from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming, StepResult
 from tramontane.proto.timing import steady_time
 from tramontane.workers.attention.rolling_cache import StageSequences
 from tramontane.workers.device.cuda import DeviceEvent, RecordEvent
 from tramontane.workers.experts.remote_experts import PendingExpertCall, StepCoroutine
+from tramontane.workers.stage.hidden_states import HiddenStates, StageOutput
+from tramontane.workers.stage.last_stage import StepTokens
 
 T = TypeVar("T")
 
@@ -170,3 +173,45 @@ def _token_spans(batch: MicroBatch) -> list[TokenSpan]:
     return spans + [
         TokenSpan(seq_id, start, row + i, 1) for i, (seq_id, start) in enumerate(decodes)
     ]
+
+
+class BegunStep(NamedTuple):
+    """A step that has begun: its input, on the stage's device, and what is recorded about it."""
+
+    batch: MicroBatch
+    incoming: HiddenStates | None
+    timer: StepTimer
+    choices: ExpertChoiceRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step whose work has been launched on the device and not awaited.
+
+    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the
+    device's work. ``read_tokens``: waits for the tokens that the last stage has sampled.
+    ``is_stateful``: reading changes what the next step begins with, so it has to be read before
+    that.
+    """
+
+    begun: BegunStep
+    stage_id: int
+    hidden_TD: Tensor | None
+    read_tokens: Callable[[], StepTokens] | None
+    is_stateful: bool
+
+    def read(self) -> StageOutput:
+        """Wait for the device and return the outcome. Call it once."""
+        batch, incoming, timer, recorder = self.begun
+        timings = (
+            *(incoming.timings if incoming else ()),
+            timer.timing(self.stage_id, batch.num_tokens),
+        )
+        choices = (*(incoming.choices if incoming else ()), *recorder.collect())
+        if self.read_tokens is None:
+            assert self.hidden_TD is not None
+            return HiddenStates(self.hidden_TD, timings, choices)
+        token_ids, logprobs, finished = self.read_tokens()
+        return StepResult(
+            batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished
+        )

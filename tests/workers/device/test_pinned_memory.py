@@ -108,7 +108,7 @@ def test_what_leaves_waits_for_nothing_that_is_begun_after_it(
 
     monkeypatch.setattr("tramontane.workers.stage.hidden_states.copy_to_host_async", leaving_late)
     hidden_TD, outbox = torch.randn(5, 8), HiddenStatesCopy()
-    outbox.send(hidden_TD)
+    outbox.start(hidden_TD)
     assert len(late.begun) == 1, "it is on its way already"
     late.copy(torch.empty(3), torch.empty(3))  # what the next step requests
     packed = outbox.payload(HiddenStates(torch.empty(5, 8), ()))

@@ -34,9 +34,9 @@ from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
-from tramontane.workers.stage.hidden_states import PendingStep
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.stage.step_record import PendingStep
 
 ARGS = tiny_args(n_layers=4)
 SHORT = [prompt for prompt in PROMPTS if len(prompt) <= 130]

@@ -32,8 +32,9 @@ from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, Cut, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
-from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep
+from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.stage.step_record import PendingStep
 from tramontane.workers.weights import loader
 
 WINDOWS = [

@@ -12,8 +12,9 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.hidden_states import HiddenStates, PendingStep, StageOutput
+from tramontane.workers.stage.hidden_states import HiddenStates, StageOutput
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
+from tramontane.workers.stage.step_record import PendingStep
 from tramontane.workers.stage.warm_up import warm_up_runs
 
 FULL = tiny_args(n_layers=2, windows=(None, 24), max_seq_len=100)
