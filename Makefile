@@ -70,15 +70,15 @@ test-serve-command: $(STAMP)
 	$(PYTEST) -m "ray and not nightly" --ignore=tests/cluster
 
 # What a change of the product seldom breaks: tests of the tests' own tools and of benchmark programs, and the combinations of
-# parameters that tests marked pairwise leave out.
-nightly: $(STAMP)  ## tests of benchmark programs and of the tests' tools, and all combinations of parameters
+# parameters and the examples of Hypothesis that make test leaves out.
+nightly: $(STAMP)  ## tests of benchmark programs and of the tests' tools, all combinations of parameters and all examples
 	@$(MAKE) --no-print-directory --keep-going nightly-plain nightly-ray nightly-older-processor
 
 nightly-plain: $(STAMP)
-	$(PYTEST) -m "not ray and (nightly or pairwise)" --full-products $(PARALLEL)
+	$(PYTEST) -m "not ray and (nightly or pairwise or hypothesis)" --full-products $(PARALLEL)
 
 nightly-ray: $(STAMP)
-	$(PYTEST) -m "ray and (nightly or pairwise)" --full-products
+	$(PYTEST) -m "ray and (nightly or pairwise or hypothesis)" --full-products
 
 ROOM ?= proto workers router cluster
 quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all cores: make quick ROOM=router

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nor do those of tests of several threads wait by computing
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import examples
 import pytest
 import reference
 import torch
@@ -155,8 +156,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-products",
         action="store_true",
-        help="all combinations of parameters of tests marked pairwise",
+        help="all combinations of parameters of tests marked pairwise, and all examples",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full-products"):
+        os.environ[examples.ALL] = "1"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,8 +19,13 @@ ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
 PLACES: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))
-MARKS = (*PLACES, *(marks | {"nightly"} for marks in PLACES))  # which a test may have, and pairwise
-NAMES = {"ray", "serve", "nightly", "pairwise"}
+MARKS = (
+    *PLACES,
+    *(marks | {"nightly"} for marks in PLACES),
+)  # which a test may have, and those of AGAIN
+# of tests that make nightly runs again: with more combinations, or more of Hypothesis's examples
+AGAIN = ("pairwise", "hypothesis")
+NAMES = {"ray", "serve", "nightly", *AGAIN}
 
 
 @dataclass(frozen=True)
@@ -99,19 +104,19 @@ def _lane(target: str, arguments: list[str]) -> Lane:
 
 
 def wrong_counts(lanes: Iterable[Lane], files: Iterable[str]) -> list[str]:
-    """Files and marks whose tests no lane, or more than one lane, runs; of pairwise ones, with full
-    products or without.
+    """Files and marks whose tests no lane, or more than one lane, runs; of those that run again,
+    with full products or without.
     """
     lanes, found = list(lanes), []
     for file in files:
         for marks in MARKS:
             targets = [lane.target for lane in lanes if lane.runs(file, marks)]
-            twice = [
-                lane.has_full_products for lane in lanes if lane.runs(file, marks | {"pairwise"})
-            ]
-            if len(targets) != 1 or sorted(twice) != (
-                [True] if "nightly" in marks else [False, True]
-            ):
+            expected = [True] if "nightly" in marks else [False, True]
+            again = (
+                sorted(lane.has_full_products for lane in lanes if lane.runs(file, marks | {mark}))
+                for mark in AGAIN
+            )
+            if len(targets) != 1 or any(each != expected for each in again):
                 found.append(f"{file}, marks {sorted(marks)}: {targets}")
     return found
 
@@ -193,10 +198,14 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ("test-serve test-ray; served", "test-ray; served"),
         ("test-serve test-ray; served", "test-serve; served"),
         ("--keep-going test-plain ", "--keep-going types "),
-        ('-m "not ray and (nightly or pairwise)"', '-m "not ray and nightly"'),
+        ('-m "not ray and (nightly or pairwise or hypothesis)"', '-m "not ray and nightly"'),
         (
-            '-m "ray and (nightly or pairwise)" --full-products',
-            '-m "ray and (nightly or pairwise)"',
+            '-m "not ray and (nightly or pairwise or hypothesis)"',
+            '-m "not ray and (nightly or pairwise)"',
+        ),
+        (
+            '-m "ray and (nightly or pairwise or hypothesis)" --full-products',
+            '-m "ray and (nightly or pairwise or hypothesis)"',
         ),
         ("--keep-going nightly-plain nightly-ray", "--keep-going nightly-plain"),
     ],
@@ -233,7 +242,7 @@ def test_files_that_a_lane_does_not_import_have_none_of_its_tests() -> None:
         lane.expression for lane in lanes_of(MAKEFILE) if not lane.expression.startswith("not ray")
     }
     for expression, mark in NEEDED_MARKS.items():
-        for marks in (*MARKS, *(marks | {"pairwise"} for marks in MARKS)):
+        for marks in (*MARKS, *(marks | {mark} for marks in MARKS for mark in AGAIN)):
             assert mark in marks or not _chooses(expression, marks)
 
 

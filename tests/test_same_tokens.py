@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples import examples
 from harness import GREEDY, PROMPTS, random_ids, run_in_process, run_prompts, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,7 +197,7 @@ def _sampled(
     return run_in_process(plan, workers, prompts, sampling, budget=budget, together=together)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     window=st.sampled_from([None, 1, 5, 24]),
     page_size=st.sampled_from([1, 3, 16]),

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from examples import examples
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
 from logit_formulas import changed_logits
@@ -1201,7 +1202,7 @@ def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
         opening = _harness(chain, tokenizer)
         harness = runner.run(opening.__aenter__())
 
-        @settings(derandomize=True, deadline=None, max_examples=100)
+        @settings(derandomize=True, deadline=None, max_examples=examples(100))
         @given(body=BODIES[kind])
         def whatever(body: bytes) -> None:
             runner.run(send(harness, body))

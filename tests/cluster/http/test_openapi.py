@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+from examples import examples
 from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
 from past_activity import pipeline_activity
@@ -116,7 +117,7 @@ CHECKS = [
 @schema.parametrize()
 @settings(
     derandomize=True,
-    max_examples=60,  # next to the coverage phase, which tries the bounds of every field
+    max_examples=examples(60),  # next to the coverage phase, which tries the bounds of every field
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

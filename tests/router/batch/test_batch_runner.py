@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, pieces, request, requests
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
@@ -161,7 +162,7 @@ def test_what_ends_leaves_no_thread_and_no_connection(harness: BatchHarness) -> 
     st.integers(1, 9),
     st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_lines_are_the_same_wherever_the_text_is_cut(
     lines: list[bytes], size: int, ends: bool
 ) -> None:
@@ -664,7 +665,7 @@ def test_lines_that_begin_alike_come_together_in_the_order_of_the_first() -> Non
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(0, 3))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_every_line_is_there_once_whatever_they_have_in_common(
     names: list[str], num_others: int
 ) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import SENTENCEPIECE
@@ -180,7 +181,7 @@ async def _streamed(
     raise AssertionError("it did not finish")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from(["responses", "messages"]),
     st.sampled_from(sorted(ANSWERS)),

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_token_source import ScriptedSource
@@ -155,7 +156,7 @@ CHUNKS = st.sampled_from(
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 @given(
     said=st.lists(CHUNKS, min_size=1, max_size=12).map("".join),
     kind=st.sampled_from(KINDS),

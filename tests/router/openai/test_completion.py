@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -234,7 +235,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 # Streamed and whole
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=examples(100))
 @given(
     num_prompts=st.integers(1, 3),
     n=st.integers(1, 2),
@@ -319,7 +320,7 @@ def test_what_is_ready_together_comes_as_one_change_per_choice(
 # Experts
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=examples(100))
 @given(
     num_prompts=st.integers(1, 2),
     n=st.integers(1, 2),
@@ -435,7 +436,7 @@ def test_experts_of_too_many_tokens_are_refused(
 # Log-probabilities
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=examples(150))
 @given(
     num_prompts=st.integers(1, 2),
     n=st.integers(1, 2),
@@ -718,7 +719,7 @@ def test_token_ids_go_through_as_they_are(model: ServedModel, script: tuple[int,
     assert answer["usage"]["prompt_tokens"] == 3
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=examples(200))
 @given(
     prompt=st.lists(st.integers(0, 999), min_size=1, max_size=3),
     seed=st.integers(-(2**63), 2**63 - 1),
@@ -854,7 +855,7 @@ def test_a_stop_string_in_the_echoed_prompt_stops_nothing(
     assert (choice["text"], choice["finish_reason"]) == (f"{PROMPT} {TEXT}", "length")
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=examples(100))
 @given(start=st.integers(1, 30), length=st.integers(1, 8), sizes=SIZES)
 def test_a_stop_string_is_found_across_tokens_and_batches(
     model: ServedModel, script: tuple[int, ...], start: int, length: int, sizes: list[int]

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from examples import examples
 from http_fuzz import MANY_MISTAKES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -673,14 +674,14 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=6)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(body=st.binary(max_size=60))
 @example(b'{"prompt": "a"}')
 def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
     _is_understood(body)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(body=st.binary(max_size=6), at=st.integers(0, 80), length=st.integers(0, 6))
 def test_a_request_with_damaged_bytes_is_a_request_or_refused(
     body: bytes, at: int, length: int
@@ -689,13 +690,13 @@ def test_a_request_with_damaged_bytes_is_a_request_or_refused(
     _is_understood(whole[:at] + body + whole[at + length :])
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(value=VALUES)
 def test_any_json_value_is_a_request_or_refused(value: object) -> None:
     _is_understood(json.dumps(value).encode())
 
 
-@settings(derandomize=True, deadline=None, max_examples=1000)
+@settings(derandomize=True, deadline=None, max_examples=examples(1000))
 @given(fields=st.dictionaries(NAMES, VALUES, max_size=4), ascii_only=st.booleans())
 def test_any_value_in_any_field_is_taken_or_refused(
     fields: dict[str, object], ascii_only: bool
@@ -706,7 +707,7 @@ def test_any_value_in_any_field_is_taken_or_refused(
     _is_understood(body)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=st.text(st.characters(), max_size=20))
 def test_a_text_arrives_as_it_was_sent(text: str) -> None:
     sendable = text.encode("utf-8", "replace").decode()

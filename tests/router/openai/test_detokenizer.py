@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import SupportsIndex
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ STOP = st.text(LETTERS, min_size=1, max_size=5)
 # The matcher
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=TEXTS, at=CUTS, stop=STOP)
 @example(text="aab", at=[1], stop="ab")
 def test_one_stop_string_cuts_the_text_wherever_its_pieces_are_cut(
@@ -78,7 +79,7 @@ def test_one_stop_string_cuts_the_text_wherever_its_pieces_are_cut(
     assert "".join(shown) == text.split(stop)[0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=TEXTS, stops=st.lists(STOP, max_size=4))
 def test_several_stop_strings_cut_where_the_first_is_complete(text: str, stops: list[str]) -> None:
     shown, stopped = _run(list(text), stops)
@@ -87,7 +88,7 @@ def test_several_stop_strings_cut_where_the_first_is_complete(text: str, stops: 
     assert "".join(shown) == (text if expected is None else expected)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=TEXTS, at=CUTS, stops=st.lists(STOP, max_size=4))
 @example(text="bab", at=[], stops=["bab", "a"])
 @example(text="bab", at=[1, 2], stops=["bab", "a"])
@@ -100,7 +101,7 @@ def test_several_stop_strings_cut_the_same_wherever_the_pieces_are_cut(
     assert "".join(shown) == (text if expected is None else expected)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=TEXTS, at=CUTS, stops=st.lists(STOP, max_size=4))
 def test_nothing_of_a_stop_string_is_ever_shown(text: str, at: list[int], stops: list[str]) -> None:
     shown, _ = _run(_cut(text, at), stops)
@@ -109,7 +110,7 @@ def test_nothing_of_a_stop_string_is_ever_shown(text: str, at: list[int], stops:
     assert not any(stop in whole for stop in stops)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=4))
 def test_no_more_is_held_back_than_may_begin_a_stop_string(
     text: str, at: list[int], stops: list[str]
@@ -150,7 +151,7 @@ def test_stop_strings_that_resemble_the_text_cost_no_more_than_others() -> None:
     assert max(stop.num_reads for stop in alike) < 5 * 2000
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(
     text=st.text(max_size=30), at=CUTS, stops=st.lists(st.text(min_size=1, max_size=3), max_size=3)
 )
@@ -163,7 +164,7 @@ def test_a_text_without_stop_strings_comes_out_whole(
     assert "".join(shown) == text
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(text=st.text(max_size=30), at=CUTS)
 def test_without_stop_strings_nothing_waits(text: str, at: list[int]) -> None:
     pieces = _cut(text, at)
@@ -205,7 +206,7 @@ def _before_late_stop(pieces: Sequence[str], stops: Sequence[str], min_pieces: i
     return None
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(derandomize=True, deadline=None, max_examples=examples(500))
 @given(
     text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=3), min_pieces=st.integers(0, 8)
 )
@@ -343,7 +344,7 @@ def test_without_a_tokenizer_tokens_are_counted_and_say_nothing() -> None:
     assert choice.finish is FinishReason.LENGTH
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(
     ids=st.lists(st.integers(0, 999), min_size=1, max_size=30),
     start=st.integers(0, 40),

@@ -7,6 +7,7 @@ import pickle
 from itertools import combinations, pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat.chat_completion import ChoiceLogprobs
@@ -55,7 +56,7 @@ def test_a_token_begins_where_its_first_byte_stands(text: str, num_cuts: int) ->
         assert tokenizer.decode(tokenizer.ids) == text
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(
     pieces=st.lists(
         st.binary(max_size=4)

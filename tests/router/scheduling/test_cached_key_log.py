@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def test_a_key_counts_while_every_pool_has_a_page_of_it() -> None:
     assert _seen(log.since(2)) == (False, [1], [])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     num_pools=st.integers(1, 3),

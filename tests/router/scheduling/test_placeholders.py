@@ -5,6 +5,7 @@ known.
 import random
 
 import pytest
+from examples import examples
 from fake_pipeline import (
     EOS,
     FakePipeline,
@@ -124,7 +125,7 @@ def test_an_urgent_sequence_gets_the_slot_of_a_decoding_one() -> None:
     assert len(pipe.tokens_of(0)) == 100
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 3, 16]),

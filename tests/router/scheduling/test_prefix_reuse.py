@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ def _run(pipe: FakePipeline, *sequences: Sequence) -> None:
     pipe.drain()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 3, 8]),
@@ -86,7 +87,7 @@ def test_any_traffic_with_common_beginnings(
     assert pipe.scheduler.is_idle
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 3, 8]),
@@ -229,7 +230,7 @@ def _schedule(pipe: FakePipeline, arrivals: list[tuple[int, int, int]]) -> tuple
     return steps, pipe.scheduler.num_preempted
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 30), st.integers(1, 120), st.integers(1, 60)), max_size=14
@@ -287,7 +288,7 @@ def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
     assert [first_page_seen(48, window, 16) for window in (32, 33, 34, None)] == [1, 1, 0, 0]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 3, 8]),
     windows=st.lists(st.sampled_from([None, 1, 2, 5, 9, 24, 40]), min_size=1, max_size=3),

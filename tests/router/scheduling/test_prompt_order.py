@@ -6,6 +6,7 @@ import random
 from collections import deque
 
 import pytest
+from examples import examples
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,7 +133,7 @@ def test_next_to_short_requests_without_keys_a_long_one_takes_no_longer_than_sid
     assert long.num_dispatched == 100
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.sampled_from([5, 16, 64]),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from examples import examples
 from fake_pipeline import EOS, new_cache, new_pipeline, new_sequence, some_token, submit_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -303,7 +304,7 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
 }
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 3, 16]),

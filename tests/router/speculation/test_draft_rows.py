@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Several
 
 import pytest
+from examples import examples
 from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequence
 from guessing_drafter import guess
 from hypothesis import given, settings
@@ -54,7 +55,7 @@ def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> F
     return pipe
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     num_drafts=st.integers(1, 6),

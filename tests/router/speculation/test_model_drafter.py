@@ -4,6 +4,7 @@ come.
 
 from collections.abc import Collection, Sequence
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +158,7 @@ def test_a_sequence_that_has_ended_waits_no_longer_and_is_forgotten() -> None:
     assert queue.take() == ([other], [7])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject) -> None:
     """Whenever drafts come, and whatever has been sampled since, of several sequences; also by a

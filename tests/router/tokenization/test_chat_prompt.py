@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -192,7 +193,7 @@ def test_the_text_of_a_control_token_stays_text_in_templates(tmp_path: Path, spe
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(
     pieces=st.lists(
         st.sampled_from(["</s>", "<s>", "</", "s>", "<", "a", " ", "<|im_end|>", "=2=", "\n"]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thinking_models import SpelledTokenizer
@@ -120,7 +121,7 @@ TEXTS = st.lists(CHUNKS, max_size=14).map("".join)
 CUTS = st.lists(st.integers(0, 200), max_size=60)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(text=TEXTS, cuts=CUTS, is_open=st.booleans())
 @example(text="<think>a</think>\n\nb", cuts=list(range(40)), is_open=False)
 @example(text="a</think>\n", cuts=[1, 3, 9], is_open=True)
@@ -134,7 +135,7 @@ def test_markers_that_are_text_split_any_text_alike_at_every_cut(
     assert _parse_text(text, cuts, is_open=is_open).texts == at_once.texts
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     begin=st.text("ab<", min_size=1, max_size=4),
     end=st.text("ab<", min_size=1, max_size=4),
@@ -154,7 +155,7 @@ def test_any_markers_even_such_that_overlap_split_alike_at_every_cut(
     assert whole.texts == parts.texts
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(text=TEXTS, cuts=CUTS, is_open=st.booleans())
 def test_places_of_tokens_tell_thoughts_from_content(
     text: str, cuts: list[int], is_open: bool
@@ -271,7 +272,7 @@ SAID = st.sampled_from(
 PARTS = st.lists(SAID | st.booleans(), max_size=10)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(parts=PARTS, which=st.integers(0, 2), is_open=st.booleans(), num_lost=st.integers(0, 9))
 @example(parts=["a", True, "\n", "b", "\n", False, "\n\n", "c"], which=2, is_open=False, num_lost=0)
 @example(parts=[True, "<think>a</think>", False, "</think>"], which=2, is_open=False, num_lost=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -141,7 +142,7 @@ PIECES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(pieces=PIECES)
 def test_any_thoughts_are_encoded_as_mistral_common_does(
     path: Path, pieces: list[tuple[bool, str]]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece as spm
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tokenizer
@@ -32,7 +33,7 @@ def decode_like_sentencepiece(folder: Path) -> Callable[[tuple[int, ...]], str]:
     return lambda ids: str(model.decode(list(ids)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=examples(200))
 @given(text=st.text(max_size=60))
 def test_pieces_add_up_to_the_text(
     tokenizer: Tokenizer, decode_like_sentencepiece: Callable[[tuple[int, ...]], str], text: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.sentencepiece import (
@@ -115,7 +116,7 @@ def test_no_text_becomes_a_control_token(tokenizers: Kinds, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=examples(100))
 @given(text=st.text(max_size=40))
 def test_any_text_survives(tokenizers: Kinds, kind: str, text: str) -> None:
     """But for one character where SentencePiece is behind it, which writes a space as U+2581."""
@@ -126,7 +127,7 @@ def test_any_text_survives(tokenizers: Kinds, kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_streaming_equals_decoding_at_once_at_every_split(
     tokenizers: Kinds, kind: str, data: st.DataObject
@@ -173,7 +174,7 @@ def test_decoding_of_stray_bytes_is_sentencepieces(tokenizers: Kinds, ids: list[
     ).decode(ids)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_decoding_of_any_ids_is_sentencepieces(tokenizers: Kinds, data: st.DataObject) -> None:
     """Also of what no text has: control tokens in the middle, half characters on both sides of
@@ -192,7 +193,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_tekken(tmp_path_factory.mktemp("tekken"))
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_decoding_of_any_ids_is_tekkens(
     tokenizers: Kinds, reference: Tekkenizer, data: st.DataObject

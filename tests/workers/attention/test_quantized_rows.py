@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_attention import FEW_GEOMETRIES, GEOMETRIES, inputs, prefill_index
@@ -42,7 +43,7 @@ def _nearest(x: float, scale: float) -> set[float]:
     return set(NUMBERS.float()[distances <= distances.min() * (1 + 1e-6)].tolist())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=8))
 def test_a_vector_is_rounded_to_the_nearest_numbers_of_its_scale(vector: list[float]) -> None:
     x = torch.tensor(vector)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_args, tiny_plan
@@ -481,7 +482,7 @@ def _next_chunk(allocator: PageAllocator, life: Life) -> Chunk:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     windows=st.lists(st.one_of(st.none(), st.integers(1, 40)), min_size=1, max_size=3, unique=True),
     page_size=st.sampled_from([1, 2, 3, 5, 16]),

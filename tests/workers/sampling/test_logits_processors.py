@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logit_formulas import changed_logits
@@ -68,7 +69,7 @@ def _logits(rows: int) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=examples(200))
 @given(
     sequences=SEQUENCES,
     size=st.integers(1, 5),
