@@ -106,10 +106,7 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:
     flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"] or _choices(name)
     if _flag_type(name) is bool:  # the second form overrides a file
         flag_name, metavar = f"{flag_name}/--no-{flag_name.removeprefix('--')}", ""
-    others = (f"--{other.replace('_', '-')}" for other in extra(field)["other_names"])
-    return typer.Option(
-        flag_name, *others, help=help, metavar=metavar, rich_help_panel=title, **details
-    )
+    return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
 
 
 def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:

@@ -4,7 +4,7 @@ prompt.
 
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -158,6 +158,11 @@ class PlainCommand(TyperCommand):
         """Return typer's own option, shown without a value."""
         return _without_value(super().get_help_option(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Help and errors name the first of a key's names only."""
+        flags = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        return super().parse_args(ctx, with_first_flags(args, flags))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show typer's help with each option's long names and its value in one column, which is
         wrapped between them.
@@ -171,6 +176,24 @@ class PlainCommand(TyperCommand):
             for each in self.params
         ]
         super(PlainCommand, shown).format_help(ctx, formatter)
+
+
+def with_first_flags(args: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the arguments of a command with these flags, with other names of keys replaced:
+    ``--block-size=8`` becomes ``--page-size=8``. What follows ``--`` is no flag.
+    """
+    end = args.index("--") if "--" in args else len(args)
+    found = []
+    for argument in args[:end]:
+        name, mark, value = argument.partition("=")
+        if name.startswith("--") and name not in flags:
+            from tramontane.cluster.config.engine_config import OTHER_NAMES  # slow to import
+
+            key = OTHER_NAMES.get(name[2:].replace("-", "_"), "")
+            first = f"--{key.replace('_', '-')}"
+            argument = f"{first}{mark}{value}" if first in flags else argument
+        found.append(argument)
+    return [*found, *args[end:]]
 
 
 class PlainGroup(TyperGroup):

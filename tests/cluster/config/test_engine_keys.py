@@ -22,6 +22,7 @@ from tramontane.cluster.config.engine_config import (
     EngineConfig,
 )
 from tramontane.cluster.config.key import extra
+from tramontane.cluster.console.terminal import with_first_flags
 from tramontane.cluster.deploy.planned_cluster import THREADS
 from tramontane.cluster.llm.offline import LLM
 from tramontane.cluster.serving.app import validate_config
@@ -257,6 +258,13 @@ def test_flags_have_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     app(["config", *flags, "--json"], standalone_mode=False)
     shown = json.loads(capsys.readouterr().out)
     assert (shown["page_size"], shown["stages"], shown["replicas"]) == (8, 3, 2)
+    args = ["--block-size=8", "--stages", "2", "--data-parallel-size", "--", "--block-size"]
+    expected = ["--page-size=8", *args[1:]]
+    assert with_first_flags(args, {"--page-size", "--stages"}) == expected, (
+        "replicas is no flag here"
+    )
+    with pytest.raises(ConfigError, match="^--page-size is 0; it must be at least 1"):
+        app(["config", "--block-size", "0"], standalone_mode=False)
 
 
 def test_a_key_has_one_value_whatever_its_names(tmp_path: Path) -> None:
