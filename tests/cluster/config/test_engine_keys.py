@@ -263,7 +263,7 @@ def test_flags_have_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_first_flags(args, {"--page-size", "--stages"}) == expected, (
         "replicas is no flag here"
     )
-    with pytest.raises(ConfigError, match="^--page-size is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match=r"^--page-size is 0; it must be at least 1"):
         app(["config", "--block-size", "0"], standalone_mode=False)
 
 
