@@ -85,7 +85,7 @@ def policy_failures() -> Iterator[list[logging.LogRecord]]:
     A test that makes a policy fail takes the records out of this list. Routers of other processes:
     see ``router_stats``.
     """
-    handler, guard = _Records(), logging.getLogger("tramontane.router.scheduling.guarded_policy")
+    handler, guard = _Records(), logging.getLogger("tramontane.router.scheduling.policy")
     guard.addHandler(handler)
     yield handler.records
     guard.removeHandler(handler)

@@ -229,8 +229,7 @@ SMALL = {
     *("workers.attention.varlen_backend", "workers.attention.xformers_backend"),
     *("workers.kernels.row_tiles", "workers.kernels.triton_norm", "workers.kernels.triton_silu"),
     # together with their importer they would have more than ``MAX_LINES``
-    *("router.scheduling.guarded_policy", "workers.stage.stage_numerics"),
-    *("workers.stage.step_profiler", "workers.stage.warm_up"),
+    *("workers.stage.stage_numerics", "workers.stage.step_profiler", "workers.stage.warm_up"),
     # a subject each, next to a module that puts parts together
     *("cluster.llm.engine_thread", "cluster.pipeline.local_chain", "workers.device.nvml"),
 }

@@ -136,5 +136,6 @@ def _markdown() -> Iterator[str]:
                 default = f"`{default}`"
             note = "" if words["in_serve_config"] else " Not in a Ray Serve config."
             note += "".join(f" Also `{other}`." for other in words["other_names"])
+            note += "".join(f" Until 0.4 also `{former}`." for former in words["former_names"])
             cells = (option, f"`{key}`", default, f"{field.description}{note}")
             yield f"| {' | '.join(FLAG.sub(AS_CODE, cell) for cell in cells)} |\n"

@@ -1,5 +1,6 @@
 """The validated configuration, and the files that give it."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, Scaling
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 from tramontane.proto.plan import MAX_DRAFTED_STEPS
+
+logger = logging.getLogger(__name__)
 
 GROUPS: tuple[type[KeyGroup], ...] = (
     *(
@@ -243,24 +246,37 @@ class EngineConfig(
 
 
 def with_first_names(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with ``other_names`` replaced: ``block_size`` becomes ``page_size``.
+    """Return the keys with their first names: ``block_size`` becomes ``page_size``. One that is
+    called as in 0.2 is warned of.
 
     Raises ConfigError if two of them are names of one key.
     """
-    named: dict[str, Any] = {}
-    for given, value in keys.items():
+    given_as: dict[str, str] = {}
+    for given in keys:
         name = OTHER_NAMES.get(given, given)
-        if name in named:
-            raise ConfigError(f"{name} is given twice: {given} is another name of it; keep one")
-        named[name] = value
-    return named
+        if name in given_as:
+            raise ConfigError(f"{given_as[name]} and {given} are names of one key; keep {name}")
+        given_as[name] = given
+        if given in FORMER_NAMES:
+            logger.warning("%s", describe_former_name(given, name))
+    return {name: keys[given] for name, given in given_as.items()}
 
 
+def describe_former_name(former: str, name: str) -> str:
+    """Return the warning about a key or a flag that was given by its name of 0.2."""
+    return f"{former} is called {name} now; version 0.4 will refuse the former name"
+
+
+FORMER_NAMES = frozenset(
+    former
+    for field in EngineConfig.model_fields.values()
+    for former in extra(field)["former_names"]
+)
 OTHER_NAMES = MappingProxyType(
     {
         other: name
         for name, field in EngineConfig.model_fields.items()
-        for other in extra(field)["other_names"]
+        for other in (*extra(field)["other_names"], *extra(field)["former_names"])
     }
 )
 # the only keys that are inside the value of another
@@ -299,7 +315,12 @@ class ConfigFile:
             raise ConfigError(f"--config {path} has {twice} twice; remove one of them")
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
-        keys = with_first_names({str(key).replace("-", "_"): value for key, value in keys.items()})
+        try:
+            keys = with_first_names(
+                {str(key).replace("-", "_"): value for key, value in keys.items()}
+            )
+        except ConfigError as error:
+            raise ConfigError(f"--config {path}: {error}") from None
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
             raise ConfigError(
                 "; ".join(f"{key} (in {path}): no such key{_hint(key)}" for key in unknown)

@@ -198,7 +198,7 @@ class PipelineKeys(KeyGroup):
         "The same tokens for a request whatever else is computed at the same time, however its"
         " prompt is divided, on any number of stages (docs/batch-invariance.md). A stage that"
         " cannot have it refuses to start; GPUs then use slower kernels of their own."
-        " --no-batch-invariant: GPUs have the fastest kernels, and nothing is tried.",
+        " --no-batch-invariant: GPUs have the fastest kernels, and no stage is checked for it.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )
@@ -263,7 +263,7 @@ class PipelineKeys(KeyGroup):
         unset="by size",
         metavar="FILE",
         defines_pipeline=True,
-        other_names=("measured",),
+        former_names=("measured",),
     )
     link: Link = key(
         "object-store",
@@ -277,7 +277,7 @@ class PipelineKeys(KeyGroup):
         " router, on a cluster that this command starts. The head of another sets it.",
         unset="1MiB",
         in_serve_config=False,
-        other_names=("inline_limit",),
+        former_names=("inline_limit",),
     )
     step_timeout: PositiveSeconds = key(
         STEP_TIMEOUT_S,
@@ -321,7 +321,7 @@ class ExpertKeys(KeyGroup):
         2,
         "Micro-batches that a stage keeps open while expert actors work.",
         defines_pipeline=True,
-        other_names=("ping_pong",),
+        former_names=("ping_pong",),
     )
 
 

@@ -35,6 +35,7 @@ def key(
     metavar: str | None = None,
     alias: str | None = None,
     other_names: tuple[str, ...] = (),
+    former_names: tuple[str, ...] = (),
     has_flag: bool = True,
     in_serve_config: bool = True,
     defines_pipeline: bool = False,
@@ -50,8 +51,8 @@ def key(
         metavar: How ``--help`` names the value; its choices, or else the type's name, if it is
             None.
         alias: The name in files and flags if it cannot be the field's.
-        other_names: Names that mean the same in files, flags and Ray Serve configs: vLLM's, and the
-            one that the key had in 0.2, which 0.4 will refuse.
+        other_names: vLLM's names, which mean the same in files, flags and Ray Serve configs.
+        former_names: Names of 0.2, which mean the same with a warning, and which 0.4 will refuse.
         has_flag: False for a key that only files may have.
         in_serve_config: False if a Ray Serve config must not have the key.
         defines_pipeline: True if pipelines with different values of the key are different
@@ -61,6 +62,7 @@ def key(
         "unset": unset,
         "metavar": metavar,
         "other_names": other_names,
+        "former_names": former_names,
         "has_flag": has_flag,
         "in_serve_config": in_serve_config,
         "defines_pipeline": defines_pipeline,

@@ -71,7 +71,7 @@ class ServingKeys(KeyGroup):
     slow_client_timeout: PositiveSeconds = key(
         60.0,
         "Seconds after which a client is dropped that leaves its answer unread.",
-        other_names=("slow_reader_timeout",),
+        former_names=("slow_reader_timeout",),
     )
     dashboard: bool = key(
         False, "Start Ray's dashboard with the cluster that serve starts.", in_serve_config=False
@@ -111,13 +111,13 @@ class ScalingKeys(KeyGroup):
     autoscale_load: Annotated[float, Field(gt=0, le=100)] = key(
         0.75,
         "How full each pipeline is to be where their number changes. Above 1, some sequences wait.",
-        other_names=("target_load",),
+        former_names=("target_load",),
     )
     autoscale_tokens: PositiveInt | None = key(
         None,
         "Tokens in flight that one pipeline is meant for, in addition to the load.",
         unset="tokens do not count",
-        other_names=("target_tokens",),
+        former_names=("target_tokens",),
     )
     upscale_delay: Seconds = key(
         30.0, "Seconds for which more pipelines have to be needed before one is added."

@@ -4,7 +4,7 @@ prompt.
 
 import sys
 import termios
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -158,10 +158,34 @@ class PlainCommand(TyperCommand):
         """Return typer's own option, shown without a value."""
         return _without_value(super().get_help_option(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        """Return typer's parser, which knows the other names of keys too. Help and errors name the
+        first only.
+        """
+        from tramontane.cluster.config.engine_config import OTHER_NAMES  # slow to import
+
+        parser = super().make_parser(ctx)
+        params = {each.name: each for each in self.params}
+        for other, name in OTHER_NAMES.items():
+            if name in params:
+                twin = copy(params[name])
+                twin.opts = [as_flag(other)]
+                twin.add_to_parser(parser, ctx)
+        return parser
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Help and errors name the first of a key's names only."""
-        flags = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        return super().parse_args(ctx, with_first_flags(args, flags))
+        """Parse the arguments. A former name of a key is warned of."""
+        from tramontane.cluster.config.engine_config import (
+            FORMER_NAMES,
+            OTHER_NAMES,
+            describe_former_name,
+        )
+
+        given = {argument.partition("=")[0] for argument in args}
+        for former in (name for name in FORMER_NAMES if as_flag(name) in given):
+            words = describe_former_name(as_flag(former), as_flag(OTHER_NAMES[former]))
+            print(f"warning: {words}", file=sys.stderr)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show typer's help with each option's long names and its value in one column, which is
@@ -178,22 +202,9 @@ class PlainCommand(TyperCommand):
         super(PlainCommand, shown).format_help(ctx, formatter)
 
 
-def with_first_flags(args: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the arguments of a command with these flags, with other names of keys replaced:
-    ``--block-size=8`` becomes ``--page-size=8``. What follows ``--`` is no flag.
-    """
-    end = args.index("--") if "--" in args else len(args)
-    found = []
-    for argument in args[:end]:
-        name, mark, value = argument.partition("=")
-        if name.startswith("--") and name not in flags:
-            from tramontane.cluster.config.engine_config import OTHER_NAMES  # slow to import
-
-            key = OTHER_NAMES.get(name[2:].replace("-", "_"), "")
-            first = f"--{key.replace('_', '-')}"
-            argument = f"{first}{mark}{value}" if first in flags else argument
-        found.append(argument)
-    return [*found, *args[end:]]
+def as_flag(key: str) -> str:
+    """Return ``--page-size`` for ``page_size``."""
+    return f"--{key.replace('_', '-')}"
 
 
 class PlainGroup(TyperGroup):

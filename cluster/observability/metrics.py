@@ -213,10 +213,16 @@ TRANSFERRED_BYTES = _counter(
 )
 # the names of 0.2, which 0.4 will not export
 SENT_HOPS = _counter(
-    "sent_hops", "hops", "pipeline stage way", "Former name of hidden_state_transfers."
+    "sent_hops",
+    "hops",
+    "pipeline stage way",
+    "Former name of hidden_state_transfers, exported until 0.4.",
 )
 SENT_BYTES = _counter(
-    "sent_bytes", "bytes", "pipeline stage way", "Former name of hidden_state_bytes."
+    "sent_bytes",
+    "bytes",
+    "pipeline stage way",
+    "Former name of hidden_state_bytes, exported until 0.4.",
 )
 EXPERT_TOKENS = _counter(
     "expert_tokens",

@@ -13,7 +13,6 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import SEQS_ON_CPUS
-from tramontane.cluster.config.serving_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
 # names of a router's custom metrics in Ray Serve
@@ -24,6 +23,9 @@ POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
 INTERVALS: Mapping[str, Any] = MappingProxyType(
     {"metrics_interval_s": 1.0, "look_back_period_s": 5.0}
 )
+# ScalingKeys' own, which Ray Serve's controller may not be able to import: it gets this class by
+# value, also from a driver of another version
+DEFAULT_LOAD = 0.75
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class PipelineAutoscalingPolicy:
         autoscale_load = unknown.pop("target_load", autoscale_load)
         autoscale_tokens = unknown.pop("target_tokens", autoscale_tokens)
         self._autoscale_load, self._autoscale_tokens = (
-            _positive(autoscale_load) or ScalingKeys().autoscale_load,
+            _positive(autoscale_load) or DEFAULT_LOAD,
             _positive(autoscale_tokens),
         )
         targets = {"autoscale_load": autoscale_load, "autoscale_tokens": autoscale_tokens}

@@ -17,12 +17,12 @@ from tramontane.proto.request import (
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.router.scheduling.decode_queue import DecodeQueue, DecodeRows, DraftLimits
 from tramontane.router.scheduling.fair_shares import FairShares
-from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import (
     NO_BUDGET,
     BatchBudget,
     BatchWork,
+    GuardedPolicy,
     Policy,
     SchedulerState,
     WorkEstimator,

@@ -538,7 +538,7 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
 
 @pytest.mark.ray
 def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec) -> None:
-    wrong = replace(spec, fingerprint=(("config.json", "0" * 64),))
+    wrong = replace(spec, checkpoint_digest=(("config.json", "0" * 64),))
     with (
         pytest.raises(
             CheckpointError,
@@ -547,7 +547,7 @@ def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec
         running_chain(wrong),
     ):
         pass
-    missing = replace(spec, fingerprint=(("model-00002.safetensors", "0" * 64),))
+    missing = replace(spec, checkpoint_digest=(("model-00002.safetensors", "0" * 64),))
     with (
         pytest.raises(
             CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"

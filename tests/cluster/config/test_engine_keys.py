@@ -22,7 +22,6 @@ from tramontane.cluster.config.engine_config import (
     EngineConfig,
 )
 from tramontane.cluster.config.key import extra
-from tramontane.cluster.console.terminal import with_first_flags
 from tramontane.cluster.deploy.planned_cluster import THREADS
 from tramontane.cluster.llm.offline import LLM
 from tramontane.cluster.serving.app import validate_config
@@ -258,26 +257,51 @@ def test_flags_have_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     app(["config", *flags, "--json"], standalone_mode=False)
     shown = json.loads(capsys.readouterr().out)
     assert (shown["page_size"], shown["stages"], shown["replicas"]) == (8, 3, 2)
-    args = ["--block-size=8", "--stages", "2", "--data-parallel-size", "--", "--block-size"]
-    expected = ["--page-size=8", *args[1:]]
-    assert with_first_flags(args, {"--page-size", "--stages"}) == expected, (
-        "replicas is no flag here"
-    )
     with pytest.raises(ConfigError, match=r"^--page-size is 0; it must be at least 1"):
         app(["config", "--block-size", "0"], standalone_mode=False)
 
 
-def test_a_key_has_one_value_whatever_its_names(tmp_path: Path) -> None:
-    twice = {"page_size": 16, "block_size": 8}
-    message = "^page_size is given twice: block_size is another name of it; keep one$"
-    (tmp_path / "server.yaml").write_text(json.dumps(twice))
-    for read in (
-        lambda: EngineConfig.build(None, twice),
-        lambda: validate_config(twice),
-        lambda: ConfigFile.read(tmp_path / "server.yaml"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+def test_a_value_may_look_like_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["config", "--address", "--block-size=8", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["address"] == "--block-size=8"
+
+
+def test_help_names_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["config", "--help"], standalone_mode=False)
+    assert "--page-size" in (text := capsys.readouterr().out)
+    assert "--block-size" not in text
+
+
+FORMER = "--slow-reader-timeout is called --slow-client-timeout now; version 0.4 will refuse"
+
+
+def test_former_names_are_warned_of(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    app(["config", "--slow-reader-timeout=7", "--block-size=8", "--json"], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["slow_client_timeout"] == 7
+    assert shown.err.startswith(f"warning: {FORMER}")
+    assert shown.err.count("\n") == 1
+    EngineConfig.build(None, {"block_size": 8})
+    assert not caplog.messages
+    (tmp_path / "server.yaml").write_text("slow-reader-timeout: 7")
+    EngineConfig.build(ConfigFile.read(tmp_path / "server.yaml"), {})
+    (message,) = caplog.messages
+    assert message.startswith(FORMER.replace("--", "").replace("-", "_"))
+
+
+@pytest.mark.parametrize("names", [("page_size", "block_size"), ("block_size", "page_size")])
+def test_a_key_has_one_value_whatever_its_names(tmp_path: Path, names: tuple[str, str]) -> None:
+    twice = dict(zip(names, (16, 8), strict=True))
+    message = f"{names[0]} and {names[1]} are names of one key; keep page_size$"
+    file = tmp_path / "server.yaml"
+    file.write_text(json.dumps(twice))
+    for read in (lambda: EngineConfig.build(None, twice), lambda: validate_config(twice)):
+        with pytest.raises(ConfigError, match=f"^{message}"):
             read()
+    with pytest.raises(ConfigError, match=f"^--config {file}: {message}"):
+        ConfigFile.read(file)
 
 
 def test_other_names_are_no_way_around_a_rule() -> None:

@@ -1183,6 +1183,7 @@ def test_streams_share_the_writes_evenly(
 # Whatever comes
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", BODIES)
 def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
     chain: LocalStageChain, tokenizer: Tokenizer, kind: str

@@ -10,11 +10,11 @@ from fake_pipeline import FakePipeline, new_cache, new_sequence
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.policy import (
     BatchBudget,
     BatchWork,
     FixedInFlightPolicy,
+    GuardedPolicy,
     SchedulerState,
 )
 from tramontane.router.scheduling.scheduler import Scheduler
