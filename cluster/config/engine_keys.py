@@ -164,7 +164,7 @@ class PipelineKeys(KeyGroup):
     )
     stages: SmallInt | None = key(
         None,
-        "Pipeline depth.",
+        "Pipeline stages, each a group of layers on one GPU.",
         unset="one per GPU, shared out over all pipelines, at most one per layer; 2 without a GPU",
         defines_pipeline=True,
         other_names=("pipeline_parallel_size",),
@@ -195,10 +195,10 @@ class PipelineKeys(KeyGroup):
     )
     batch_invariant: bool | None = key(
         None,
-        "The same tokens for a request whatever else is computed at the same time, however its"
-        " prompt is divided, on any number of stages (docs/batch-invariance.md). A stage that"
-        " cannot have it refuses to start; GPUs then use slower kernels of their own."
-        " --no-batch-invariant: GPUs have the fastest kernels, and no stage is checked for it.",
+        "A request's output is bit-identical whatever else is in the batch, however its prompt is"
+        " divided into chunks, on any number of stages (docs/batch-invariance.md). A stage that"
+        " cannot guarantee this refuses to start, and GPUs use slower kernels of our own."
+        " --no-batch-invariant: GPUs use the fastest kernels, and stages do not check it.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )
@@ -221,8 +221,9 @@ class PipelineKeys(KeyGroup):
     )
     kv_cache_dtype: KvCacheDtype = key(
         "auto",
-        "fp8: keys and values in 8 bits with a scale for each vector, so about twice as many fit as"
-        " in bfloat16, and they differ (docs/quantization.md). auto: in the dtype of activations.",
+        "fp8: keys and values in 8 bits with a scale for each vector; about twice as many"
+        " positions fit as in bfloat16, and results differ (docs/quantization.md). auto: the"
+        " dtype of activations.",
         defines_pipeline=True,
     )
     threads_per_stage: SmallInt | None = key(
@@ -234,16 +235,16 @@ class PipelineKeys(KeyGroup):
     )
     placement_timeout: PositiveSeconds = key(
         60.0,
-        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for"
-        " it. A command does not wait where all nodes together are too small, unless Ray's"
-        " autoscaler may add some. k8s writes 3600 into its overlays.",
+        "Seconds for which a pipeline waits until the cluster has nodes with enough free"
+        " resources. A command does not wait if all nodes together are too small, unless Ray's"
+        " autoscaler may add nodes. k8s writes 3600 into its overlays.",
         has_flag=False,
     )
     gpu_memory: Annotated[Numbers, BeforeValidator(parse_gpu_memory)] = key(
         None,
-        "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size for"
-        " all. With --stages-per-gpu it is that of each GPU. Without a GPU it is what a stage may"
-        " use. No GPU counts for more than it has.",
+        "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size"
+        " for all. With --stages-per-gpu: of each GPU. Without a GPU: the memory that a stage may"
+        " use. A GPU never counts for more memory than it has.",
         unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
@@ -259,7 +260,7 @@ class PipelineKeys(KeyGroup):
         tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)
     ] = key(
         None,
-        "Output of bench --json, by which layers are split.",
+        "Stage times, a file that bench --json wrote: layers are balanced over the stages by them.",
         unset="by size",
         metavar="FILE",
         defines_pipeline=True,
@@ -273,17 +274,18 @@ class PipelineKeys(KeyGroup):
     )
     inline_hidden_states_below: Annotated[ByteSize, Field(ge=1, le=2**26)] | None = key(
         None,
-        "Size from which hidden states go through Ray's object store, and not with the calls of the"
-        " router, on a cluster that this command starts. The head of another sets it.",
+        "Hidden states smaller than this are sent inline with the router's calls, larger ones"
+        " through Ray's object store. For a cluster that this command starts; the head node of"
+        " another cluster sets it.",
         unset="1MiB",
         in_serve_config=False,
         former_names=("inline_limit",),
     )
     step_timeout: PositiveSeconds = key(
         STEP_TIMEOUT_S,
-        "Seconds after which a micro-batch that has not returned is given up. Every process that"
-        " does not answer, or has computed all that time, is replaced. Never less than four times"
-        " the slowest micro-batch so far, and four times as long for the first.",
+        "Seconds after which a micro-batch that has not returned is abandoned, and every process"
+        " is replaced that does not answer or has computed all that time. Never less than four"
+        " times the slowest micro-batch so far; four times as long for the first.",
     )
 
 
@@ -297,15 +299,15 @@ class ExpertKeys(KeyGroup):
     )
     expert_replicas: Annotated[Literal["auto"] | int, BeforeValidator(parse_expert_replicas)] = key(
         1,
-        "Actors that hold each expert. auto: more for those with more than 1.5 times the mean load"
-        " of their layer, as memory allows.",
+        "Actors that hold each expert. auto: more actors, as memory allows, for experts with more"
+        " than 1.5 times the mean load of their layer.",
         metavar="N|auto",
         defines_pipeline=True,
     )
     expert_memory: Annotated[Numbers, BeforeValidator(parse_expert_memory)] = key(
         None,
-        "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU it is"
-        " what an actor may use.",
+        "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU: the"
+        " memory that an actor may use.",
         unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
@@ -345,25 +347,25 @@ class BatchingKeys(KeyGroup):
     )
     enable_prefix_caching: bool = key(
         True,
-        "Keep the cache pages of text that is known, and let requests that begin with it begin"
-        " there (docs/prefix-caching.md). Only pages that no request needs are kept.",
+        "Reuse the KV cache of shared prompt prefixes (docs/prefix-caching.md). Pages that no"
+        " request uses stay cached until they are needed.",
     )
     async_scheduling: bool = key(
         True,
-        "Submit the next step before the tokens of the last one are known, where that hides a share"
-        " of the time that matters (docs/async-scheduling.md). Only in pipelines of one stage or of"
-        " stages that share one GPU, without expert actors, speculation or max_in_flight, and not"
-        " where all stages are in one process without Ray.",
+        "Submit the next step before the tokens of the last one are known, if that hides enough"
+        " time (docs/async-scheduling.md). Only for pipelines of one stage, or of stages that"
+        " share one GPU, without expert actors, speculation or max_in_flight, and not with"
+        " --local.",
     )
     speculative_config: Annotated[
         SpeculativeConfig | None, BeforeValidator(parse_speculative_config)
     ] = key(
         None,
-        "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's"
-        ' keys: {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2,'
-        ' "prompt_lookup_max": 5}, or "method": "draft_model" with the folder of one as "model".'
-        " The tokens are those that requests get without it. A sequence drafts where stages would"
-        " wait, and while its drafts are right.",
+        'Speculative decoding (docs/speculation.md), as JSON with vLLM\'s keys: {"method":'
+        ' "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},'
+        ' or "method": "draft_model" with the folder of a draft model as "model". It changes no'
+        " token. A sequence drafts while stages would otherwise wait, and as long as its drafts"
+        " are accepted.",
         unset="off",
         metavar="JSON",
         defines_pipeline=True,
@@ -373,9 +375,9 @@ class BatchingKeys(KeyGroup):
     )
     itl_target_ms: Annotated[float, Field(gt=0)] | None = key(
         None,
-        "Milliseconds between a sequence's tokens that prefill may not exceed, as far as stage"
-        " times can be predicted. Prefill chunks become small, which costs throughput. The time"
-        " that decodes alone take is not bounded.",
+        "Target for the time between a sequence's tokens, in milliseconds: prefill chunks are"
+        " made small enough to meet it, as far as stage times can be predicted, which costs"
+        " throughput. Decodes alone may take longer.",
         unset="no target",
     )
 

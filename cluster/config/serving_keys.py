@@ -51,8 +51,8 @@ class ServingKeys(KeyGroup):
     )
     share_prefixes: bool = key(
         False,
-        "Let requests with other API keys begin with the same cached text; how fast they start then"
-        " shows what is cached.",
+        "Share cached prefixes between requests with different API keys. The time to the first"
+        " token then shows other clients which text is cached.",
     )
     max_body_bytes: PositiveInt = key(
         8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False
@@ -65,12 +65,12 @@ class ServingKeys(KeyGroup):
     )
     drain_timeout: Seconds | None = key(
         None,
-        "Seconds to finish running requests at the stop.",
+        "Seconds that running requests have to finish when the server stops.",
         unset="30 for serve, 600 in a Ray Serve config",
     )
     slow_client_timeout: PositiveSeconds = key(
         60.0,
-        "Seconds after which a client is dropped that leaves its answer unread.",
+        "Seconds after which a client that does not read its answer is disconnected.",
         former_names=("slow_reader_timeout",),
     )
     dashboard: bool = key(
@@ -105,26 +105,22 @@ class ScalingKeys(KeyGroup):
     )
     max_replicas: SmallInt | None = key(
         None,
-        "Pipelines under high load. GPUs, cores and memory are shared out for this many.",
+        "Most pipelines, under high load. GPUs, cores and memory are divided among this many.",
         unset="the value of replicas",
     )
     autoscale_load: Annotated[float, Field(gt=0, le=100)] = key(
         0.75,
-        "How full each pipeline is to be where their number changes. Above 1, some sequences wait.",
+        "Target load of each pipeline, for autoscaling: 1 is full. Above 1, some sequences wait.",
         former_names=("target_load",),
     )
     autoscale_tokens: PositiveInt | None = key(
         None,
-        "Tokens in flight that one pipeline is meant for, in addition to the load.",
+        "Target number of tokens in flight of one pipeline, in addition to the load.",
         unset="tokens do not count",
         former_names=("target_tokens",),
     )
-    upscale_delay: Seconds = key(
-        30.0, "Seconds for which more pipelines have to be needed before one is added."
-    )
-    downscale_delay: Seconds = key(
-        600.0, "Seconds for which fewer pipelines have to be enough before one is removed."
-    )
+    upscale_delay: Seconds = key(30.0, "Seconds of high load before a pipeline is added.")
+    downscale_delay: Seconds = key(600.0, "Seconds of low load before a pipeline is removed.")
 
 
 class JobKeys(KeyGroup):
@@ -142,8 +138,8 @@ class JobKeys(KeyGroup):
     )
     jobs_storage: SecretText | None = key(
         None,
-        "Files of batch jobs: a folder, or a URL that fsspec knows, such as s3://bucket/jobs (with"
-        " its library, s3fs).",
+        "Storage for the files of batch jobs: a folder, or an fsspec URL such as s3://bucket/jobs"
+        " (which needs the library s3fs).",
         unset="~/.tramontane/jobs",
         metavar="URL",
     )
@@ -164,8 +160,8 @@ class JobKeys(KeyGroup):
     )
     jobs_max_bytes: Annotated[ByteSize, Field(ge=1)] = key(
         ByteSize(2**36),
-        "Bytes that files, lines and results of one API key may occupy. Beyond, new jobs and files"
-        " are refused with 429.",
+        "Bytes that the files, lines and results of one API key may occupy. More are refused with"
+        " 429.",
         metavar="SIZE",
     )
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(parse_url_prefixes)] = key(
@@ -194,6 +190,6 @@ class LoggingKeys(KeyGroup):
     )
     tracing_sampling_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.01,
-        "Share of the requests without a trace of their own that is traced.",
+        "Fraction of requests that are traced, of those that arrive without a trace context.",
         in_serve_config=False,
     )

@@ -139,8 +139,6 @@ class TokenEndpoints:
         source = self._source_for(request, resumed)
         parsed = await self._bodies.parse(request, parse)
         check_model_name(self._model, parsed.model)
-        if not resumed.is_resumed:
-            source.check_capacity(parsed.num_sequences)
         answer = await prepare(parsed, arrived_at, resumed)
         if not parsed.stream:
             return await _whole_answer(answer, source, request)

@@ -127,31 +127,31 @@ PAGES_CACHED = _gauge(
     "kv_cache_pages_cached",
     "pages",
     "pipeline window",
-    "Pages that no sequence holds, and whose contents are kept for reuse.",
+    "Pages that no sequence holds and whose contents are kept for reuse.",
 )
 PREFIX_QUERIES = _counter(
     "prefix_cache_queries",
     "tokens",
     "pipeline",
-    "Tokens of the sequences that began, if they were looked up among cached ones.",
+    "Prompt tokens that were looked up in the prefix cache.",
 )
 PREFIX_HITS = _counter(
-    "prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed."
+    "prefix_cache_hits", "tokens", "pipeline", "Prompt tokens that were found in the prefix cache."
 )
 SPEC_DRAFTS = _counter(
     "spec_decode_num_drafts",
     "drafts",
     "pipeline",
-    "Drafts, of one token or several, that sequences had in micro-batches.",
+    "Drafts of one or several tokens in micro-batches.",
 )
 SPEC_DRAFT_TOKENS = _counter(
-    "spec_decode_num_draft_tokens", "tokens", "pipeline", "Tokens of these drafts."
+    "spec_decode_num_draft_tokens", "tokens", "pipeline", "Draft tokens in micro-batches."
 )
 SPEC_ACCEPTED = _counter(
     "spec_decode_num_accepted_tokens",
     "tokens",
     "pipeline",
-    "Tokens of these drafts that were right.",
+    "Draft tokens that were accepted.",
 )
 PREEMPTIONS = _counter(
     "num_preemptions",
@@ -209,7 +209,10 @@ TRANSFERS = _counter(
     "Hidden states of micro-batches that the stage handed to the next one, by transport.",
 )
 TRANSFERRED_BYTES = _counter(
-    "hidden_state_bytes", "bytes", "pipeline stage transport", "Bytes of these hidden states."
+    "hidden_state_bytes",
+    "bytes",
+    "pipeline stage transport",
+    "Bytes of hidden states that the stage handed to the next one, by transport.",
 )
 # the names of 0.2, which 0.4 will not export
 SENT_HOPS = _counter(

@@ -58,11 +58,6 @@ class Conversation:
         """Whether the answer is streamed."""
         return self.request.stream
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences, which is 1."""
-        return self.request.num_sequences
-
     def renamed(self, error: ParameterError) -> ParameterError:
         """Return an error about the client's parameter."""
         given, message = error.parameter or "", str(error)
