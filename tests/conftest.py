@@ -13,6 +13,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nor do those of tests of several threads wait by computing
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# httpx reads the certificates of all authorities for each new client, which takes 30 ms of a core
+os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).parent / "support" / "authority.pem"))
 
 import examples
 import pytest

@@ -61,6 +61,7 @@ class Load:
     longest_s: float = 0.0  # of an answered request
     min_unfinished: float = math.inf  # the fewest unfinished streams at any fault
     is_over: bool = False
+    pause_s: float = 0.0  # of a client between two requests, where what a test waits for is a clock
 
     async def run(self, num_clients: int) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -93,6 +94,7 @@ class Load:
                 self.longest_s = max(self.longest_s, time.monotonic() - sent_at)
                 if tokens != self.expected[request]:
                     await note_difference(self, request, tokens)
+            await asyncio.sleep(self.pause_s)
 
 
 async def tokens_of(

@@ -77,7 +77,12 @@ def _plan(num_stages: int) -> PipelinePlan:
 
 @pytest.mark.parametrize(
     ("link", "num_stages", "num_actors"),
-    [("object-store", 2, 0), ("direct", 2, 0), ("object-store", 2, 2), ("direct", 2, 2)],
+    [
+        ("object-store", 2, 0),
+        ("direct", 2, 2),
+        pytest.param("direct", 2, 0, marks=pytest.mark.nightly),
+        pytest.param("object-store", 2, 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_neighbors_keep_their_bits(
     folder: Path, expected: list[object], link: Link, num_stages: int, num_actors: int

@@ -119,7 +119,9 @@ def _until(answers: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("stages", "together"), [(5, 2), (4, 3), (6, 6)])
+@pytest.mark.parametrize(
+    ("stages", "together"), [(5, 2), pytest.param(4, 3, marks=pytest.mark.nightly), (6, 6)]
+)
 def test_neighbors_share_a_gpu_and_come_back_to_it(
     hardware: Hardware, folder: Path, stages: int, together: int
 ) -> None:

@@ -80,8 +80,15 @@ class _Counted:
         monkeypatch.setattr(chain, "submit", counted)
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize(
+    ("is_balanced", "link"),
+    [
+        (False, "direct"),
+        (True, "object-store"),
+        pytest.param(False, "object-store", marks=pytest.mark.nightly),
+        pytest.param(True, "direct", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_same_tokens(
     folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, is_balanced: bool
 ) -> None:
@@ -100,8 +107,15 @@ def test_the_same_tokens(
     assert counted.num_lookahead > LENGTH // 2
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "link"),
+    [
+        (0, "object-store"),
+        (1, "direct"),
+        pytest.param(1, "object-store", marks=pytest.mark.nightly),
+        pytest.param(0, "direct", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stage_that_dies_loses_no_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link, stage: int
 ) -> None:

@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
 
-CLIENTS = 6
+CLIENTS, PAUSE_S = 4, 0.5
 SYSTEM = {"_system_config": dict(RAY_SETTINGS)}
 DRAIN = [
     sys.executable,
@@ -91,7 +91,8 @@ def _stages() -> dict[int, int]:
 def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[str, Any]) -> None:
     async def scenario() -> None:
         requests = bodies(2 * CLIENTS, random.Random(1))
-        load = Load(URL, requests, await baseline_tokens(URL, requests, CLIENTS))
+        expected = await baseline_tokens(URL, requests, CLIENTS)
+        load = Load(URL, requests, expected, pause_s=PAUSE_S)
         running = asyncio.create_task(load.run(CLIENTS))
         try:
             before = await asyncio.to_thread(_stages)
@@ -139,6 +140,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
         )
         while (health := httpx.get(f"{URL}/health", timeout=30)).status_code == 200:
             assert command.poll() is None
+            time.sleep(0.05)
         assert health.json()["error"]["code"] == "draining"
         refused = httpx.post(completions, json={"prompt": "x"}, timeout=30)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -164,7 +166,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
     former = router_stats()
     deploy(settings | {"max_queued_requests": 98})
     while not is_rollout_complete(former):
-        pass
+        time.sleep(0.1)
     assert (
         httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code
         == 200

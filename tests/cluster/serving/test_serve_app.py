@@ -717,7 +717,7 @@ def test_the_activity_is_what_was_requested(
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1000}
 
 
-def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
+def test_streamed_equals_unstreamed_for_random_requests() -> None:
     rng = random.Random(11)
 
     async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -746,7 +746,7 @@ def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            waiting = [body() for _ in range(200)]
+            waiting = [body() for _ in range(100)]
 
             async def worker() -> None:
                 while waiting:
@@ -804,11 +804,11 @@ def _storm(num_requests: int, seed: int) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
-    _storm(150, seed=1)
+def test_requests_with_random_cancels_leave_nothing_behind() -> None:
+    _storm(100, seed=1)
     (before,), ingress_before = wait_until_idle(), ingress_stats()
     memory_before = _memory(before, ingress_before)
-    assert _storm(500, seed=2) > 100, "many must have left"
+    assert _storm(250, seed=2) > 50, "many must have left"
     (after,), ingress_after = wait_until_idle(), ingress_stats()
     assert after["steps"] > before["steps"]
     assert after["tasks"] <= before["tasks"] + 3
@@ -844,6 +844,7 @@ def test_a_client_that_leaves_frees_its_slot_while_the_rest_continues() -> None:
                 stats = (await asyncio.to_thread(router_stats))[0]
                 if (stats["sequences"], stats["waiting"]) == (running, waiting):
                     break
+                await asyncio.sleep(0.05)
             call.cancel()
             await asyncio.wait([call])
 
