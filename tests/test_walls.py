@@ -52,11 +52,9 @@ PACKAGES: dict[str, set[str]] = {
         ),
         *("workers.model", "workers.sampling", "workers.weights"),
     },
-    "router.speculation": {"proto"},
-    "router.scheduling": {"proto", "router.speculation"},
+    "router.scheduling": {"proto"},
     "router.tokenization": {"proto"},
-    "router.engine": {"proto", "router.scheduling", "router.speculation"},
-    "router.simulation": {"proto", "router.scheduling"},
+    "router.engine": {"proto", "router.scheduling"},
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
     "router.batch": {"proto", "router.openai", "router.structured"},
@@ -168,7 +166,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cluster.bench": {
         *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),
-        *("router.engine", "router.scheduling", "router.simulation"),
+        *("router.engine", "router.scheduling"),
     },
     "cluster.llm": {
         *("proto", "cluster.common", "cluster.config", "cluster.console", "cluster.pipeline"),
@@ -198,7 +196,7 @@ PACKAGES: dict[str, set[str]] = {
             "router.engine",
             "router.scheduling",
         ),
-        *("router.simulation", "router.tokenization", "workers.weights"),
+        *("router.tokenization", "workers.weights"),
     },
 }
 # Libraries that a package must not import, although its room may.

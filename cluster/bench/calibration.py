@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from tramontane.cluster.bench.comparison import PolicyEntry, Summary, make_scheduler, summarize
+from tramontane.cluster.bench.simulator import PipelineModel, SimRequest, SimTrace, simulate
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.cluster.pipeline.load_progress import ShowLoading
@@ -14,8 +16,6 @@ from tramontane.proto.step import StageTiming
 from tramontane.proto.timing import steady_time
 from tramontane.router.scheduling.cost_model import CostModel
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
-from tramontane.router.simulation.comparison import PolicyEntry, Summary, make_scheduler, summarize
-from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 Step = tuple[BatchWork, tuple[StageTiming, ...]]
 

@@ -14,6 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from tramontane.cluster.bench.comparison import PERCENTILES, Summary, all_policies, compare
+from tramontane.cluster.bench.simulator import (
+    LengthDistribution,
+    PipelineModel,
+    SimTrace,
+    TrafficModel,
+)
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.charts import check_plot_target, save_figure
@@ -22,13 +29,6 @@ from tramontane.cluster.console.options import ConfigDefaults, Json, flag, key_o
 from tramontane.cluster.planning.batch_limits import least_limits
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.policy import BatchWork
-from tramontane.router.simulation.comparison import PERCENTILES, Summary, all_policies, compare
-from tramontane.router.simulation.simulator import (
-    LengthDistribution,
-    PipelineModel,
-    SimTrace,
-    TrafficModel,
-)
 
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration

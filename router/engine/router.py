@@ -35,10 +35,10 @@ from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.in_flight import InFlightBatches
 from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.stats import PageCounts, PipelineSnapshot, PipelineStats
+from tramontane.router.scheduling.model_drafter import DraftQueue
 from tramontane.router.scheduling.poison_detector import FailedBatch
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
-from tramontane.router.speculation.model_drafter import DraftQueue
 
 logger = logging.getLogger(__name__)
 

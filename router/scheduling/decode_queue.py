@@ -9,11 +9,11 @@ from itertools import islice, repeat, takewhile
 
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.step import NO_TOKEN, PLACEHOLDER_TOKEN, DecodeColumns
+from tramontane.router.scheduling.model_drafter import DraftQueue, ModelDrafter, NgramDrafter
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
-from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter, NgramDrafter
-from tramontane.router.speculation.speculation_state import Drafter, SpeculationState
+from tramontane.router.scheduling.speculation_state import Drafter, SpeculationState
 
 # Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed over
 # several.

@@ -30,6 +30,7 @@ from tramontane.router.scheduling.policy import (
 from tramontane.router.scheduling.prefill_queue import PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Accepted, Sequence, SequenceStatus, end_ids
+from tramontane.router.scheduling.speculation_state import DraftCounts
 from tramontane.router.scheduling.waiting_queue import (
     SchedulerLimits,
     WaitingQueue,
@@ -38,7 +39,6 @@ from tramontane.router.scheduling.waiting_queue import (
     overload_reason,
     validate_sequence,
 )
-from tramontane.router.speculation.speculation_state import DraftCounts
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.router.scheduling.prefix_cache import BlockHasher
-from tramontane.router.speculation.speculation_state import SpeculationState
+from tramontane.router.scheduling.speculation_state import SpeculationState
 
 Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 

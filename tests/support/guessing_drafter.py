@@ -9,7 +9,7 @@ from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling import decode_queue
 from tramontane.router.scheduling.policy import SchedulerState
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.speculation.speculation_state import AcceptanceEstimate
+from tramontane.router.scheduling.speculation_state import AcceptanceEstimate
 
 WRONG = 1  # no answer has this token
 

@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tramontane.cluster.bench.calibration import hop_seconds
+from tramontane.cluster.bench.comparison import all_policies, summarize
+from tramontane.cluster.bench.simulator import SimRequest, SimTrace
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.cli.simulate import default_cost_model
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.policy import BatchWork
-from tramontane.router.simulation.comparison import all_policies, summarize
-from tramontane.router.simulation.simulator import SimRequest, SimTrace
 
 SMALL = [
     "simulate",

@@ -12,7 +12,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest
 from tramontane.router.engine import router
 from tramontane.router.engine.router import run_draft_model
-from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
+from tramontane.router.scheduling.model_drafter import DraftQueue, ModelDrafter
 
 
 class Port:

@@ -4,9 +4,9 @@ from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_TOKEN, PLACEHOLDER_TOKEN, DecodeColumns
 from tramontane.router.scheduling.decode_queue import DecodeRows
+from tramontane.router.scheduling.model_drafter import NgramDrafter
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.speculation.model_drafter import NgramDrafter
-from tramontane.router.speculation.speculation_state import SpeculationState
+from tramontane.router.scheduling.speculation_state import SpeculationState
 
 
 def _sequence(seq_id: int, num_known: int, last_id: int, num_lookahead: int = 0) -> Sequence:

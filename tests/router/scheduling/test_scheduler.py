@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_chain import all_chunks
 
+from tramontane.cluster.bench.comparison import SarathiPolicy
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason, SamplingParams
@@ -19,7 +20,6 @@ from tramontane.proto.step import StepResult
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.simulation.comparison import SarathiPolicy
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:

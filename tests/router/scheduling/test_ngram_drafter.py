@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.router.speculation import model_drafter
-from tramontane.router.speculation.model_drafter import MAX_PLACES, NgramDrafter
+from tramontane.router.scheduling import model_drafter
+from tramontane.router.scheduling.model_drafter import MAX_PLACES, NgramDrafter
 
 
 def _searched(text: Sequence[int], low: int, high: int, num_tokens: int) -> tuple[int, ...]:

@@ -10,13 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.router.simulation.comparison import GllmPolicy, SarathiPolicy, VllmPolicy
-from tramontane.router.simulation.simulator import (
+from tramontane.cluster.bench.comparison import GllmPolicy, SarathiPolicy, VllmPolicy
+from tramontane.cluster.bench.simulator import (
     LengthDistribution,
     PipelineModel,
     SimRequest,
@@ -24,6 +19,11 @@ from tramontane.router.simulation.simulator import (
     TrafficModel,
     simulate,
 )
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 MAX_LEN, PAGE, WINDOW = 16384, 16, 4096
 MIXED = TrafficModel(300, LengthDistribution(800, 1.0, 8000), LengthDistribution(200, 0.8, 1500))

@@ -8,6 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from tramontane.cluster.bench.simulator import (
+    LengthDistribution,
+    PipelineModel,
+    SimRequest,
+    TrafficModel,
+    simulate,
+)
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import BatchWork
@@ -15,13 +22,6 @@ from tramontane.router.scheduling.prefill_queue import PrefillQueue
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import priority_key
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.router.simulation.simulator import (
-    LengthDistribution,
-    PipelineModel,
-    SimRequest,
-    TrafficModel,
-    simulate,
-)
 
 MIXED = TrafficModel(
     150, LengthDistribution(2000, 1.2, 30_000), LengthDistribution(100, 0.8, 400), rate=50.0

@@ -9,6 +9,13 @@ from guessing_drafter import guess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tramontane.cluster.bench.simulator import (
+    TOKEN,
+    PipelineModel,
+    SimRequest,
+    SimTrace,
+    simulate,
+)
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.decode_queue import DecodeQueue, DecodeRows, DraftLimits
@@ -16,13 +23,6 @@ from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, 
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.router.simulation.simulator import (
-    TOKEN,
-    PipelineModel,
-    SimRequest,
-    SimTrace,
-    simulate,
-)
 
 PAGE, MAX_LEN, NUM_SEQS = 16, 4096, 64
 BASE_S, ROW_S = 2e-3, 1e-4  # of a stage: for a micro-batch, and for each of its decodes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tramontane.cluster.bench.simulator import PipelineModel, SimRequest, SimTrace, simulate
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import (
@@ -20,7 +21,6 @@ from tramontane.router.scheduling.policy import (
 )
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest
-from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
+from tramontane.router.scheduling.model_drafter import DraftQueue, ModelDrafter
 
 GREEDY = SamplingParams(temperature=0.0)
 

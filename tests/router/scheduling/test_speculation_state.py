@@ -5,8 +5,8 @@ from typing import Literal
 import pytest
 
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.router.speculation.model_drafter import NgramDrafter
-from tramontane.router.speculation.speculation_state import (
+from tramontane.router.scheduling.model_drafter import NgramDrafter
+from tramontane.router.scheduling.speculation_state import (
     MAX_ACCEPTANCE,
     AcceptanceEstimate,
     SpeculationState,
