@@ -365,3 +365,30 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
             held.let(number)
     assert ended == [0, 1, 2]
     stage.close()
+
+
+def test_steps_of_another_epoch_are_refused_and_nothing_is_received_for_them(folder: Path) -> None:
+    """Also where the epoch ends while hidden states are received: they would be of a step before
+    the fence.
+    """
+    worker, held = (
+        StageWorker.load(replace(tiny_plan(ARGS).stages[0], experts_inside=False), folder),
+        HeldExperts(),
+    )
+    stage = PingPongExecutor(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
+    stage.fence(3)
+    received: list[int] = []
+
+    def receive(next_epoch: int | None = None) -> None:
+        received.append(worker.epoch)
+        if next_epoch is not None:
+            stage.fence(next_epoch)
+
+    for epoch in (2, 4):
+        with pytest.raises(StaleEpochError, match="is at epoch 3"):
+            stage.step(replace(_prompt_batch(0), epoch=epoch), receive)
+    assert received == []
+    with pytest.raises(StaleEpochError, match="is at epoch 5"):
+        stage.step(replace(_prompt_batch(0), epoch=3), lambda: receive(5))
+    assert (received, held.requested, worker.next_step_id) == ([3], [], 0)
+    stage.close()
