@@ -140,7 +140,7 @@ bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
 	$(BIN)/python tests/bench/arithmetic.py
 
 bench-invariance: $(STAMP)  ## throughput and time to first token with batch invariance, against without
-	$(BIN)/python tests/bench/invariance.py
+	$(BIN)/python tests/bench/features.py invariance
 
 bench-latent: $(STAMP)  ## decode steps of latent attention at a long context, against a short one
 	$(BIN)/python tests/bench/latent.py
@@ -158,10 +158,10 @@ bench-prefixes: $(STAMP)  ## prefix caching against none, and a chat against oth
 	$(BIN)/python tests/bench/prefixes.py
 
 bench-speculation: $(STAMP)  ## drafts from the text itself against none: one stream, and 64
-	$(BIN)/python tests/bench/speculation.py
+	$(BIN)/python tests/bench/features.py speculation
 
 bench-async: $(STAMP)  ## asynchronous scheduling on one stage against none: one stream, and 64
-	$(BIN)/python tests/bench/async_scheduling.py
+	$(BIN)/python tests/bench/features.py async-scheduling
 
 bench-link: $(STAMP)  ## a hop between stages, and the throughput of four stages, over either link
 	$(BIN)/python tests/bench/link.py

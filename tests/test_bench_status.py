@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_parts import Part
 
 pytestmark = pytest.mark.nightly
 
@@ -25,7 +26,7 @@ BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {
     path.stem
     for path in BENCH.glob("*.py")
-    if "if __name__ ==" in path.read_text() and "peer_" not in path.name
+    if "if __name__ ==" in path.read_text() and path.name != "peer_programs.py"
 }
 WITHOUT_TARGETS = {
     "arithmetic",
@@ -83,11 +84,11 @@ def _agreement(bench: Any, ttft: float = 104.9, per_token: float = 9.6) -> Patch
 
 
 def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:
-    figures = {
-        "with": [{"tokens_per_second": speed, "ttft_s": ttft}],
-        "without": [{"tokens_per_second": 100.0, "ttft_s": 1.0}],
-    }
-    return {"run": _returns(dict.fromkeys(bench.MODELS, figures))}
+    own = {"tokens_per_second": [speed], "median_ttft_ms": [ttft]}
+    other = {"tokens_per_second": [100.0], "median_ttft_ms": [1.0]}
+    figures = {"with": own, "without": other}
+    found = {f"{model}, {name}": each for model in bench.MODELS for name, each in figures.items()}
+    return {"measure_invariance": _returns(found)}
 
 
 def _latent(_bench: Any, ratio: float = 1.29) -> Patches:
@@ -159,20 +160,20 @@ def _speculation(
     different: int = 0,
     missing: int = 0,
 ) -> Patches:
-    def run(self: Any, _rounds: int, _num_drafts: int, _peers: Any) -> None:
+    def run(self: Any, *_: object) -> None:
         figures = self.turns.tokens_per_s
         for work, figure in (
             (bench.EDIT, edit),
             (bench.REPEATING, 1.0),
             (bench.RANDOM, random),
-            (bench.MANY, many),
+            (bench.MANY_RANDOM, many),
         ):
             figures[work] |= {"with": [figure], "without": [1.0]}
         figures[bench.EDIT][bench.PEER_WITH] = [edit / peer]
         self.turns.different += ["some"] * different
         self.missing |= dict.fromkeys(range(missing), "gone")
 
-    return {"Bench": type("Measured", (bench.Bench,), {"run": run})}
+    return {"Speculation.run": run}
 
 
 def _async_scheduling(
@@ -193,7 +194,7 @@ def _async_scheduling(
             turns.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
         turns.different += ["some"] * different
 
-    return {"run": run}
+    return {"measure_async": run}
 
 
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:
@@ -599,7 +600,7 @@ CASES = {
         _serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]
     ),
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
-    "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
+    "features invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
     "prefixes": Case(
         _prefixes,
@@ -615,11 +616,11 @@ CASES = {
             *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
         ],
     ),
-    "async_scheduling": Case(
+    "features async-scheduling": Case(
         _async_scheduling,
         [{"one": 1.049}, {"many": 0.979}, {"ending": 0.979}, {"short": 0.979}, {"different": 1}],
     ),
-    "speculation": Case(
+    "features speculation": Case(
         _speculation,
         [
             *({"edit": 1.79}, {"random": 0.97}, {"many": 0.97}),
@@ -717,8 +718,12 @@ def _status(main: Callable[[], int | None]) -> object:
         return ended.code
 
 
-def test_there_is_a_case_for_every_program_with_targets() -> None:
-    assert {name.split()[0] for name in CASES} | WITHOUT_TARGETS == PROGRAMS
+def test_there_is_a_case_for_every_part_with_targets() -> None:
+    names = set()
+    for name in PROGRAMS:
+        parts = {k for k, v in getattr(_load(name), "PARTS", {}).items() if isinstance(v, Part)}
+        names |= {f"{name} {part}" for part in parts} if len(parts) > 1 else {name}
+    assert {name.split(" --")[0] for name in CASES} | WITHOUT_TARGETS == names
 
 
 @pytest.mark.parametrize(("name", "figures", "as_json"), RUNS)
@@ -733,7 +738,9 @@ def test_the_status_says_whether_all_targets_are_met(
     for attribute, value in case.patches(program, **figures).items():
         _patch(monkeypatch, program, attribute, value)
     as_json = as_json and case.has_json
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *case.flags, *["--json"] * as_json])
+    monkeypatch.setattr(
+        sys, "argv", [*name.split(" --")[0].split(), *case.flags, *["--json"] * as_json]
+    )
     assert _status(program.main) == (1 if figures else 0)
     out = capsys.readouterr().out
     if as_json:
