@@ -137,19 +137,19 @@ bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
 	$(BIN)/python tests/bench/scheduling.py
 
 bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
-	$(BIN)/python tests/bench/arithmetic.py
+	$(BIN)/python tests/bench/arithmetic.py phases
 
 bench-invariance: $(STAMP)  ## throughput and time to first token with batch invariance, against without
 	$(BIN)/python tests/bench/features.py invariance
 
 bench-latent: $(STAMP)  ## decode steps of latent attention at a long context, against a short one
-	$(BIN)/python tests/bench/latent.py
+	$(BIN)/python tests/bench/arithmetic.py latent
 
 bench-shared-experts: $(STAMP)  ## exposed wait for an expert actor while the shared expert is computed, against before
-	$(BIN)/python tests/bench/shared_experts.py
+	$(BIN)/python tests/bench/experts.py shared
 
 bench-windows: $(STAMP)  ## attention of a prompt with a sliding window, against full attention
-	$(BIN)/python tests/bench/windows.py
+	$(BIN)/python tests/bench/arithmetic.py windows
 
 bench-chat-apis: $(STAMP)  ## time to first token over Responses and Messages, against chat completions
 	$(BIN)/python tests/bench/chat_apis.py
@@ -170,10 +170,10 @@ bench-gpu: $(STAMP)  ## the checks and figures of a GPU in parts: results agains
 	$(BIN)/python tests/bench/gpu.py
 
 bench-experts: $(STAMP)  ## expert actors against experts in the stages, and ping-pong over a slow link
-	$(BIN)/python tests/bench/experts.py
+	$(BIN)/python tests/bench/experts.py actors
 
 bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: failures, differences and pauses
-	$(BIN)/python tests/bench/expert_kills.py
+	$(BIN)/python tests/bench/experts.py kills
 
 bench-batch: $(STAMP)  ## a batch job of a million lines: lines per second and memory
 	$(BIN)/python tests/bench/batch.py

@@ -29,7 +29,7 @@ PROGRAMS = {
     if "if __name__ ==" in path.read_text() and path.name != "peer_programs.py"
 }
 WITHOUT_TARGETS = {
-    "arithmetic",
+    "arithmetic phases",
     "expert_products",
     "gpu_kernels",
     "gpu_report",
@@ -95,7 +95,7 @@ def _latent(_bench: Any, ratio: float = 1.29) -> Patches:
     def measure(_model: object, phases: Sequence[Any], _rounds: int) -> dict[Any, float]:
         return {phase: ratio if phase.context_len > 512 else 1.0 for phase in phases}
 
-    return {"Bench": _returns(None), "measure": measure}
+    return {"OneStage": _returns(None), "measure": measure}
 
 
 def _shared_experts(bench: Any, **ratios: float) -> Patches:
@@ -105,13 +105,14 @@ def _shared_experts(bench: Any, **ratios: float) -> Patches:
 
     def pairs(phase: Any) -> list[dict[str, Any]]:
         ratio = ratios.get(phase.name.split()[0], 0.999)
-        return [{bench.OURS: bench.Figures(ratio, 9.0), bench.OTHER: bench.Figures(1.0, 9.0)}] * 2
+        own, other = bench.StepTimes(ratio, 9.0), bench.StepTimes(1.0, 9.0)
+        return [{bench.OURS: own, bench.OTHER: other}] * 2
 
-    return {"run": _returns({phase: pairs(phase) for phase in bench.PHASES})}
+    return {"measure_orders": _returns({phase: pairs(phase) for phase in bench.PHASES})}
 
 
 def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:
-    return {"measure": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
+    return {"measure_windows": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
 
 
 def _chat_apis(bench: Any, responses: float = 2.0, messages: float = 2.0) -> Patches:
@@ -199,7 +200,8 @@ def _async_scheduling(
 
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
-    return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
+    delayed = {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}
+    return {"measure_actors": _returns((pipelines, delayed))}
 
 
 def _expert_kills(
@@ -207,9 +209,9 @@ def _expert_kills(
 ) -> Patches:
     def measure(link: Any, replicas: int, kills: int) -> Any:
         longest = pause if replicas == 2 else pause_without_replica
-        return bench.Figures(link, replicas, kills, 99, different, 1, longest, 0.2)
+        return bench.Kills(link, replicas, kills, 99, different, 1, longest, 0.2)
 
-    return {"measure": measure, "local_ray_cluster": nullcontext_of()}
+    return {"measure_kills": measure, "local_ray_cluster": nullcontext_of()}
 
 
 def nullcontext_of(value: Any = None) -> Callable[..., Any]:
@@ -559,8 +561,8 @@ def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:
 CASES = {
     "interactive": Case(_interactive, [{"ttft": 130.1}]),
     "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
-    "experts": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
-    "expert_kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
+    "experts actors": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
+    "experts kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
     "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
     "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
@@ -627,9 +629,9 @@ CASES = {
             *({"peer": 0.99}, {"different": 1}, {"missing": 1}),
         ],
     ),
-    "latent": Case(_latent, [{"ratio": 1.31}]),
-    "shared_experts": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
-    "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
+    "arithmetic latent": Case(_latent, [{"ratio": 1.31}]),
+    "experts shared": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
+    "arithmetic windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
     "gpu": Case(
@@ -684,9 +686,7 @@ RUNS = [
 
 @pytest.fixture(autouse=True)
 def _as_in_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of ``tests/bench`` can be imported, after those of ``tests/support`` (both have an
-    ``expert_kills``).
-    """
+    """Modules of ``tests/bench`` can be imported, after those of ``tests/support``."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(BENCH)])
 
 
