@@ -182,10 +182,10 @@ bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Bat
 	$(BIN)/python tests/bench/batch.py --kills 20
 
 chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: lost, repeated and different tokens, and pauses of streams
-	$(BIN)/python tests/bench/chaos.py --experts --nodes
+	$(BIN)/python tests/bench/chaos.py faults --experts --nodes
 
 bench-clocks: $(STAMP)  ## wall clocks that are set by an hour while streams run: failed requests, other tokens, throughput
-	$(BIN)/python tests/bench/clock_jumps.py
+	$(BIN)/python tests/bench/chaos.py clocks
 
 ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while the cluster serves (needs root, openssh-server and rsync)
 	$(BIN)/python -m pytest -q -s tests/ray_up.py
@@ -203,10 +203,10 @@ bench-hostile: $(STAMP)  ## streams while clients send the largest bodies of the
 	$(BIN)/python tests/bench/hostile.py
 
 bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differences and pauses of streams
-	$(BIN)/python tests/bench/rolling.py
+	$(BIN)/python tests/bench/deployments.py rolling
 
 bench-autoscale: $(STAMP)  ## autoscaling of pipelines: delays, failures, differences and leftover resources
-	$(BIN)/python tests/bench/autoscale.py
+	$(BIN)/python tests/bench/deployments.py autoscale
 
 bench-agreement: $(STAMP)  ## whether bench --url, guidellm and vllm bench serve measure the same latencies (installs them in .bench)
 	$(BIN)/python tests/bench/agreement.py

@@ -308,7 +308,7 @@ def _clock_jumps(
         "local_ray_cluster": nullcontext_of(),
         "running_application": nullcontext_of(),
     }
-    return {**patches, "_run": _returns_later(report)}
+    return {**patches, "_clocks": _returns_later(report)}
 
 
 def _soak(
@@ -566,7 +566,7 @@ CASES = {
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
     "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
     "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
-    "chaos": Case(
+    "chaos faults": Case(
         _chaos,
         [
             *(
@@ -586,12 +586,12 @@ CASES = {
             ),
         ],
     ),
-    "clock_jumps": Case(
+    "chaos clocks": Case(
         _clock_jumps, [{"failed": 1}, {"different": 1}, {"recoveries": 1}, {"after": 0.979}]
     ),
     "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"close_calls": 1}, {"not_back": 1}]),
-    "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
-    "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
+    "deployments rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
+    "deployments autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
     "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
     "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
@@ -749,12 +749,12 @@ def test_the_status_says_whether_all_targets_are_met(
         assert all(verdicts) == (not figures)
 
 
-@pytest.mark.parametrize("name", ["chaos", "soak"])
+@pytest.mark.parametrize("name", ["chaos faults", "soak"])
 def test_tokens_that_have_to_be_equal_are_those_of_stages_that_have_to_be_batch_invariant(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is not required, it may be refused with no more than a warning."""
-    case, program, used = CASES[name], _load(name), list[dict[str, Any]]()
+    case, program, used = CASES[name], _load(name.split()[0]), list[dict[str, Any]]()
 
     def running_application(**settings: Any) -> Any:
         used.append(settings)
@@ -768,6 +768,6 @@ def test_tokens_that_have_to_be_equal_are_those_of_stages_that_have_to_be_batch_
     clusters = {"local_ray_cluster": nullcontext_of(), "running_application": running_application}
     for attribute, value in (patches | clusters).items():
         _patch(monkeypatch, program, attribute, value)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(sys, "argv", name.split())
     assert _status(program.main) == 0
     assert [settings.get("batch_invariant") for settings in used] == [True]
