@@ -176,10 +176,10 @@ bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: failur
 	$(BIN)/python tests/bench/experts.py kills
 
 bench-batch: $(STAMP)  ## a batch job of a million lines: lines per second and memory
-	$(BIN)/python tests/bench/batch.py
+	$(BIN)/python tests/bench/batch.py lines --json
 
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line exactly once
-	$(BIN)/python tests/bench/batch.py --kills 20
+	$(BIN)/python tests/bench/batch.py kills --json
 
 chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: lost, repeated and different tokens, and pauses of streams
 	$(BIN)/python tests/bench/chaos.py faults --experts --nodes
@@ -194,13 +194,13 @@ soak: $(STAMP)  ## half an hour of clients that disconnect, stall and send inval
 	$(BIN)/python tests/bench/soak.py
 
 bench-interactive: $(STAMP)  ## time to first token of interactive requests while a batch job uses all slots
-	$(BIN)/python tests/bench/interactive.py
+	$(BIN)/python tests/bench/batch.py interactive
 
 bench-overload: $(STAMP)  ## ten times the requests that the server can answer: refusals, and the effect on accepted streams
-	$(BIN)/python tests/bench/overload.py
+	$(BIN)/python tests/bench/overload.py requests
 
 bench-hostile: $(STAMP)  ## streams while clients send the largest bodies of the worst shapes: the longest gap
-	$(BIN)/python tests/bench/hostile.py
+	$(BIN)/python tests/bench/overload.py bodies
 
 bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differences and pauses of streams
 	$(BIN)/python tests/bench/deployments.py rolling

@@ -62,7 +62,8 @@ def _returns_later(value: Any) -> Callable[..., Any]:
 
 
 def _interactive(bench: Any, ttft: float = 130.0) -> Patches:
-    return {"measure": _returns((bench.Waits(60.0, 99.0, 9.0), bench.Waits(ttft, 999.0, 10.0)))}
+    waits = {"idle": bench.Waits(60.0, 99.0, 9.0), "during": bench.Waits(ttft, 999.0, 10.0)}
+    return {"measure_waits": _returns(waits)}
 
 
 def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:
@@ -229,8 +230,8 @@ def _overlap(bench: Any, measured: float = 101.0) -> Patches:
 def _hostile(bench: Any, attacked: float = 0.8, failed: int = 0, lag: float = 0.05) -> Patches:
     lags, refused = {"many logprobs": lag, "a file": 0.01}, ["status 500"] * failed
     return {
-        "run": _returns(
-            bench.Figures(
+        "run_attack": _returns(
+            bench.Attack(
                 0.3, attacked, ["lists to /tokenize"], 300, "a file", 2.0, refused, 0.001, lags
             )
         )
@@ -241,10 +242,10 @@ def _overload(
     bench: Any, other: int = 0, refusal: float = 50.0, itl: float = 15.0, late: float = 110.0
 ) -> Patches:
     memory = {"proxy": (100.0, 100.0, 500.0), "router": (100.0, late, 500.0)}
-    figures = bench.Figures(
+    figures = bench.Overload(
         9.0, 99, 9, 90, other, refusal, 300.0, 400.0, (1, 9), 10.0, 12.0, itl, memory
     )
-    return {"run": _returns(figures)}
+    return {"run_overload": _returns(figures)}
 
 
 def _chaos(
@@ -559,13 +560,13 @@ def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:
 
 
 CASES = {
-    "interactive": Case(_interactive, [{"ttft": 130.1}]),
+    "batch interactive": Case(_interactive, [{"ttft": 130.1}]),
     "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
     "experts actors": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
     "experts kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
-    "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
-    "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
+    "overload bodies": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
+    "overload requests": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
     "chaos faults": Case(
         _chaos,
         [
@@ -596,8 +597,8 @@ CASES = {
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
     "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
-    "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
-    "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
+    "batch lines": Case(_batch, [{"growth": 64.1}]),
+    "batch kills": Case(_batch_kills, [{"different": 1}]),
     "serve_memory": Case(
         _serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]
     ),
