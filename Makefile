@@ -110,7 +110,7 @@ bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and wi
 	$(BIN)/python tests/bench/overlap.py
 
 bench-serve: $(STAMP)  ## cost of HTTP: the first token, and 64 streaming clients against generate
-	$(BIN)/python tests/bench/serving.py
+	$(BIN)/python tests/bench/serving.py http
 
 bench-calls: $(STAMP)  ## what the calls of a micro-batch cost the router's event loop, with 4, 16 and 64 stages
 	$(BIN)/python tests/bench/step_calls.py
@@ -152,7 +152,7 @@ bench-windows: $(STAMP)  ## attention of a prompt with a sliding window, against
 	$(BIN)/python tests/bench/arithmetic.py windows
 
 bench-chat-apis: $(STAMP)  ## time to first token over Responses and Messages, against chat completions
-	$(BIN)/python tests/bench/chat_apis.py
+	$(BIN)/python tests/bench/serving.py apis
 
 bench-prefixes: $(STAMP)  ## prefix caching against none, and a chat against other systems
 	$(BIN)/python tests/bench/prefixes.py

@@ -118,7 +118,7 @@ def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:
 
 def _chat_apis(bench: Any, responses: float = 2.0, messages: float = 2.0) -> Patches:
     more = {bench.CHAT: 9.0, bench.RESPONSES: responses, bench.MESSAGES: messages}
-    return {"measure": _returns_later({"short": more, "long, with tools": more})}
+    return {"measure_apis": _returns_later({"short": more, "long, with tools": more})}
 
 
 def _prefixes(
@@ -366,7 +366,8 @@ def _autoscale(_bench: Any, failed: int = 0, different: int = 0, left: int = 0) 
 
 
 def _serving(bench: Any, ready: float = 25.0, added: float = 20.0, behind: float = 85.0) -> Patches:
-    return {"measure": _returns(bench.Figures(9.0, ready, added, [100.0] * 3, [behind] * 3, 5.0))}
+    found = bench.HttpCost(9.0, ready, added, [100.0] * 3, [behind] * 3, 5.0)
+    return {"measure_http": _returns(found)}
 
 
 def _peers(bench: Any, ratio: float = 1.0, missing: int = 0) -> Patches:
@@ -595,7 +596,7 @@ CASES = {
     "deployments autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
     "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
-    "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
+    "serving http": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
     "batch lines": Case(_batch, [{"growth": 64.1}]),
     "batch kills": Case(_batch_kills, [{"different": 1}]),
@@ -604,7 +605,7 @@ CASES = {
     ),
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "features invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
-    "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
+    "serving apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
     "prefixes": Case(
         _prefixes,
         [
