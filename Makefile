@@ -128,10 +128,10 @@ bench-memory: $(STAMP)  ## memory of serve, idle and with all places used, again
 	$(BIN)/python tests/bench/serve_memory.py
 
 bench-int8: $(STAMP)  ## quality, memory and speed of int8 and fp8 weights
-	$(BIN)/python tests/bench/quantization.py
+	$(BIN)/python tests/bench/quantization.py weights
 
 bench-products: $(STAMP)  ## products with int8 and fp8 weights, by every kernel of this device
-	$(BIN)/python tests/bench/quantized_products.py
+	$(BIN)/python tests/bench/products.py quantized
 
 bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
 	$(BIN)/python tests/bench/scheduling.py

@@ -30,7 +30,7 @@ PROGRAMS = {
 }
 WITHOUT_TARGETS = {
     "arithmetic phases",
-    "expert_products",
+    "products experts",
     "gpu_kernels",
     "gpu_report",
     "gpu_sweeps",
@@ -544,10 +544,10 @@ def _quantization(
 def _fp8_cache(
     bench: Any, attention: float = 0.05, logits: float = 0.05, agreement: float = 0.9
 ) -> Patches:
-    figures = bench.Quality(logits, 1.0, agreement, 64)
+    figures = bench.Quality(1.0, logits, 1.0, agreement, 64)
     found = {f"{dtype}, {kind}": figures for dtype, kind in bench.CACHES}
     texts = {"texts_of_demo": _returns([(1, 2, 3)])}
-    return {"attention_error": _returns(attention), "quality": _returns(found), **texts}
+    return {"attention_error": _returns(attention), "cache_quality": _returns(found), **texts}
 
 
 def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:
@@ -567,7 +567,9 @@ CASES = {
     "experts kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
     "overload bodies": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
-    "overload requests": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
+    "overload requests": Case(
+        _overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]
+    ),
     "chaos faults": Case(
         _chaos,
         [
@@ -664,18 +666,18 @@ CASES = {
         ["--device", "cpu"],
         has_json=False,
     ),
-    "quantization": Case(
+    "quantization weights": Case(
         _quantization,
         [{"int8": 1.51}, {"fp8": 4.01}, {"bits": 1.002}, {"weights": 0.56}],
         ["--rounds", "0", "--text", "no such file"],
-        has_json=False,
     ),
-    "fp8_cache": Case(_fp8_cache, [{"attention": 0.051}, {"logits": 0.051}, {"agreement": 0.89}]),
-    "quantized_products": Case(
+    "quantization cache": Case(
+        _fp8_cache, [{"attention": 0.051}, {"logits": 0.051}, {"agreement": 0.89}]
+    ),
+    "products quantized": Case(
         _quantized_products,
         [{"factor": 1.011}, {"factor": float("nan")}],
         ["--tokens", "2", "--width", "32", "--rows", "32"],
-        has_json=False,
     ),
 }
 RUNS = [
