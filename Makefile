@@ -119,10 +119,10 @@ bench-scale: $(STAMP)  ## 64 routers of echoing stages behind 4 ingresses: CPU t
 	$(BIN)/python tests/bench/scale.py
 
 bench-load: $(STAMP)  ## bytes read and memory used by stages that load 2 GiB
-	$(BIN)/python tests/bench/loading.py
+	$(BIN)/python tests/bench/loading.py stages
 
 bench-load-gpu: $(STAMP)  ## loading of weights onto a GPU, in three ways
-	$(BIN)/python tests/bench/loading.py --device cuda
+	$(BIN)/python tests/bench/loading.py gpu
 
 bench-memory: $(STAMP)  ## memory of serve, idle and with all places used, against the plan
 	$(BIN)/python tests/bench/serve_memory.py

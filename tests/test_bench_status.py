@@ -445,15 +445,12 @@ def _serve_memory(
     return {"measure": _returns(figures)}
 
 
-def _loading_gpu(_bench: Any, extra: int = 512) -> Patches:
-    import loading_gpu
-
+def _loading_gpu(bench: Any, extra: int = 512) -> Patches:
     rows = [("staged", 100), ("staged", extra), ("mapped", 9999)]
     figures = [
-        loading_gpu.Figures("x", "as stored", way, True, 10, 10, 1.0, mib * 2**20)
-        for way, mib in rows
+        bench.Figures("x", "as stored", way, True, 10, 10, 1.0, mib * 2**20) for way, mib in rows
     ]
-    return {"loading_gpu.run": _returns(figures), "torch.cuda.is_available": _returns(True)}
+    return {"measure_gpu": _returns(figures), "torch.cuda.is_available": _returns(True)}
 
 
 def _gpu(bench: Any, **states: str) -> Patches:
@@ -636,8 +633,8 @@ CASES = {
     "arithmetic latent": Case(_latent, [{"ratio": 1.31}]),
     "experts shared": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
     "arithmetic windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
-    "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
-    "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
+    "loading stages": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
+    "loading gpu": Case(_loading_gpu, [{"extra": 513}]),
     "gpu": Case(
         _gpu,
         [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}],
@@ -727,7 +724,7 @@ def test_there_is_a_case_for_every_part_with_targets() -> None:
     for name in PROGRAMS:
         parts = {k for k, v in getattr(_load(name), "PARTS", {}).items() if isinstance(v, Part)}
         names |= {f"{name} {part}" for part in parts} if len(parts) > 1 else {name}
-    assert {name.split(" --")[0] for name in CASES} | WITHOUT_TARGETS == names
+    assert CASES.keys() | WITHOUT_TARGETS == names
 
 
 @pytest.mark.parametrize(("name", "figures", "as_json"), RUNS)
@@ -742,9 +739,7 @@ def test_the_status_says_whether_all_targets_are_met(
     for attribute, value in case.patches(program, **figures).items():
         _patch(monkeypatch, program, attribute, value)
     as_json = as_json and case.has_json
-    monkeypatch.setattr(
-        sys, "argv", [*name.split(" --")[0].split(), *case.flags, *["--json"] * as_json]
-    )
+    monkeypatch.setattr(sys, "argv", [*name.split(), *case.flags, *["--json"] * as_json])
     assert _status(program.main) == (1 if figures else 0)
     out = capsys.readouterr().out
     if as_json:
