@@ -107,13 +107,13 @@ mutants: $(STAMP)  ## small faults in the code, one at a time: which of them the
 	$(BIN)/python tests/mutation.py
 
 bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and with several
-	$(BIN)/python tests/bench/overlap.py
+	$(BIN)/python tests/bench/scheduling.py overlap
 
 bench-serve: $(STAMP)  ## cost of HTTP: the first token, and 64 streaming clients against generate
 	$(BIN)/python tests/bench/serving.py http
 
 bench-calls: $(STAMP)  ## what the calls of a micro-batch cost the router's event loop, with 4, 16 and 64 stages
-	$(BIN)/python tests/bench/step_calls.py
+	$(BIN)/python tests/bench/scheduling.py calls
 
 bench-scale: $(STAMP)  ## 64 routers of echoing stages behind 4 ingresses: CPU time per token, and how it grows
 	$(BIN)/python tests/bench/scale.py
@@ -134,7 +134,7 @@ bench-products: $(STAMP)  ## products with int8 and fp8 weights, by every kernel
 	$(BIN)/python tests/bench/products.py quantized
 
 bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
-	$(BIN)/python tests/bench/scheduling.py
+	$(BIN)/python tests/bench/scheduling.py scheduler
 
 bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
 	$(BIN)/python tests/bench/arithmetic.py phases

@@ -34,7 +34,7 @@ WITHOUT_TARGETS = {
     "gpu_kernels",
     "gpu_report",
     "gpu_sweeps",
-    "scheduling",
+    "scheduling scheduler",
 }
 
 Patches = dict[str, Any]  # by the name in the program
@@ -221,10 +221,9 @@ def nullcontext_of(value: Any = None) -> Callable[..., Any]:
 
 def _overlap(bench: Any, measured: float = 101.0) -> Patches:
     names = [(traffic, m) for traffic in ("long prompts", "decoding") for m in ("1", "measured")]
-    figures = {name: bench.Figures(100.0, 0.5, 0.5) for name in names}
-    return {
-        "run": _returns(figures | {("long prompts", "measured"): bench.Figures(measured, 0.5, 0.5)})
-    }
+    figures = {name: bench.Overlap(100.0, 0.5, 0.5) for name in names}
+    figures["long prompts", "measured"] = bench.Overlap(measured, 0.5, 0.5)
+    return {"measure_overlap": _returns(figures)}
 
 
 def _hostile(bench: Any, attacked: float = 0.8, failed: int = 0, lag: float = 0.05) -> Patches:
@@ -404,9 +403,8 @@ def _step_calls(bench: Any, growth: float = 1.0, share: float = 1.0) -> Patches:
         (4, bench.ON_LOOP): 1.0,
     }
     loop_ms[64, bench.ON_LOOP] = bench.MAX_GROWTH / bench.MAX_SHARE / share
-    return {
-        "run": _returns({case: bench.Figures(each, 1.0, 1.0) for case, each in loop_ms.items()})
-    }
+    figures = {case: bench.Calls(each, 1.0, 1.0) for case, each in loop_ms.items()}
+    return {"measure_calls": _returns(figures)}
 
 
 def _scale(
@@ -562,7 +560,7 @@ CASES = {
     "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
     "experts actors": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
     "experts kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
-    "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
+    "scheduling overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
     "overload bodies": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
     "overload requests": Case(
         _overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]
@@ -593,7 +591,7 @@ CASES = {
     "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"close_calls": 1}, {"not_back": 1}]),
     "deployments rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
     "deployments autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
-    "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
+    "scheduling calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
     "serving http": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
