@@ -12,7 +12,6 @@ a CPU, as ``--small`` alone does where there is no GPU; a real model is not serv
 status is 2.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -33,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import psutil
+from bench_parts import gpu_parser
 from free_ports import free_port
 from gpu import end_children
 from gpu_server_load import (
@@ -577,13 +577,8 @@ PARTS: dict[str, Callable[[Report], None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_parser(__doc__)
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     is_on_gpu = options.device == "cuda"
     # which says what finds a GPU and what does not

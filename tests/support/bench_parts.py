@@ -84,6 +84,17 @@ def conclude_part(doc: str | None, parts: Mapping[str, Part]) -> NoReturn:
     conclude(report.targets, *report.tables, data=report.data, as_json=options.json)
 
 
+def gpu_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a part of ``gpu.py``, which has the same options as all others."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
 def numbers(text: str) -> list[int]:
     """Return the numbers of an option such as ``1,4,16``."""
     return [int(each) for each in text.split(",")]
@@ -94,7 +105,7 @@ def say(text: str) -> None:
     console.print(f"{text} ...", style="dim", soft_wrap=True)
 
 
-def run_program(command: Iterable[object], **variables: str) -> str:
+def run_program(command: Iterable[object], timeout_s: float | None = None, **variables: str) -> str:
     """Run a program; return what it prints. Raises ProgramError with its last line of stderr."""
     run = subprocess.run(
         [str(part) for part in command],
@@ -102,6 +113,7 @@ def run_program(command: Iterable[object], **variables: str) -> str:
         text=True,
         check=False,
         env=os.environ | variables,
+        timeout=timeout_s,
     )
     if run.returncode:
         errors = [line for line in run.stderr.splitlines() if line.strip()] or ["no error message"]
@@ -109,11 +121,13 @@ def run_program(command: Iterable[object], **variables: str) -> str:
     return run.stdout
 
 
-def answer_of(command: Iterable[object], **variables: str) -> dict[str, Any]:
+def answer_of(
+    command: Iterable[object], timeout_s: float | None = None, **variables: str
+) -> dict[str, Any]:
     """Run a program; return the JSON object on the last line that begins as one. Raises
     ProgramError.
     """
-    lines = run_program(command, **variables).splitlines()
+    lines = run_program(command, timeout_s, **variables).splitlines()
     try:
         answer: dict[str, Any] = json.loads([line for line in lines if line.startswith("{")][-1])
     except (ValueError, IndexError) as error:
