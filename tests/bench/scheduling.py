@@ -174,7 +174,7 @@ class IdleStage:
     def __init__(self, message: bytes) -> None:
         self._message = message
 
-    def linked_step(self, _batch: bytes) -> bytes:
+    def linked_step(self, _batch: bytes, _last_result: bytes | None = None) -> bytes:
         return self._message
 
 
