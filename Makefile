@@ -108,61 +108,61 @@ mutants: $(STAMP)  ## small faults in the code, one at a time: which of them the
 	$(BIN)/python tests/mutation.py
 
 bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and with several
-	$(BIN)/python tests/bench/overlap.py
+	$(BIN)/python tests/bench/scheduling.py overlap
 
 bench-serve: $(STAMP)  ## cost of HTTP: the first token, and 64 streaming clients against generate
-	$(BIN)/python tests/bench/serving.py
+	$(BIN)/python tests/bench/serving.py http
 
 bench-calls: $(STAMP)  ## what the calls of a micro-batch cost the router's event loop, with 4, 16 and 64 stages
-	$(BIN)/python tests/bench/step_calls.py
+	$(BIN)/python tests/bench/scheduling.py calls
 
 bench-scale: $(STAMP)  ## 64 routers of echoing stages behind 4 ingresses: CPU time per token, and how it grows
 	$(BIN)/python tests/bench/scale.py
 
 bench-load: $(STAMP)  ## bytes read and memory used by stages that load 2 GiB
-	$(BIN)/python tests/bench/loading.py
+	$(BIN)/python tests/bench/loading.py stages
 
 bench-load-gpu: $(STAMP)  ## loading of weights onto a GPU, in three ways
-	$(BIN)/python tests/bench/loading.py --device cuda
+	$(BIN)/python tests/bench/loading.py gpu
 
 bench-memory: $(STAMP)  ## memory of serve, idle and with all places used, against the plan
 	$(BIN)/python tests/bench/serve_memory.py
 
 bench-int8: $(STAMP)  ## quality, memory and speed of int8 and fp8 weights
-	$(BIN)/python tests/bench/quantization.py
+	$(BIN)/python tests/bench/quantization.py weights
 
 bench-products: $(STAMP)  ## products with int8 and fp8 weights, by every kernel of this device
-	$(BIN)/python tests/bench/quantized_products.py
+	$(BIN)/python tests/bench/products.py quantized
 
 bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
-	$(BIN)/python tests/bench/scheduling.py
+	$(BIN)/python tests/bench/scheduling.py scheduler
 
 bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
-	$(BIN)/python tests/bench/arithmetic.py
+	$(BIN)/python tests/bench/arithmetic.py phases
 
 bench-invariance: $(STAMP)  ## throughput and time to first token with batch invariance, against without
-	$(BIN)/python tests/bench/invariance.py
+	$(BIN)/python tests/bench/features.py invariance
 
 bench-latent: $(STAMP)  ## decode steps of latent attention at a long context, against a short one
-	$(BIN)/python tests/bench/latent.py
+	$(BIN)/python tests/bench/arithmetic.py latent
 
 bench-shared-experts: $(STAMP)  ## exposed wait for an expert actor while the shared expert is computed, against before
-	$(BIN)/python tests/bench/shared_experts.py
+	$(BIN)/python tests/bench/experts.py shared
 
 bench-windows: $(STAMP)  ## attention of a prompt with a sliding window, against full attention
-	$(BIN)/python tests/bench/windows.py
+	$(BIN)/python tests/bench/arithmetic.py windows
 
 bench-chat-apis: $(STAMP)  ## time to first token over Responses and Messages, against chat completions
-	$(BIN)/python tests/bench/chat_apis.py
+	$(BIN)/python tests/bench/serving.py apis
 
 bench-prefixes: $(STAMP)  ## prefix caching against none, and a chat against other systems
 	$(BIN)/python tests/bench/prefixes.py
 
 bench-speculation: $(STAMP)  ## drafts from the text itself against none: one stream, and 64
-	$(BIN)/python tests/bench/speculation.py
+	$(BIN)/python tests/bench/features.py speculation
 
 bench-async: $(STAMP)  ## asynchronous scheduling on one stage against none: one stream, and 64
-	$(BIN)/python tests/bench/async_scheduling.py
+	$(BIN)/python tests/bench/features.py async-scheduling
 
 bench-link: $(STAMP)  ## a hop between stages, and the throughput of four stages, over either link
 	$(BIN)/python tests/bench/link.py
@@ -171,22 +171,22 @@ bench-gpu: $(STAMP)  ## the checks and figures of a GPU in parts: results agains
 	$(BIN)/python tests/bench/gpu.py
 
 bench-experts: $(STAMP)  ## expert actors against experts in the stages, and ping-pong over a slow link
-	$(BIN)/python tests/bench/experts.py
+	$(BIN)/python tests/bench/experts.py actors
 
 bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: failures, differences and pauses
-	$(BIN)/python tests/bench/expert_kills.py
+	$(BIN)/python tests/bench/experts.py kills
 
 bench-batch: $(STAMP)  ## a batch job of a million lines: lines per second and memory
-	$(BIN)/python tests/bench/batch.py
+	$(BIN)/python tests/bench/batch.py lines --json
 
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line exactly once
-	$(BIN)/python tests/bench/batch.py --kills 20
+	$(BIN)/python tests/bench/batch.py kills --json
 
 chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: lost, repeated and different tokens, and pauses of streams
-	$(BIN)/python tests/bench/chaos.py --experts --nodes
+	$(BIN)/python tests/bench/chaos.py faults --experts --nodes
 
 bench-clocks: $(STAMP)  ## wall clocks that are set by an hour while streams run: failed requests, other tokens, throughput
-	$(BIN)/python tests/bench/clock_jumps.py
+	$(BIN)/python tests/bench/chaos.py clocks
 
 ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while the cluster serves (needs root, openssh-server and rsync)
 	$(BIN)/python -m pytest -q -s tests/ray_up.py
@@ -195,19 +195,19 @@ soak: $(STAMP)  ## half an hour of clients that disconnect, stall and send inval
 	$(BIN)/python tests/bench/soak.py
 
 bench-interactive: $(STAMP)  ## time to first token of interactive requests while a batch job uses all slots
-	$(BIN)/python tests/bench/interactive.py
+	$(BIN)/python tests/bench/batch.py interactive
 
 bench-overload: $(STAMP)  ## ten times the requests that the server can answer: refusals, and the effect on accepted streams
-	$(BIN)/python tests/bench/overload.py
+	$(BIN)/python tests/bench/overload.py requests
 
 bench-hostile: $(STAMP)  ## streams while clients send the largest bodies of the worst shapes: the longest gap
-	$(BIN)/python tests/bench/hostile.py
+	$(BIN)/python tests/bench/overload.py bodies
 
 bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differences and pauses of streams
-	$(BIN)/python tests/bench/rolling.py
+	$(BIN)/python tests/bench/deployments.py rolling
 
 bench-autoscale: $(STAMP)  ## autoscaling of pipelines: delays, failures, differences and leftover resources
-	$(BIN)/python tests/bench/autoscale.py
+	$(BIN)/python tests/bench/deployments.py autoscale
 
 bench-agreement: $(STAMP)  ## whether bench --url, guidellm and vllm bench serve measure the same latencies (installs them in .bench)
 	$(BIN)/python tests/bench/agreement.py

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_parts import Part
 
 pytestmark = pytest.mark.nightly
 
@@ -25,15 +26,15 @@ BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {
     path.stem
     for path in BENCH.glob("*.py")
-    if "if __name__ ==" in path.read_text() and "peer_" not in path.name
+    if "if __name__ ==" in path.read_text() and path.name != "peer_programs.py"
 }
 WITHOUT_TARGETS = {
-    "arithmetic",
-    "expert_products",
+    "arithmetic phases",
+    "products experts",
     "gpu_kernels",
     "gpu_report",
     "gpu_sweeps",
-    "scheduling",
+    "scheduling scheduler",
 }
 
 Patches = dict[str, Any]  # by the name in the program
@@ -61,7 +62,8 @@ def _returns_later(value: Any) -> Callable[..., Any]:
 
 
 def _interactive(bench: Any, ttft: float = 130.0) -> Patches:
-    return {"measure": _returns((bench.Waits(60.0, 99.0, 9.0), bench.Waits(ttft, 999.0, 10.0)))}
+    waits = {"idle": bench.Waits(60.0, 99.0, 9.0), "during": bench.Waits(ttft, 999.0, 10.0)}
+    return {"measure_waits": _returns(waits)}
 
 
 def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:
@@ -83,18 +85,18 @@ def _agreement(bench: Any, ttft: float = 104.9, per_token: float = 9.6) -> Patch
 
 
 def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:
-    figures = {
-        "with": [{"tokens_per_second": speed, "ttft_s": ttft}],
-        "without": [{"tokens_per_second": 100.0, "ttft_s": 1.0}],
-    }
-    return {"run": _returns(dict.fromkeys(bench.MODELS, figures))}
+    own = {"tokens_per_second": [speed], "median_ttft_ms": [ttft]}
+    other = {"tokens_per_second": [100.0], "median_ttft_ms": [1.0]}
+    figures = {"with": own, "without": other}
+    found = {f"{model}, {name}": each for model in bench.MODELS for name, each in figures.items()}
+    return {"measure_invariance": _returns(found)}
 
 
 def _latent(_bench: Any, ratio: float = 1.29) -> Patches:
     def measure(_model: object, phases: Sequence[Any], _rounds: int) -> dict[Any, float]:
         return {phase: ratio if phase.context_len > 512 else 1.0 for phase in phases}
 
-    return {"Bench": _returns(None), "measure": measure}
+    return {"OneStage": _returns(None), "measure": measure}
 
 
 def _shared_experts(bench: Any, **ratios: float) -> Patches:
@@ -104,18 +106,19 @@ def _shared_experts(bench: Any, **ratios: float) -> Patches:
 
     def pairs(phase: Any) -> list[dict[str, Any]]:
         ratio = ratios.get(phase.name.split()[0], 0.999)
-        return [{bench.OURS: bench.Figures(ratio, 9.0), bench.OTHER: bench.Figures(1.0, 9.0)}] * 2
+        own, other = bench.StepTimes(ratio, 9.0), bench.StepTimes(1.0, 9.0)
+        return [{bench.OURS: own, bench.OTHER: other}] * 2
 
-    return {"run": _returns({phase: pairs(phase) for phase in bench.PHASES})}
+    return {"measure_orders": _returns({phase: pairs(phase) for phase in bench.PHASES})}
 
 
 def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:
-    return {"measure": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
+    return {"measure_windows": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
 
 
 def _chat_apis(bench: Any, responses: float = 2.0, messages: float = 2.0) -> Patches:
     more = {bench.CHAT: 9.0, bench.RESPONSES: responses, bench.MESSAGES: messages}
-    return {"measure": _returns_later({"short": more, "long, with tools": more})}
+    return {"measure_apis": _returns_later({"short": more, "long, with tools": more})}
 
 
 def _prefixes(
@@ -159,20 +162,20 @@ def _speculation(
     different: int = 0,
     missing: int = 0,
 ) -> Patches:
-    def run(self: Any, _rounds: int, _num_drafts: int, _peers: Any) -> None:
+    def run(self: Any, *_: object) -> None:
         figures = self.turns.tokens_per_s
         for work, figure in (
             (bench.EDIT, edit),
             (bench.REPEATING, 1.0),
             (bench.RANDOM, random),
-            (bench.MANY, many),
+            (bench.MANY_RANDOM, many),
         ):
             figures[work] |= {"with": [figure], "without": [1.0]}
         figures[bench.EDIT][bench.PEER_WITH] = [edit / peer]
         self.turns.different += ["some"] * different
         self.missing |= dict.fromkeys(range(missing), "gone")
 
-    return {"Bench": type("Measured", (bench.Bench,), {"run": run})}
+    return {"Speculation.run": run}
 
 
 def _async_scheduling(
@@ -193,12 +196,13 @@ def _async_scheduling(
             turns.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
         turns.different += ["some"] * different
 
-    return {"run": run}
+    return {"measure_async": run}
 
 
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
-    return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
+    delayed = {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}
+    return {"measure_actors": _returns((pipelines, delayed))}
 
 
 def _expert_kills(
@@ -206,9 +210,9 @@ def _expert_kills(
 ) -> Patches:
     def measure(link: Any, replicas: int, kills: int) -> Any:
         longest = pause if replicas == 2 else pause_without_replica
-        return bench.Figures(link, replicas, kills, 99, different, 1, longest, 0.2)
+        return bench.Kills(link, replicas, kills, 99, different, 1, longest, 0.2)
 
-    return {"measure": measure, "local_ray_cluster": nullcontext_of()}
+    return {"measure_kills": measure, "local_ray_cluster": nullcontext_of()}
 
 
 def nullcontext_of(value: Any = None) -> Callable[..., Any]:
@@ -217,17 +221,16 @@ def nullcontext_of(value: Any = None) -> Callable[..., Any]:
 
 def _overlap(bench: Any, measured: float = 101.0) -> Patches:
     names = [(traffic, m) for traffic in ("long prompts", "decoding") for m in ("1", "measured")]
-    figures = {name: bench.Figures(100.0, 0.5, 0.5) for name in names}
-    return {
-        "run": _returns(figures | {("long prompts", "measured"): bench.Figures(measured, 0.5, 0.5)})
-    }
+    figures = {name: bench.Overlap(100.0, 0.5, 0.5) for name in names}
+    figures["long prompts", "measured"] = bench.Overlap(measured, 0.5, 0.5)
+    return {"measure_overlap": _returns(figures)}
 
 
 def _hostile(bench: Any, attacked: float = 0.8, failed: int = 0, lag: float = 0.05) -> Patches:
     lags, refused = {"many logprobs": lag, "a file": 0.01}, ["status 500"] * failed
     return {
-        "run": _returns(
-            bench.Figures(
+        "run_attack": _returns(
+            bench.Attack(
                 0.3, attacked, ["lists to /tokenize"], 300, "a file", 2.0, refused, 0.001, lags
             )
         )
@@ -238,10 +241,10 @@ def _overload(
     bench: Any, other: int = 0, refusal: float = 50.0, itl: float = 15.0, late: float = 110.0
 ) -> Patches:
     memory = {"proxy": (100.0, 100.0, 500.0), "router": (100.0, late, 500.0)}
-    figures = bench.Figures(
+    figures = bench.Overload(
         9.0, 99, 9, 90, other, refusal, 300.0, 400.0, (1, 9), 10.0, 12.0, itl, memory
     )
-    return {"run": _returns(figures)}
+    return {"run_overload": _returns(figures)}
 
 
 def _chaos(
@@ -305,7 +308,7 @@ def _clock_jumps(
         "local_ray_cluster": nullcontext_of(),
         "running_application": nullcontext_of(),
     }
-    return {**patches, "_run": _returns_later(report)}
+    return {**patches, "_clocks": _returns_later(report)}
 
 
 def _soak(
@@ -362,7 +365,8 @@ def _autoscale(_bench: Any, failed: int = 0, different: int = 0, left: int = 0) 
 
 
 def _serving(bench: Any, ready: float = 25.0, added: float = 20.0, behind: float = 85.0) -> Patches:
-    return {"measure": _returns(bench.Figures(9.0, ready, added, [100.0] * 3, [behind] * 3, 5.0))}
+    found = bench.HttpCost(9.0, ready, added, [100.0] * 3, [behind] * 3, 5.0)
+    return {"measure_http": _returns(found)}
 
 
 def _peers(bench: Any, ratio: float = 1.0, missing: int = 0) -> Patches:
@@ -399,9 +403,8 @@ def _step_calls(bench: Any, growth: float = 1.0, share: float = 1.0) -> Patches:
         (4, bench.ON_LOOP): 1.0,
     }
     loop_ms[64, bench.ON_LOOP] = bench.MAX_GROWTH / bench.MAX_SHARE / share
-    return {
-        "run": _returns({case: bench.Figures(each, 1.0, 1.0) for case, each in loop_ms.items()})
-    }
+    figures = {case: bench.Calls(each, 1.0, 1.0) for case, each in loop_ms.items()}
+    return {"measure_calls": _returns(figures)}
 
 
 def _scale(
@@ -440,15 +443,12 @@ def _serve_memory(
     return {"measure": _returns(figures)}
 
 
-def _loading_gpu(_bench: Any, extra: int = 512) -> Patches:
-    import loading_gpu
-
+def _loading_gpu(bench: Any, extra: int = 512) -> Patches:
     rows = [("staged", 100), ("staged", extra), ("mapped", 9999)]
     figures = [
-        loading_gpu.Figures("x", "as stored", way, True, 10, 10, 1.0, mib * 2**20)
-        for way, mib in rows
+        bench.Figures("x", "as stored", way, True, 10, 10, 1.0, mib * 2**20) for way, mib in rows
     ]
-    return {"loading_gpu.run": _returns(figures), "torch.cuda.is_available": _returns(True)}
+    return {"measure_gpu": _returns(figures), "torch.cuda.is_available": _returns(True)}
 
 
 def _gpu(bench: Any, **states: str) -> Patches:
@@ -539,10 +539,10 @@ def _quantization(
 def _fp8_cache(
     bench: Any, attention: float = 0.05, logits: float = 0.05, agreement: float = 0.9
 ) -> Patches:
-    figures = bench.Quality(logits, 1.0, agreement, 64)
+    figures = bench.Quality(1.0, logits, 1.0, agreement, 64)
     found = {f"{dtype}, {kind}": figures for dtype, kind in bench.CACHES}
     texts = {"texts_of_demo": _returns([(1, 2, 3)])}
-    return {"attention_error": _returns(attention), "quality": _returns(found), **texts}
+    return {"attention_error": _returns(attention), "cache_quality": _returns(found), **texts}
 
 
 def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:
@@ -556,14 +556,16 @@ def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:
 
 
 CASES = {
-    "interactive": Case(_interactive, [{"ttft": 130.1}]),
+    "batch interactive": Case(_interactive, [{"ttft": 130.1}]),
     "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
-    "experts": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
-    "expert_kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
-    "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
-    "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
-    "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
-    "chaos": Case(
+    "experts actors": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
+    "experts kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
+    "scheduling overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
+    "overload bodies": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
+    "overload requests": Case(
+        _overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]
+    ),
+    "chaos faults": Case(
         _chaos,
         [
             *(
@@ -583,24 +585,24 @@ CASES = {
             ),
         ],
     ),
-    "clock_jumps": Case(
+    "chaos clocks": Case(
         _clock_jumps, [{"failed": 1}, {"different": 1}, {"recoveries": 1}, {"after": 0.979}]
     ),
     "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"close_calls": 1}, {"not_back": 1}]),
-    "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
-    "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
-    "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
+    "deployments rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
+    "deployments autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
+    "scheduling calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
-    "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
+    "serving http": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
-    "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
-    "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
+    "batch lines": Case(_batch, [{"growth": 64.1}]),
+    "batch kills": Case(_batch_kills, [{"different": 1}]),
     "serve_memory": Case(
         _serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]
     ),
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
-    "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
-    "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
+    "features invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
+    "serving apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
     "prefixes": Case(
         _prefixes,
         [
@@ -615,22 +617,22 @@ CASES = {
             *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
         ],
     ),
-    "async_scheduling": Case(
+    "features async-scheduling": Case(
         _async_scheduling,
         [{"one": 1.049}, {"many": 0.979}, {"ending": 0.979}, {"short": 0.979}, {"different": 1}],
     ),
-    "speculation": Case(
+    "features speculation": Case(
         _speculation,
         [
             *({"edit": 1.79}, {"random": 0.97}, {"many": 0.97}),
             *({"peer": 0.99}, {"different": 1}, {"missing": 1}),
         ],
     ),
-    "latent": Case(_latent, [{"ratio": 1.31}]),
-    "shared_experts": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
-    "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
-    "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
-    "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
+    "arithmetic latent": Case(_latent, [{"ratio": 1.31}]),
+    "experts shared": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
+    "arithmetic windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
+    "loading stages": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
+    "loading gpu": Case(_loading_gpu, [{"extra": 513}]),
     "gpu": Case(
         _gpu,
         [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}],
@@ -659,18 +661,18 @@ CASES = {
         ["--device", "cpu"],
         has_json=False,
     ),
-    "quantization": Case(
+    "quantization weights": Case(
         _quantization,
         [{"int8": 1.51}, {"fp8": 4.01}, {"bits": 1.002}, {"weights": 0.56}],
         ["--rounds", "0", "--text", "no such file"],
-        has_json=False,
     ),
-    "fp8_cache": Case(_fp8_cache, [{"attention": 0.051}, {"logits": 0.051}, {"agreement": 0.89}]),
-    "quantized_products": Case(
+    "quantization cache": Case(
+        _fp8_cache, [{"attention": 0.051}, {"logits": 0.051}, {"agreement": 0.89}]
+    ),
+    "products quantized": Case(
         _quantized_products,
         [{"factor": 1.011}, {"factor": float("nan")}],
         ["--tokens", "2", "--width", "32", "--rows", "32"],
-        has_json=False,
     ),
 }
 RUNS = [
@@ -683,9 +685,7 @@ RUNS = [
 
 @pytest.fixture(autouse=True)
 def _as_in_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of ``tests/bench`` can be imported, after those of ``tests/support`` (both have an
-    ``expert_kills``).
-    """
+    """Modules of ``tests/bench`` can be imported, after those of ``tests/support``."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(BENCH)])
 
 
@@ -717,8 +717,12 @@ def _status(main: Callable[[], int | None]) -> object:
         return ended.code
 
 
-def test_there_is_a_case_for_every_program_with_targets() -> None:
-    assert {name.split()[0] for name in CASES} | WITHOUT_TARGETS == PROGRAMS
+def test_there_is_a_case_for_every_part_with_targets() -> None:
+    names = set()
+    for name in PROGRAMS:
+        parts = {k for k, v in getattr(_load(name), "PARTS", {}).items() if isinstance(v, Part)}
+        names |= {f"{name} {part}" for part in parts} if len(parts) > 1 else {name}
+    assert CASES.keys() | WITHOUT_TARGETS == names
 
 
 @pytest.mark.parametrize(("name", "figures", "as_json"), RUNS)
@@ -733,7 +737,7 @@ def test_the_status_says_whether_all_targets_are_met(
     for attribute, value in case.patches(program, **figures).items():
         _patch(monkeypatch, program, attribute, value)
     as_json = as_json and case.has_json
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *case.flags, *["--json"] * as_json])
+    monkeypatch.setattr(sys, "argv", [*name.split(), *case.flags, *["--json"] * as_json])
     assert _status(program.main) == (1 if figures else 0)
     out = capsys.readouterr().out
     if as_json:
@@ -742,12 +746,12 @@ def test_the_status_says_whether_all_targets_are_met(
         assert all(verdicts) == (not figures)
 
 
-@pytest.mark.parametrize("name", ["chaos", "soak"])
+@pytest.mark.parametrize("name", ["chaos faults", "soak"])
 def test_tokens_that_have_to_be_equal_are_those_of_stages_that_have_to_be_batch_invariant(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is not required, it may be refused with no more than a warning."""
-    case, program, used = CASES[name], _load(name), list[dict[str, Any]]()
+    case, program, used = CASES[name], _load(name.split()[0]), list[dict[str, Any]]()
 
     def running_application(**settings: Any) -> Any:
         used.append(settings)
@@ -761,6 +765,6 @@ def test_tokens_that_have_to_be_equal_are_those_of_stages_that_have_to_be_batch_
     clusters = {"local_ray_cluster": nullcontext_of(), "running_application": running_application}
     for attribute, value in (patches | clusters).items():
         _patch(monkeypatch, program, attribute, value)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(sys, "argv", name.split())
     assert _status(program.main) == 0
     assert [settings.get("batch_invariant") for settings in used] == [True]

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.nightly
 
 BENCH = Path(__file__).parent / "bench"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
-# Programs that other ones run in an environment, to read what they print or write.
-PEERS = ("transformers", "vllm", "llamacpp", "prefixes", "engine", "smollm2")
-ANSWERING = {f"peer_{name}.py" for name in PEERS}
+# A program that other ones run in an environment, to read what it prints or writes.
+ANSWERING = {"peer_programs.py"}
 PROGRAMS = [
     name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING
 ]
+ENDS = ("conclude", "conclude_part", "exit_status")
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
 # A key of rows, a state and the heading of a table for the documents; an option of pip; an option
 # of guidellm.
@@ -172,9 +172,7 @@ def own_verdicts(source: str, kept: Sequence[str] = ()) -> list[str]:
 
 def _early_ends(main: ast.FunctionDef) -> Iterator[str]:
     last = main.body[-1]
-    if not _is_call(
-        last.value if isinstance(last, ast.Expr | ast.Return) else None, "conclude", "exit_status"
-    ):
+    if not _is_call(last.value if isinstance(last, ast.Expr | ast.Return) else None, *ENDS):
         yield f"line {last.lineno}: does not end with conclude, or return exit_status"
     for node in ast.walk(main):
         if isinstance(node, ast.Return) and node is not last and not _is_failure(node.value):
@@ -254,6 +252,7 @@ def test_a_planted_other_end_is_found(old: str, new: str) -> None:
     ("old", "new"),
     [
         ("    conclude([], data=x)\n", "    return exit_status([])\n"),
+        ("    conclude([], data=x)\n", "    conclude_part(__doc__, PARTS)\n"),
         ("    x = 1\n", "    if x:\n        return 2\n"),
         ("    x = 1\n", "    sys.exit('no GPU is available')\n"),
         ("    main()\n", "    sys.exit(main())\n"),

@@ -402,7 +402,7 @@ def flags_of_scripts(root: Path) -> set[str]:
     declared = {
         flag
         for path in scripts
-        for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)", _read(path))
+        for flag in re.findall(r"(?:add_argument\(\s*|[\s{])\"(--[\w-]+)\"[,:]", _read(path))
     }
     return declared | OF_OTHER_PROGRAMS
 

@@ -245,20 +245,19 @@ def test_shares_of_expert_products_are_of_the_same_wall(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCH.parent))
-    import expert_products
+    import products
 
     requested: list[int] = []
-    monkeypatch.setattr(expert_products, "copied_bytes", lambda _device: 12345)
+    monkeypatch.setattr(products, "copied_bytes", lambda _device: 12345)
     monkeypatch.setattr(
-        expert_products,
+        products,
         "memory_bandwidth",
         lambda _device, num_bytes: requested.append(num_bytes) or 10**12,
     )
-    monkeypatch.setattr(
-        sys, "argv", ["expert_products.py", "--cpu", "--dim", "64", "--hidden", "96", "--rows", "2"]
-    )
+    arguments = "experts --cpu --dim 64 --hidden 96 --rows 2"
+    monkeypatch.setattr(sys, "argv", ["products.py", *arguments.split()])
     with pytest.raises(SystemExit):
-        expert_products.main()
+        products.main()
     assert requested == [12345]
     assert "1.00 TB/s" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from free_ports import free_port
 from targets import exit_status
 
 from tramontane.cluster.cli.main import app
@@ -195,7 +196,7 @@ def test_a_row_that_does_not_hold_is_the_exit_status(
 def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
     """Nothing listens at this port: each stream says why, and none ends the others."""
     report = gpu_server.Report(None, True, False)
-    report.url = f"http://127.0.0.1:{gpu_server.free_port()}"
+    report.url = f"http://127.0.0.1:{free_port()}"
     gpu_server.load(report, "load", 3)
     (row,) = report.rows
     assert (row["failed"], row["out_per_s"], row["token_ms"], row["holds"]) == (

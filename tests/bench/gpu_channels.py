@@ -9,7 +9,6 @@ after the other, as stages send them: ``us`` is the time of the whole stream div
 number, the median of some streams. All numbers that arrive are compared.
 """
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from bench_parts import gpu_parser
 from targets import at_most, exit_status
 from torch import Tensor
 
@@ -117,13 +117,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = gpu_parser(__doc__).parse_args()
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

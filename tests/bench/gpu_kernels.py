@@ -9,7 +9,6 @@ medians. ``tb_per_s`` counts the bytes that have to be read once. ``profile`` ad
 steps, ``host`` the Python functions of decode steps.
 """
 
-import argparse
 import cProfile
 import json
 import pstats
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from bench_parts import gpu_parser
 from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, StepTimes, running, shrunk
 from targets import exit_status
 from torch import Tensor
@@ -430,13 +430,8 @@ JOBS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_parser(__doc__)
     parser.add_argument("job", choices=JOBS)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with torch.inference_mode():
         JOBS[options.job](Rows(options.device, options.small, options.json))

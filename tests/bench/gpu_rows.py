@@ -26,9 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_checks import Check, logits_check, mask_checks, pieces_check, replay_check, sanitizer_check
-from gpu_invariance import invariance_checks, invariance_cost
-from gpu_peers import against_mistral_inference, against_transformers
-from gpu_pipeline import stages_on_one_gpu
+from gpu_comparisons import (
+    against_mistral_inference,
+    against_transformers,
+    invariance_checks,
+    invariance_cost,
+    stages_on_one_gpu,
+)
 from gpu_speed import (
     Figure,
     Size,

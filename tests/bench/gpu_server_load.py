@@ -1,4 +1,5 @@
-"""Streams against a server: when their tokens come and which, for ``gpu_server.py``.
+"""A server, what is reported of it, and streams against it: when their tokens come and which, for
+``gpu_server.py``.
 
 Times are in seconds. Prompts are random token ids, so that no tokenizer is needed and lengths are
 exact.
@@ -7,13 +8,23 @@ exact.
 import asyncio
 import json
 import random
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
+from free_ports import free_port
+from gpu import end_children
+from targets import Target, at_most
 
 Sampling = dict[str, Any]
 Prompt = list[int]
@@ -22,6 +33,11 @@ SAMPLED: Sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
 FIRST_ID = 3  # lower ones are control tokens
 SILENCE_S = 180.0  # after which a stream has failed
 EVENT = b"data: {"
+TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
+TEMPORARY = Path(tempfile.gettempdir())
+STAGE_TITLE = "ray::StageActor"
+LINE_LENGTH = 600  # characters of a line of the server that a report has
+STOP_S, QUERY_S = 20, 10
 
 
 @dataclass
@@ -212,3 +228,116 @@ def _first_difference(x: Prompt, y: Prompt) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y))
     )
+
+
+class Report:
+    """The rows of one part, saved after each, and its ``targets``: that nothing went wrong."""
+
+    def __init__(self, file: Path | None, small: bool, is_on_gpu: bool) -> None:
+        self._file, self._began = file, time.monotonic()
+        self.small, self.is_on_gpu = small, is_on_gpu
+        self.url = ""  # of the server
+        self.rows: list[dict[str, Any]] = []
+        self.targets: list[Target] = []
+        # of checkpoints, and of tokens to compare with
+        self.folder = file.parent if small and file is not None else TEMPORARY
+        self.tokens = self.folder / "gpu_server_tokens.json"
+
+    def add(self, what: str, **row: object) -> None:
+        self.rows.append({"what": what, "at_s": round(time.monotonic() - self._began, 1), **row})
+        print(self.rows[-1], flush=True)
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.rows, indent=1))
+
+    def check(self, what: str, wrong: int, **row: object) -> None:
+        """Add a row that holds if nothing was wrong."""
+        self.targets.append(target := at_most(f"{what}, wrong", wrong, 0))
+        self.add(what, **row, wanted=target.wanted, holds=target.is_met)
+
+    def prompts(self, number: int, length: int, seed: int) -> list[Prompt]:
+        return random_prompts(number, length, seed, 900 if self.small else 30_000)
+
+    def of_size(self, real: int, small: int) -> int:
+        return small if self.small else real
+
+
+@contextmanager
+def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
+    """Run a server. Its row has the seconds until it was ready, the times of its progress lines,
+    and the GPU's memory.
+    """
+    ports = ("--port", str(free_port()), "--grpc-port", str(free_port()))
+    command = [*TRAMONTANE, "serve", "--json", *ports, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        lines = _lines_until_ready(process)
+        report.url = json.loads(lines[-1][1])["url"]
+        report.add(
+            "ready",
+            seconds=lines[-1][0],
+            flags=" ".join(flags),
+            progress=lines[:-1],
+            gpu=gpu_memory(),
+        )
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        end_children(process.pid)
+        process.kill()
+        process.wait()
+
+
+def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, str]]:
+    """Return the lines with their seconds; a thread prints those that follow. RuntimeError if the
+    process ends.
+    """
+    began, lines, is_over = time.monotonic(), list[tuple[float, str]](), threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                after = round(time.monotonic() - began, 1)
+                print(f"[serve {after:6.1f}] {line.rstrip()[:LINE_LENGTH]}", flush=True)
+                if not is_over.is_set():
+                    lines.append((after, line.rstrip()[:LINE_LENGTH]))
+                if '"ready_after_s"' in line:
+                    is_over.set()
+        is_over.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    is_over.wait()
+    if not lines or '"ready_after_s"' not in lines[-1][1]:
+        raise RuntimeError(f"serve has ended: {lines[-3:]}")
+    return lines
+
+
+def stage_pids(server: psutil.Process) -> list[int]:
+    return sorted(
+        each.pid for each in server.children(recursive=True) if _title(each).startswith(STAGE_TITLE)
+    )
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def gpu_memory() -> str:
+    """Return the GPU's memory in MiB, used and total, and of each process where the driver says it;
+    "" without a GPU.
+    """
+    query = ("nvidia-smi", "--format=csv,noheader,nounits")
+    fields = ("--query-gpu=memory.used,memory.total", "--query-compute-apps=pid,used_memory")
+    with suppress(OSError, subprocess.SubprocessError):
+        found = [
+            subprocess.run(
+                [*query, each], capture_output=True, text=True, timeout=QUERY_S, check=True
+            )
+            for each in fields
+        ]
+        return "; ".join(each.stdout.strip() for each in found)
+    return ""

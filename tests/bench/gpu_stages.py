@@ -9,7 +9,6 @@ micro-batches, one for each stage: then a token of every sequence takes four ste
 reads all weights. A group's next step is sent when its last one's tokens are known.
 """
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from bench_parts import gpu_parser
 from gpu_speed import PREFILL_BUDGET, Size
 from gpu_stage import GIB, MISTRAL_7B, Runner, packed
 from targets import at_least, exit_status
@@ -178,13 +178,7 @@ def tokens_per_s(size: Size, num_stages: int, *groups: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = gpu_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     size = Size(options.device, options.small)
     (alone,) = tokens_per_s(size, 1, 1)

@@ -6,7 +6,6 @@ stage loads.
 Rows are as in ``gpu_kernels.py``. On a CPU nothing is timed.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from bench_parts import gpu_parser
 from gpu_kernels import OUT_OF_CACHE, Rows
 from targets import exit_status
 from torch.nn import functional as F
@@ -94,13 +94,8 @@ JOBS = {"decode": decode, "gemv": gemv}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_parser(__doc__)
     parser.add_argument("job", choices=JOBS)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "cuda":
         with torch.inference_mode():

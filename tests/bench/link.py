@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import ray
+from bench_parts import Part, Report, conclude_part, medians, table_of
 from ray.actor import ActorHandle
 from ray.cluster_utils import Cluster
-from rich.table import Table
-from targets import Target, at_most, conclude
+from targets import Target, at_most
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
@@ -205,7 +205,7 @@ def run(num_steps: int, num_rounds: int) -> dict[tuple[str, str], Figures]:
                     found[size, way].append(figures)
             _check_ways(stages, set(CLUSTERS[limit]))
     return {
-        (size, way): _median(found[size, way])
+        (size, way): medians(found[size, way])
         for size in SIZES
         for way in ("inline", "plasma", "direct")
     }
@@ -215,13 +215,6 @@ def _check_ways(stages: list["ActorHandle[Any]"], ways: set[str]) -> None:
     health = ray.get([stage.health.remote() for stage in stages])
     assert health[0].sent.keys() == ways, health[0].sent
     assert len({each.node_id for each in health}) == STAGES, "each has an object store of its own"
-
-
-def _median(figures: list[Figures]) -> Figures:
-    return Figures(
-        statistics.median(f.hop_ms for f in figures),
-        statistics.median(f.interval_ms for f in figures),
-    )
 
 
 def targets(figures: dict[tuple[str, str], Figures]) -> list[Target]:
@@ -239,22 +232,20 @@ def targets(figures: dict[tuple[str, str], Figures]) -> list[Target]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def link(options: argparse.Namespace) -> Report:
     figures = run(options.steps, options.rounds)
-    table = Table(title=f"{STAGES} stages of {COMPUTE_S * 1000:.0f} ms; in ms")
-    for name in ("hidden states", "way", "hop", "interval"):
-        table.add_column(name, justify="right")
-    for (size, way), f in figures.items():
-        table.add_row(size, way, f"{f.hop_ms:.2f}", f"{f.interval_ms:.2f}")
-    rows = [{"size": size, "way": way} | asdict(f) for (size, way), f in figures.items()]
-    conclude(targets(figures), table, data={"rows": rows}, as_json=options.json)
+    title = f"{STAGES} stages of {COMPUTE_S * 1000:.0f} ms; in ms"
+    rows = [(*case, f"{f.hop_ms:.2f}", f"{f.interval_ms:.2f}") for case, f in figures.items()]
+    table = table_of(("hidden states", "way", "hop", "interval"), rows, title)
+    data = [{"size": size, "way": way} | asdict(f) for (size, way), f in figures.items()]
+    return Report(targets(figures), [table], {"rows": data})
+
+
+PARTS = {"link": Part(link, {"--steps": 200, "--rounds": 3})}
+
+
+def main() -> None:
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

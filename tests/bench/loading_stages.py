@@ -1,14 +1,6 @@
-"""Time that a stage takes to load, bytes that it reads and memory that it needs, relative to the
-bytes of its weights.
+"""Stage actors that measure themselves while they load a checkpoint, for ``loading.py``."""
 
-A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is
-loaded by stage actors over Ray: in its own dtype, converted to float16, in float32 with matrices in
-their own dtype, in int8, and with random weights instead. It is evicted from the page cache before,
-so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``, which includes mapped pages).
-Memory is the peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` +
-``RssFile`` (with mapped files), less the value before.
-"""
-
+import sys
 import tempfile
 import threading
 import time
@@ -17,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import page_cache
 import ray
-from disk import evict_page_cache, read_from_disk, write_model
-from rich.console import Console
+from bench_parts import say, table_of
+from page_cache import evict_page_cache, read_from_disk, write_model
 from rich.table import Table
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
@@ -39,7 +32,6 @@ READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
 # buffers are a larger share of a stage of half a GiB, as with int8 here, than of seven GiB
 ALWAYS_ALLOWED = 128 * 2**20
 SAMPLE_EVERY_S = 0.002
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,7 @@ def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
 def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
     with tempfile.TemporaryDirectory(prefix="tramontane-bench-") as home:
         folder = Path(home) / "model"
-        console.print("writing a random checkpoint ...")
+        say("writing a random checkpoint")
         write_model(folder, num_layers, Layout.HUGGING_FACE)
         args = read_model_args(folder)
         cases: dict[str, tuple[str, Quantization | None, WeightSource]] = {
@@ -162,7 +154,9 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
             "dummy": (args.dtype, None, RandomWeights()),
             "dummy in int8": (args.dtype, Quantization.INT8, RandomWeights()),
         }
-        console.print("loading it ...")
+        say("loading it")
+        for module in (sys.modules[__name__], page_cache):  # actors cannot import benchmarks
+            ray.cloudpickle.register_pickle_by_value(module)
         with local_ray_cluster(num_cpus=num_stages):
             return {
                 name: measure(plan_for(args, num_stages, dtype, quantize), weights)
@@ -171,19 +165,14 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
 
 
 def table(figures: dict[str, list[Figures]]) -> Table:
-    table = Table(
-        "loaded", "stage", "seconds", "MiB", "requested", "from disk", "peak, own", "with files"
-    )
-    for name, stages in figures.items():
-        for number, f in enumerate(stages, start=1):
-            read = (f"{n / f.stored:.3f}" for n in (f.requested, f.from_disk))
-            peaks = (f"{n / f.weights:.3f}" for n in (f.peak_own, f.peak_with_files))
-            table.add_row(
-                name,
-                f"{number}/{len(stages)}",
-                f"{f.seconds:.1f}",
-                f"{f.weights / 2**20:.0f}",
-                *read,
-                *peaks,
-            )
-    return table
+    columns = ("loaded", "stage", "seconds", "MiB", "requested", "from disk", "peak, own")
+    rows = [
+        (
+            *(name, f"{number}/{len(stages)}", f"{f.seconds:.1f}", f"{f.weights / 2**20:.0f}"),
+            *(f"{read / f.stored:.3f}" for read in (f.requested, f.from_disk)),
+            *(f"{peak / f.weights:.3f}" for peak in (f.peak_own, f.peak_with_files)),
+        )
+        for name, stages in figures.items()
+        for number, f in enumerate(stages, start=1)
+    ]
+    return table_of((*columns, "with files"), rows)

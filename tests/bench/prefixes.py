@@ -22,12 +22,8 @@ but for its last page, the time in which its first micro-batch is made, as the f
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -38,19 +34,32 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
-from engines import our_engine
+from bench_parts import (
+    CACHE,
+    Part,
+    ProgramError,
+    Report,
+    answer_of,
+    conclude_part,
+    in_rounds,
+    say,
+    table_of,
+)
 from free_ports import free_port
 from model_135m import LAYERS, MODEL_135M
-from peer_environments import PeerMissingError, environment
-from peers import DTYPE, ENVIRONMENT, HERE, TRAMONTANE
-from rich.console import Console
-from rich.table import Table
-from targets import Target, at_least, at_most, conclude, none_of
+from peer_environments import (
+    VARIABLES,
+    PeerMissingError,
+    environment,
+    our_engine,
+    peer_command,
+)
+from peers import DTYPE, checkpoint, systems_of
+from serve_process import running_server
+from targets import Target, at_least, at_most, none_of
 
-from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.llm import LLM, SamplingParams
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams as Sampling
 from tramontane.proto.step import StepResult
@@ -58,7 +67,6 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 TURNS, QUESTION, ANSWER = 8, 256, 256
 NUM_REQUESTS, SYSTEM, OWN, OUTPUT = 64, 1024, 128, 64
@@ -86,26 +94,21 @@ class Bench:
     work.
     """
 
-    def __init__(self, cache: Path, console: Console) -> None:
-        self._cache, self._console = cache, console
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
         self.seconds: Seconds = defaultdict(lambda: defaultdict(list))
         self.hits: dict[str, float] = {}
         self.about: dict[str, str] = {}
         self.missing: dict[str, str] = {}
 
     def run(self, rounds: int, peers: list[str]) -> None:
-        folders = {name: checkpoint(self._cache, name) for name in MODELS}
-        for number in range(rounds):
-            systems = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
-            for name, folder in folders.items():
-                for system in systems:
-                    self._console.print(
-                        f"round {number + 1} of {rounds}: {name}, {system} ...", style="dim"
-                    )
-                    self._ours(name, folder, system, number)
-            for peer in peers:
-                self._console.print(f"round {number + 1} of {rounds}: {peer} ...", style="dim")
-                self._peer(peer, folders["SmolLM2-135M"], number)
+        folders = {name: checkpoint(self._cache, name, args) for name, args in MODELS.items()}
+        for number, name in in_rounds(rounds, [*MODELS, *peers]):
+            if name in peers:
+                self._peer(name, folders["SmolLM2-135M"], number)
+            else:
+                for system in [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]:
+                    self._ours(name, folders[name], system, number)
         self._requests(folders["SmolLM2-135M"], rounds)
 
     def _requests(self, folder: Path, rounds: int) -> None:
@@ -116,11 +119,8 @@ class Bench:
         ):
             engines = {WITH: caching, WITHOUT: other}
             for number in range(-1, 3 * rounds):
+                say(f"round {number + 1} of {3 * rounds}: requests at once")
                 for system in list(engines) if number % 2 else reversed(engines):
-                    self._console.print(
-                        f"round {number + 1} of {3 * rounds}: requests at once, {system} ...",
-                        style="dim",
-                    )
                     apart_s, _ = engines[system].run(*requests(0, 3000 + number))
                     if number >= 0:
                         self.seconds[APART][system].append(apart_s)
@@ -145,44 +145,14 @@ class Bench:
                 self.hits[work] = share
 
     def _peer(self, peer: str, folder: Path, number: int) -> None:
+        work = {"turns": TURNS, "question": QUESTION, "answer": ANSWER, "seed": number}
+        engine = {"model": folder, "dtype": DTYPE, "settings": {"max_model_len": 8192}}
         try:
             python = environment(peer, self._cache / peer)
-        except PeerMissingError as error:
+            answer = answer_of(peer_command(python, "chat", peer, **work, **engine), **VARIABLES)
+        except (PeerMissingError, ProgramError) as error:
             self.missing[peer] = str(error)
             return
-        gguf = folder / "model-bf16.gguf"
-        if peer == "llama.cpp" and not gguf.exists():
-            (source,) = (self._cache / peer).glob("llama_cpp_python-*/vendor/llama.cpp")
-            convert = [
-                python,
-                source / "convert_hf_to_gguf.py",
-                folder,
-                "--outtype",
-                "bf16",
-                "--outfile",
-                gguf,
-            ]
-            subprocess.run(convert, check=True, stdout=sys.stderr)
-        flags = {"system": peer, "model": folder, "gguf": gguf, "dtype": DTYPE, "seed": number}
-        flags |= {"turns": TURNS, "question": QUESTION, "answer": ANSWER}
-        command = [
-            python,
-            HERE / "peer_prefixes.py",
-            *(each for name, value in flags.items() for each in (f"--{name}", value)),
-        ]
-        run = subprocess.run(
-            list(map(str, command)),
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | ENVIRONMENT,
-        )
-        if run.returncode:
-            self.missing[peer] = (
-                f"exited with status {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
-            )
-            return
-        answer = json.loads(run.stdout.strip().splitlines()[-1])
         self.about[peer] = answer["about"]
         self.seconds[CHAT][peer].append(answer["seconds"])
 
@@ -190,15 +160,6 @@ class Bench:
         """Return the median of the rounds' ratios of seconds; NaN if there is none."""
         pairs = zip(self.seconds[work][system], self.seconds[work][against], strict=False)
         return statistics.median([own / other for own, other in pairs] or [float("nan")])
-
-
-def checkpoint(cache: Path, name: str) -> Path:
-    """Return the folder of a random model with the demo model's tokenizer, made at first use."""
-    folder = cache / name
-    if not folder.exists():
-        write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
-        shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
-    return folder
 
 
 def chat(llm: LLM, turns: int, seed: int) -> tuple[float, float]:
@@ -263,30 +224,11 @@ async def _hit_of_chats(replicas: int) -> float:
     """Return the share for 24 chats of four turns, of which six go on at a time, in the order of a
     fixed shuffle.
     """
-    port = str(free_port())
-    command = [
-        *TRAMONTANE,
-        "serve",
-        "--port",
-        port,
-        "--grpc-port",
-        "0",
-        "--stages",
-        "1",
-        "--threads-per-stage",
-        "1",
-    ]
-    command += ["--replicas", str(replicas), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-        try:
-            assert server.stdout is not None
-            server.stdout.readline()  # it is ready
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", timeout=120
-            ) as client:
-                return await _hit(client)
-        finally:
-            server.terminate()
+    port = free_port()
+    flags = f"--stages 1 --threads-per-stage 1 --replicas {replicas}"
+    with running_server(port, *flags.split()):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            return await _hit(client)
 
 
 async def _hit(client: httpx.AsyncClient) -> float:
@@ -348,49 +290,48 @@ def targets(bench: Bench, lookup: float, hits: dict[int, float]) -> list[Target]
     ]
 
 
-def show(bench: Bench) -> Table:
-    table = Table("work", "system", "seconds of each round", "cached, last turn")
-    for work, systems in bench.seconds.items():
-        for system, seconds in systems.items():
-            hit = f"{bench.hits[work]:.2f}" if system == WITH and work in bench.hits else ""
-            table.add_row(work, system, " ".join(f"{each:.2f}" for each in seconds), hit)
-    return table
+def prefixes(options: argparse.Namespace) -> Report:
+    bench = Bench(options.cache.resolve())
+    lookup, hits = lookup_ms(), pipelines_hit()
+    bench.run(options.rounds, options.only)
+    rows = [
+        (
+            work,
+            system,
+            " ".join(f"{each:.2f}" for each in seconds),
+            f"{bench.hits[work]:.2f}" if system == WITH and work in bench.hits else "",
+        )
+        for work, systems in bench.seconds.items()
+        for system, seconds in systems.items()
+    ]
+    table = table_of(("work", "system", "seconds of each round", "cached, last turn"), rows)
+    data = {"seconds": bench.seconds, "hits": bench.hits, "lookup_ms": lookup, "pipelines": hits}
+    return Report(
+        targets(bench, lookup, hits),
+        [table, *systems_of(bench.about, bench.missing)],
+        data | {"about": bench.about},
+    )
+
+
+PARTS = {
+    "prefixes": Part(
+        prefixes,
+        {
+            "--rounds": 3,
+            "--only": {
+                "nargs": "*",
+                "choices": PEERS,
+                "default": list(PEERS),
+                "help": "peers to run; without names none",
+            },
+            "--cache": CACHE,
+        },
+    )
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        choices=PEERS,
-        default=list(PEERS),
-        help="peers to run; without names none",
-    )
-    parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
-    parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
-    options = parser.parse_args()
-    console = Console(stderr=True, highlight=False)
-    bench = Bench(options.cache.resolve(), console)
-    lookup, hits = lookup_ms(), pipelines_hit()
-    bench.run(options.rounds, options.only)
-    data = {"seconds": bench.seconds, "hits": bench.hits, "lookup_ms": lookup, "pipelines": hits}
-    about = [
-        f"{name}: {text}"
-        for name, text in (
-            *bench.about.items(),
-            *((f"MISSING {n}", t) for n, t in bench.missing.items()),
-        )
-    ]
-    conclude(
-        targets(bench, lookup, hits),
-        show(bench),
-        *about,
-        data=data | {"about": bench.about},
-        as_json=options.json,
-    )
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

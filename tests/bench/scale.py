@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack, aclosing, suppress
@@ -28,13 +29,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import psutil
+from bench_parts import Part, Report, conclude_part, console, numbers, say, table_of
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from serve_cluster import PORT, start_serve, wait_until_ready
-from targets import Target, at_least, at_most, conclude, none_of
+from serve_cluster import PORT, jobs_in, start_serve, wait_until_ready
+from serve_process import TITLES, by_title, send_completion
+from targets import Target, at_least, at_most, none_of
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import model_checkpoint_digest
@@ -51,11 +52,6 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.weights.checkpoint import short_digest
 
-TITLES = {
-    "ingress": f"ray::ServeReplica:{APPLICATION}:Ingress",
-    "router": f"ray::ServeReplica:{APPLICATION}:Router",
-    "proxy": "ray::ProxyActor",
-}
 # the writes of each ingress are the same on every machine
 CONTEXT, VOCAB, WRITES_PER_S = 1024, 2**17, 100
 OPENING_AT_ONCE = 64  # streams that have no token yet
@@ -170,14 +166,8 @@ async def stream(prompt: str, opened: asyncio.Event, failures: list[str]) -> Non
         "ignore_eos": True,
         "stream": True,
     }
-    data = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length:"
-        f" {len(data)}\r\nConnection: close\r\n\r\n"
-    )
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        writer.write(head.encode() + data)
+        reader, writer = await send_completion(PORT, body)
         first = await reader.readuntil(b"data: ")
         if b" 200 " not in first.split(b"\r\n")[0]:
             failures.append(first.decode())
@@ -215,14 +205,7 @@ async def open_streams(
 
 def cpu_seconds() -> dict[str, float]:
     """Return the CPU time so far of the processes of each kind."""
-    found = dict.fromkeys(TITLES, 0.0)
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            title, times = " ".join(process.cmdline()), process.cpu_times()
-            for name, start in TITLES.items():
-                if title.startswith(start):
-                    found[name] += times.user + times.system
-    return found
+    return by_title(psutil.Process(), lambda process: sum(process.cpu_times()[:2]))
 
 
 def json_seconds() -> float:
@@ -259,7 +242,7 @@ async def measure(
     try:
         await asyncio.sleep(2.0)
         before, cpu, began = await tokens_so_far(), cpu_seconds(), time.perf_counter()
-        progress.console.print("measuring ...", style="dim")
+        say("measuring")
         task = progress.add_task("measuring", total=seconds)
         for _ in range(int(seconds)):
             await asyncio.sleep(1.0)
@@ -304,71 +287,29 @@ def deploy(
     wait_until_ready()
 
 
-def run(options: argparse.Namespace, folder: str) -> list[Run]:
-    runs = []
-    settings = {
-        "jobs_database": f"sqlite:///{folder}/jobs.sqlite",
-        "jobs_storage": folder,
-        "stream_writes_per_s": WRITES_PER_S,
-    }
-    config = EngineConfig.build(
-        None, settings | {"replicas": max(options.routers), "max_num_seqs": options.streams}
-    )
-    console = Console(stderr=True, highlight=False)
-    for routers in options.routers:
-        processes = min(routers, options.processes)
-        with ExitStack() as stack:
-            stack.enter_context(local_ray_cluster(num_cpus=4))
-            stack.callback(serve.shutdown)
-            progress = stack.enter_context(
-                Progress(console=console, transient=True, disable=not console.is_terminal)
-            )
-            console.print(f"{routers} routers in {processes} processes ...", style="dim")
-            start_serve(PORT, 0)
-            deploy(
-                config,
-                routers,
-                processes,
-                options.ingresses,
-                options.step_ms / 1000,
-                options.streams,
-            )
-            figures = (
-                routers,
-                processes,
-                options.streams,
-                options.seconds,
-                options.step_ms / 1000,
-                progress,
-            )
-            runs.append(asyncio.run(measure(*figures)))
+def run(options: argparse.Namespace) -> list[Run]:
+    runs, step_s = [], options.step_ms / 1000
+    with tempfile.TemporaryDirectory() as folder:
+        settings = jobs_in(folder) | {
+            "stream_writes_per_s": WRITES_PER_S,
+            "replicas": max(options.routers),
+            "max_num_seqs": options.streams,
+        }
+        config = EngineConfig.build(None, settings)
+        for routers in options.routers:
+            processes = min(routers, options.processes)
+            with ExitStack() as stack:
+                stack.enter_context(local_ray_cluster(num_cpus=4))
+                stack.callback(serve.shutdown)
+                progress = stack.enter_context(
+                    Progress(console=console, transient=True, disable=not console.is_terminal)
+                )
+                say(f"{routers} routers in {processes} processes")
+                start_serve(PORT, 0)
+                deploy(config, routers, processes, options.ingresses, step_s, options.streams)
+                figures = (options.streams, options.seconds, step_s, progress)
+                runs.append(asyncio.run(measure(routers, processes, *figures)))
     return runs
-
-
-def table_of(runs: Sequence[Run]) -> Table:
-    table = Table(
-        "routers",
-        "processes",
-        "streams",
-        "tokens/s",
-        *(f"{name}, CPU ms" for name in TITLES),
-        "in JSON times",
-    )
-    for each in runs:
-        cpu = (f"{1000 * each.cpu_s[name]:.1f}" for name in TITLES)
-        row = (
-            each.routers,
-            each.processes,
-            each.streams,
-            f"{each.tokens_per_s:,.0f}",
-            *cpu,
-            f"{each.cost:.1f}",
-        )
-        table.add_row(*map(str, row))
-    table.caption = (
-        "CPU ms per 1,000 tokens; JSON times: of ingress and router together, see --help"
-    )
-    return table
 
 
 def targets(runs: Sequence[Run]) -> list[Target]:
@@ -386,38 +327,48 @@ def targets(runs: Sequence[Run]) -> list[Target]:
     ]
 
 
-def main() -> None:
-    import tempfile
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--routers",
-        type=lambda text: [int(each) for each in text.split(",")],
-        default=[1, 4, 16, 64],
-    )
-    parser.add_argument("--processes", type=int, default=8, help="of routers, at most")
-    parser.add_argument("--ingresses", type=int, default=4)
-    parser.add_argument("--streams", type=int, default=2000)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--step-ms", type=float, default=125)
-    parser.add_argument(
-        "--quick", action="store_true", help="a check: 1 and 8 routers, 100 streams, 4 seconds"
-    )
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def scale(options: argparse.Namespace) -> Report:
     if options.quick:
-        options.routers, options.streams, options.seconds = [1, 8], 100, 4
+        options.routers, options.streams, options.seconds = [1, 8], 100, 4.0
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    with tempfile.TemporaryDirectory() as folder:
-        runs = run(options, folder)
-    conclude(
+    runs = run(options)
+    columns = ("routers", "processes", "streams", "tokens/s")
+    rows = [
+        (
+            *(each.routers, each.processes, each.streams, f"{each.tokens_per_s:,.0f}"),
+            *(f"{1000 * each.cpu_s[name]:.1f}" for name in TITLES),
+            f"{each.cost:.1f}",
+        )
+        for each in runs
+    ]
+    cpu = (f"{name}, CPU ms" for name in TITLES)
+    about = "CPU ms per 1,000 tokens; JSON times: of ingress and router together, see --help"
+    return Report(
         targets(runs),
-        table_of(runs),
-        data={"rows": [asdict(each) for each in runs]},
-        as_json=options.json,
+        [table_of((*columns, *cpu, "in JSON times"), rows), about],
+        {"rows": [asdict(each) for each in runs]},
     )
+
+
+QUICK = "a check: 1 and 8 routers, 100 streams, 4 seconds"
+PARTS = {
+    "scale": Part(
+        scale,
+        {
+            "--routers": {"type": numbers, "default": [1, 4, 16, 64]},
+            "--processes": {"default": 8, "help": "of routers, at most"},
+            "--ingresses": 4,
+            "--streams": 2000,
+            "--seconds": 20.0,
+            "--step-ms": 125.0,
+            "--quick": {"default": False, "help": QUICK},
+        },
+    )
+}
+
+
+def main() -> None:
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,13 @@ as far as their pages were in use at one time.
 
 import argparse
 import asyncio
-import json
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 import psutil
+from bench_parts import Part, Report, conclude_part, say, table_of
 from model_135m import MODEL_135M
-from rich.console import Console
 from rich.table import Table
-from targets import Target, at_least, at_most, conclude
+from serve_process import starting_server, when_ready
+from targets import Target, at_least, at_most
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.planning.hardware import probe_local
@@ -46,7 +45,6 @@ from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
-BIN = Path(sys.executable).parent
 PORT = 8767
 EMPTY = replace(
     MODEL_135M,
@@ -63,11 +61,10 @@ MAX_MORE_GB, MAX_DIFFERENCE, MIN_USED = 1.5, 0.02, 0.98
 SAMPLE_EVERY_S, IDLE_S = 0.5, 15.0
 GB, MB = 1e9, 1e6
 # command lines; others are Ray's own
-OURS = re.compile(r"^ray::(?!IDLE|DashboardAgent|RuntimeEnvAgent)|tramontane\S* serve\b")
+OURS = re.compile(r"^ray::(?!IDLE|DashboardAgent|RuntimeEnvAgent)|main\(\) serve\b")
 PER_ROUND = 1024  # tokens of prompts in the time of a decode: 512 in each of two micro-batches
 BASE_SLOTS = 4
 STAGE = "StageActor"
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +164,7 @@ def pss(pid: int) -> int:
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Samples]:
     """Serve a model, sampled from the start, while the block runs."""
-    command = [
-        BIN / "tramontane",
-        "serve",
-        "--port",
-        str(PORT),
-        "--grpc-port",
-        "0",
-        "--json",
-        "--model",
-        folder,
-        *options,
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+    with starting_server(PORT, "--model", str(folder), *options) as server:
         samples, stopped = Samples(psutil.Process(server.pid)), threading.Event()
 
         def watch() -> None:
@@ -189,13 +174,11 @@ def serving(folder: Path, *options: str) -> Iterator[Samples]:
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            assert server.stdout is not None
-            json.loads(server.stdout.readline())
+            when_ready(server)
             yield samples
         finally:
             stopped.set()
             thread.join()
-            server.terminate()
 
 
 def plan_of(args: ModelArgs, folder: Path, *options: str) -> PipelinePlan:
@@ -248,23 +231,23 @@ async def fill(length: int, slots: int, vocab_size: int) -> float:
 def measure(length: int, slots: int) -> Figures:
     with tempfile.TemporaryDirectory(prefix="tramontane-bench-") as home:
         folder, empty = Path(home) / "model", Path(home) / "empty"
-        console.print("writing a random model ...")
+        say("writing a random model")
         write_random_checkpoint(folder, MODEL_135M, Layout.HUGGING_FACE)
         write_random_checkpoint(empty, EMPTY, Layout.HUGGING_FACE)
-        console.print("an idle server ...")
+        say("an idle server")
         with serving(folder) as idle:
             time.sleep(IDLE_S)
         options = ("--max-model-len", str(length), "--max-num-seqs", str(slots))
-        console.print("stages of a model with hardly any weights ...")
+        say("stages of a model with hardly any weights")
         with serving(empty, "--max-num-seqs", str(BASE_SLOTS)) as small:
             asyncio.run(fill(length, BASE_SLOTS, EMPTY.vocab_size))
-        console.print(f"{slots} sequences of {length} positions ...")
+        say(f"{slots} sequences of {length} positions")
         plan = plan_of(MODEL_135M, folder, *options)
         began = time.perf_counter()
         with serving(folder, *options) as full:
             used = asyncio.run(fill(length, slots, MODEL_135M.vocab_size))
             time.sleep(2 * SAMPLE_EVERY_S)
-        console.print(f"... took {time.perf_counter() - began:.0f} s", style="dim")
+        say(f"that took {time.perf_counter() - began:.0f} s")
         # Which process is which stage cannot be seen from outside; the larger one is of the larger
         # plan.
         planned = sorted(
@@ -276,27 +259,25 @@ def measure(length: int, slots: int) -> Figures:
         )
 
 
-def table_of(figures: Figures) -> Table:
-    table = Table(
-        "process",
-        "idle, MB",
-        "all places used, MB",
-        "without a model, MB",
-        "planned, MB",
-        "as far as used, MB",
-    )
-    for role, size in sorted(figures.idle.items(), key=lambda each: -each[1]):
-        table.add_row(role, f"{size / MB:.0f}")
-    table.add_row("sum of these at its peak", f"{figures.idle_peak / MB:.0f}")
-    table.add_row("sum of these, settled", f"{figures.settled / MB:.0f}")
-    for role, size in sorted(figures.rays_own.items(), key=lambda each: -each[1]):
-        table.add_row(f"Ray's own: {role}", f"{size / MB:.0f}")
-    for sizes in zip(
-        figures.full, figures.bases, map(sum, figures.planned), figures.wanted, strict=True
-    ):
-        table.add_row("stage", "", *(f"{size / MB:.0f}" for size in sizes))
-    table.add_row("share of the pages in use", "", f"{figures.used:.1%}")
-    return table
+def tables(figures: Figures) -> list[Table]:
+    def mb(sizes: Iterable[float]) -> list[str]:
+        return [f"{size / MB:.0f}" for size in sizes]
+
+    def largest_first(sizes: dict[str, int], name: str = "") -> list[tuple[str, ...]]:
+        found = sorted(sizes.items(), key=lambda each: -each[1])
+        return [(f"{name}{role}", *mb([size])) for role, size in found]
+
+    idle = [
+        *largest_first(figures.idle),
+        ("sum of these at its peak", *mb([figures.idle_peak])),
+        ("sum of these, settled", *mb([figures.settled])),
+        *largest_first(figures.rays_own, "Ray's own: "),
+    ]
+    planned = map(sum, figures.planned)
+    stages = map(mb, zip(figures.full, figures.bases, planned, figures.wanted, strict=True))
+    columns = ("all places used, MB", "without a model, MB", "planned, MB", "as far as used, MB")
+    title = f"stages; share of the pages in use {figures.used:.1%}"
+    return [table_of(("process", "idle, MB"), idle), table_of(columns, stages, title)]
 
 
 def targets(figures: Figures) -> list[Target]:
@@ -309,21 +290,27 @@ def targets(figures: Figures) -> list[Target]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=4096,
-        help="positions of each sequence where all places are used",
-    )
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def memory(options: argparse.Namespace) -> Report:
     figures = measure(options.length, options.slots)
-    conclude(targets(figures), table_of(figures), data=asdict(figures), as_json=options.json)
+    return Report(targets(figures), tables(figures), asdict(figures))
+
+
+PARTS = {
+    "memory": Part(
+        memory,
+        {
+            "--length": {
+                "default": 4096,
+                "help": "positions of each sequence where all places are used",
+            },
+            "--slots": 64,
+        },
+    )
+}
+
+
+def main() -> None:
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

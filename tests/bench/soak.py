@@ -32,14 +32,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import ray
+from bench_parts import Part, Report, conclude_part, console, table_of
 from chaos_load import baseline_tokens
-from rich.console import Console
+from rich.console import RenderableType
 from rich.progress import Progress
-from rich.table import Table
+from rich.text import Text
 from serve_cluster import running_application
 from soak_load import MAX_BODY, SoakLoad, requests
 from soak_watch import Sample, is_idle, list_leaks, quietest, slope_per_hour, take_sample
-from targets import Target, conclude, none_of
+from targets import Target, none_of
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
@@ -55,7 +56,6 @@ SETTINGS: dict[str, Any] = {
     "batch_invariant": True,
 }
 SETTINGS |= {"slow_client_timeout": 3.0, "max_body_bytes": MAX_BODY}
-console = Console(stderr=True, highlight=False)
 
 
 async def _take_idle_sample() -> Sample:
@@ -161,32 +161,29 @@ def _process(pid: int, idle: list[Sample], busy: list[list[Sample]]) -> dict[str
     }
 
 
-def _show(report: dict[str, Any]) -> None:
-    actions = Table(
-        "action", "outcome", "times", title=f"{report['acts']} actions in {report['seconds']} s"
-    )
-    for name, count in report["outcomes"].items():
-        actions.add_row(*name.split(": ", 1), str(count))
-    console.print(actions)
+def _tables(report: dict[str, Any]) -> list[RenderableType]:
+    title = f"{report['acts']} actions in {report['seconds']} s"
+    outcomes = [(*name.split(": ", 1), count) for name, count in report["outcomes"].items()]
     columns = ("process", "MiB when idle", "MiB/h when busy", "descriptors", "threads")
-    processes = Table(*columns, title="after a tenth of the time, half way, at the end")
-    for row in sorted(report["processes"], key=lambda row: str(row["process"])):
-        cells = [
-            ", ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
-            for cell in row.values()
-        ]
-        processes.add_row(*cells[: len(columns)])
-    console.print(processes)
-    for title in ("failed", "different", "close_calls"):
-        console.print(
-            f"{title}: {len(report[title])}",
-            *(f"  {text}" for text in report[title][:10]),
-            sep="\n",
-            markup=False,
-        )
+    processes = [
+        [", ".join(map(str, row)) if isinstance(row, list) else row for row in each.values()]
+        for each in sorted(report["processes"], key=lambda row: str(row["process"]))
+    ]
     kinds = Counter(text.split(":")[0] for text in report["failed"])
-    console.print(f"by kind: {dict(kinds)}" if kinds else "", markup=False)
-    console.print("not released:", *(report["not_back"] or ["nothing"]), sep="\n  ", markup=False)
+    return [
+        table_of(("action", "outcome", "times"), outcomes, title),
+        table_of(
+            columns,
+            [cells[: len(columns)] for cells in processes],
+            "after a tenth of the time, half way, at the end",
+        ),
+        *(
+            Text("\n  ".join((f"{title}: {len(report[title])}", *report[title][:10])))
+            for title in ("failed", "different", "close_calls")
+        ),
+        Text(f"by kind: {dict(kinds)}" if kinds else ""),
+        Text("\n  ".join(("not released:", *(report["not_back"] or ["nothing"])))),
+    ]
 
 
 def targets(report: dict[str, Any]) -> list[Target]:
@@ -199,22 +196,29 @@ def targets(report: dict[str, Any]) -> list[Target]:
     return [none_of(name, report[key]) for key, name in names.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--port", type=int, default=8790)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def soak(args: argparse.Namespace) -> Report:
     settings = SETTINGS | {"port": args.port, "grpc_port": args.port + 1, "dtype": args.dtype}
     with local_ray_cluster(num_cpus=8), running_application(**settings):
         report = asyncio.run(_soak(args))
-    _show(report)
-    conclude(targets(report), data=report, as_json=args.json)
+    return Report(targets(report), _tables(report), report)
+
+
+PARTS = {
+    "soak": Part(
+        soak,
+        {
+            "--minutes": 30.0,
+            "--seed": 0,
+            "--clients": 24,
+            "--port": 8790,
+            "--dtype": {"choices": ("float32", "bfloat16"), "default": "float32"},
+        },
+    )
+}
+
+
+def main() -> None:
+    conclude_part(__doc__, PARTS)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ folder.
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -15,8 +14,8 @@ from typing import Any
 import httpx
 import psutil
 from free_ports import free_port
+from serve_process import TRAMONTANE, jobs_flags
 
-ENTRY = "from tramontane.cluster.cli.__main__ import main; main()"
 TITLES = {"the Batch replica": "ray::ServeReplica:tramontane:Batch", "a stage": "ray::StageActor"}
 POLL_S = 0.05
 
@@ -29,34 +28,10 @@ class Server:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        jobs = (
-            "--jobs-database",
-            f"sqlite:///{folder}/jobs.sqlite",
-            "--jobs-storage",
-            f"{folder}/jobs",
-        )
-        more = (
-            "--dtype",
-            "float32",
-            "--stages",
-            "2",
-            "--threads-per-stage",
-            "1",
-            "--max-num-seqs",
-            "16",
-        )
-        self._command = [
-            sys.executable,
-            "-c",
-            ENTRY,
-            "serve",
-            "--port",
-            str(self._port),
-            "--grpc-port",
-            "0",
-            *jobs,
-            *more,
-        ]
+        ports = f"--port {self._port} --grpc-port 0"
+        more = "--dtype float32 --stages 2 --threads-per-stage 1 --max-num-seqs 16"
+        flags = [*ports.split(), *more.split(), *jobs_flags(folder)]
+        self._command = [*TRAMONTANE, "serve", *flags]
         self._process = self._start()
         stack.callback(self._stop)
 

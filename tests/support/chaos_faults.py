@@ -1,18 +1,26 @@
-"""Injection of faults: processes that are killed or stopped, full object stores, lost nodes."""
+"""Injection of faults: processes that are killed or stopped, full object stores, lost nodes; and
+what routers say of them.
+"""
 
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from serve_cluster import ingress_stats, leftovers, router_stats
+
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES
 
 POLL_S = 0.05
 VICTIM_TIMEOUT_S = 180.0  # until a victim has been restarted
@@ -113,3 +121,51 @@ def title_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline()).strip()
     return ""
+
+
+@contextmanager
+def raylet_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """Run a cluster with a raylet for each node of one core, connected while the block runs."""
+    os.environ.update(SERVE_SETTINGS)
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
+    # an exit hook needs the main thread
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+    for _ in range(num_nodes):
+        cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _routers() -> list[dict[str, Any]]:
+    """Return the statistics of all routers; empty while they are being replaced."""
+    try:
+        return router_stats(stages=False)
+    except (RayError, RayServeException):
+        return []
+
+
+def step_limit_s() -> float:
+    """Return the time after which a stopped stage is detected."""
+    return max((stats["step_limit_s"] for stats in _routers()), default=0.0)
+
+
+def detected_after(injected_at: float, limit_s: float) -> list[float]:
+    """Return the seconds until routers detected the fault. All processes of a machine share one
+    monotonic clock.
+    """
+    detected = [stats["last_recovery"]["seen_at"] for stats in _routers() if stats["last_recovery"]]
+    return [round(at - injected_at - limit_s, 3) for at in detected if at > injected_at]
+
+
+def held_resources() -> dict[str, Any]:
+    """Return the resources that must be the same at the beginning and at the end."""
+    return {
+        "actors and groups": sorted(leftovers()),
+        "pages held": [stats["pages_held"] for stats in router_stats()],
+        "sequences": [stats["sequences"] + stats["waiting"] for stats in router_stats()],
+        "ingress requests": ingress_stats()["requests"],
+    }

@@ -7,11 +7,14 @@ import json
 import math
 import random
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
 from close_calls import close_call
+from rich.text import Text
+from targets import Target, none_of
 
 SPEECH = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour "
 WORDS = f"{SPEECH} who is there".split()
@@ -95,6 +98,46 @@ class Load:
                 if tokens != self.expected[request]:
                     await note_difference(self, request, tokens)
             await asyncio.sleep(self.pause_s)
+
+
+async def until(
+    condition: Callable[[], bool | Awaitable[bool]],
+    what: str,
+    timeout_s: float = 180.0,
+    poll_s: float = 0.02,
+) -> None:
+    """Wait until the condition holds. Raises TimeoutError."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        holds = condition()
+        if await holds if isinstance(holds, Awaitable) else holds:
+            return
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(what)
+        await asyncio.sleep(poll_s)
+
+
+def requests_of(*loads: Load) -> dict[str, Any]:
+    """Return how many requests there were, and those that failed or had other tokens."""
+    return {
+        "requests": sum(load.num_done + len(load.failed) for load in loads),
+        "failed": [text for load in loads for text in load.failed],
+        "different": [text for load in loads for text in load.different],
+    }
+
+
+def request_targets(report: Mapping[str, Any]) -> list[Target]:
+    """Return the targets of what ``requests_of`` returns."""
+    return [none_of(f"{title} requests", report[title]) for title in ("failed", "different")]
+
+
+def request_lines(report: Mapping[str, Any]) -> list[Text]:
+    """Return what ``requests_of`` returns as text, with the first few of each kind."""
+    return [
+        Text(f"{title}: {len(report[title])} of {report['requests']} requests")
+        + Text("".join(f"\n  {each}" for each in report[title][:5]))
+        for title in ("failed", "different")
+    ]
 
 
 async def tokens_of(

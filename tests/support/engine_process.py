@@ -1,5 +1,5 @@
 """An engine in a process of its own, which gets work and answers by lines of JSON (see
-peer_engine.py).
+peer_programs.py).
 """
 
 import json

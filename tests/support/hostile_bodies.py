@@ -1,15 +1,23 @@
 """The largest bodies that a server reads, of every shape that costs a parser the most, for every
-endpoint.
+endpoint, and how they are sent.
 """
 
+import http.client
 import json
 from collections.abc import Iterator
+
+import grpc
 
 from tramontane.proto import inference_pb2 as pb
 
 MAX_BODY = 8 * 2**20  # the default of max_body_bytes
 MAX_MESSAGE = 2 * 2**20 - 64  # of gRPC; larger ones are refused before they are parsed
 MAX_GRPC = 4 * 2**20 - 64
+METHODS = ("Generate", "Score")
+FORM = "multipart/form-data; boundary=b"
+ANSWERED = range(200, 500)
+CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+TIMEOUT_S = 120.0  # of an answer
 PLACE = "VALUE"  # where a value goes in a template
 ITEMS = {
     "numbers": "1,",
@@ -157,3 +165,53 @@ def messages() -> Iterator[tuple[str, bytes]]:
             pb.GenerateRequest(text="a", response_format=value).SerializeToString(),
         )
     yield "a text", pb.GenerateRequest(text="a" * MAX_MESSAGE).SerializeToString()
+
+
+def hostile_requests() -> Iterator[tuple[str, str, bytes]]:
+    """Yield names, paths or methods, and what is sent to them."""
+    for path in TEMPLATES:
+        yield from ((name, path, body) for name, body in bodies(path))
+    yield from ((name, "/v1/files", body) for name, body in uploads())
+    for method in METHODS:
+        yield from ((name, method, message) for name, message in messages())
+
+
+def send(port: int, channel: grpc.Channel, target: str, content: bytes) -> str:
+    """Send a body over HTTP to a path, or over gRPC to a method; return how it failed."""
+    if target.startswith("/"):
+        return send_over_http(port, target, content)
+    return send_over_grpc(channel, target, content)
+
+
+def send_over_http(port: int, path: str, body: bytes) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request(
+            "POST",
+            path,
+            body,
+            {"content-type": FORM if path == "/v1/files" else "application/json"},
+        )
+        response = connection.getresponse()
+        response.read()
+        status = response.status
+        return "" if status in ANSWERED else f"status {status}"
+    except OSError as error:
+        return repr(error)
+    finally:
+        connection.close()
+
+
+def send_over_grpc(channel: grpc.Channel, method: str, message: bytes) -> str:
+    make = channel.unary_stream if method == "Generate" else channel.unary_unary
+    call = make(
+        f"/tramontane.v1.Inference/{method}", request_serializer=None, response_deserializer=None
+    )
+    try:
+        answer = call(message, timeout=TIMEOUT_S)
+        for _ in answer if method == "Generate" else ():
+            pass
+    except grpc.RpcError as error:
+        code = error.code()  # type: ignore[attr-defined]
+        return "" if code in CODES else str(code)
+    return ""

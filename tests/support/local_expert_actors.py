@@ -1,13 +1,15 @@
-"""Stages with expert actors in this process: every actor has a real server, whose channels can be
-cut.
+"""Stages with expert actors in this process, or in processes of their own without Ray: every actor
+has a real server. In this process its channels can be cut.
 """
 
 import asyncio
+import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +17,7 @@ from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_exper
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ExpertUnavailableError, PipelineError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import WeightSource
+from tramontane.proto.model_folder import RandomWeights, WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan, PipelinePlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.experts.expert_link import (
@@ -31,6 +33,9 @@ from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -203,3 +208,48 @@ def without_experts(plan: PipelinePlan, experts: ExpertPlan) -> PipelinePlan:
         for stage, size in zip(plan.stages, sizes, strict=True)
     ]
     return replace(plan, stages=tuple(stages), experts=experts)
+
+
+def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: int) -> None:
+    """Run an expert actor. Sends None when loaded; then receives addresses of calls and sends those
+    of replies.
+    """
+    worker = ExpertWorker.load(plan, actor_id, RandomWeights())
+    server = ExpertServer(worker, plan, HOST, TcpChannelFactory(), num_threads=1)
+    pipe.send(None)
+    while True:
+        pipe.send(server.open(pipe.recv()))
+
+
+@contextmanager
+def expert_processes(plan: ExpertPlan) -> Iterator[list["Connection[Any, Any]"]]:
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pipes = []
+        for actor in plan.actors:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_expert_process, args=(theirs, plan, actor.actor_id), daemon=True
+            )
+            process.start()
+            stack.callback(process.kill)
+            pipes.append(ours)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+
+
+def process_client(
+    pipes: list["Connection[Any, Any]"], plan: ExpertPlan, actor_id: int, notify: Callable[[], None]
+) -> DirectExpertClient:
+    """Connect to the process of an actor, as ``remote_experts.Connect`` does."""
+
+    def introduce(calls: Address) -> Address:
+        pipes[actor_id].send(calls)
+        address: Address = pipes[actor_id].recv()
+        return address
+
+    layout = ExpertMessageLayout.of(plan, CPU)
+    return DirectExpertClient(
+        introduce, notify, layout, HOST, TcpChannelFactory(), f"experts {actor_id}"
+    )
