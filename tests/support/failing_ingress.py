@@ -5,25 +5,16 @@ begins. Without Ray.
 import asyncio
 import json
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from scripted_token_source import ScriptedSource, scores_by_position
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.cluster.http.failover import MESSAGE_NODE, SCOPE_RESUME
-from tramontane.proto.request import (
-    FinishReason,
-    Logprobs,
-    Request,
-    RequestOutput,
-    RequestTimings,
-    SequenceRequest,
-    TokenEvent,
-)
-
-TIMES = RequestTimings(0.0, 0.0, 0.0)
+from tramontane.cluster.common.node_watch import DeadNodeWatcher
+from tramontane.cluster.http.failover import MESSAGE_NODE, SCOPE_RESUME, FailoverMiddleware
 
 
 class FailingIngresses:
@@ -64,6 +55,11 @@ class FailingIngresses:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def relay_to(ingress: ASGIApp, dead: Callable[[], set[str]] = set) -> FailoverMiddleware:
+    """Return the proxy's middleware before an ingress; ``dead`` returns nodes that have died."""
+    return FailoverMiddleware(ingress, DeadNodeWatcher(dead))
 
 
 @dataclass
@@ -137,57 +133,12 @@ async def post_json(
     return client
 
 
-class ResumableSource:
-    """A source whose choice c of every prompt yields ``token_ids[c:]``, one token at a time, after
-    those already returned.
+def resumable_source(token_ids: Sequence[int], **options: Any) -> ScriptedSource:
+    """Return a source whose answers show where they are continued: every choice and every position
+    has values of its own. ``options`` are those of ``ScriptedSource``.
     """
+    return ScriptedSource(token_ids, by_choice=True, scores=scores_by_position, **options)
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = tuple(token_ids)
-        self.seeds: list[int] = []
 
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Accept every request."""
-
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        specs = request.sequences
-        self.seeds += [spec.sampling.seed for spec in specs]
-        outputs = [
-            self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs
-        ]
-        for spec, all_ids in zip(specs, outputs, strict=True):
-            assert len(spec.output_ids) < len(all_ids)
-            assert spec.output_ids == all_ids[: len(spec.output_ids)]
-        for step in range(max(map(len, outputs))):
-            await asyncio.sleep(0)
-            running = [
-                i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(outputs[i])
-            ]
-            if running:
-                events = tuple(self._event(i, specs[i], outputs[i], step) for i in running)
-                yield RequestOutput(
-                    events,
-                    TIMES,
-                    logprobs=tuple(self._logprobs(i, specs[i], step) for i in running),
-                )
-
-    def _event(
-        self, index: int, spec: SequenceRequest, output: tuple[int, ...], step: int
-    ) -> TokenEvent:
-        finish = (
-            FinishReason.LENGTH if len(output) == spec.sampling.max_tokens else FinishReason.STOP
-        )
-        return TokenEvent(index, output[step], finish if step == len(output) - 1 else None)
-
-    def _logprobs(self, index: int, spec: SequenceRequest, step: int) -> Logprobs:
-        """Return a different log-probability for each token, and those of the prompt if it is
-        new.
-        """
-        start = len(spec.prompt_ids) + step if spec.output_ids or step else 1
-        positions = range(start, len(spec.prompt_ids) + step + 1)
-        return Logprobs(
-            index,
-            start,
-            tuple(-float(position) for position in positions),
-            (((300, -0.25),),) * len(positions),
-        )
+def seeds_of(source: ScriptedSource) -> set[int]:
+    return {spec.sampling.seed for specs in source.requested for spec in specs}

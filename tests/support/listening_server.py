@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import uvicorn
+from openai import OpenAI
 from pydantic import SecretStr
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, http_app_for
 from tokenizer_files import SENTENCEPIECE
@@ -22,6 +23,13 @@ KEY = "sk-contract"
 CONTEXT = 512
 TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
 CALLS = 5  # [TOOL_CALLS]
+# of the tool ``weather``
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"type": "string"}},
+    "required": ["town"],
+}
+CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -59,8 +67,7 @@ class ListeningServer:
 @pytest.fixture(scope="module")
 def listening() -> Iterator[ListeningServer]:
     """Run a server for the tests of a module."""
-    source = ScriptedSource()
-    source.fingerprint = FINGERPRINT
+    source = ScriptedSource(fingerprints=(FINGERPRINT,))
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
     app = http_app_for(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
@@ -78,3 +85,10 @@ def server(listening: ListeningServer) -> ListeningServer:
     """Return the server, which answers what it always answers."""
     listening.reset()
     return listening
+
+
+@pytest.fixture
+def client(server: ListeningServer) -> Iterator[OpenAI]:
+    """Return OpenAI's own client of the server."""
+    with OpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as made:
+        yield made

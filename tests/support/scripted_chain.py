@@ -3,8 +3,9 @@ result.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import ExpertChoices, Logprobs
@@ -27,60 +28,112 @@ def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
     return *batch.chunks, *decodes
 
 
+async def no_gate(_batch: MicroBatch) -> None:
+    await asyncio.sleep(0)
+
+
 class ScriptedChain:
-    """A chain that samples token 7; every micro-batch awaits ``gate`` first."""
+    """The one ``StageChain`` without a model. It samples token 7, but none from the rows of drafts
+    after a wrong one.
+
+    ``gate`` is awaited by each micro-batch before its result comes back, and may raise.
+    ``find_hung`` is called by ``replace_hung_workers``. A node has died before the epochs in
+    ``lost_node_before``. ``experts`` has the layers whose choices are reported: position p chooses
+    p plus the layer's value. ``logprobs``: whether log-probabilities are, minus the position each.
+
+    Fences wait until ``may_fence`` is set, as they do while a stage loads its weights; after the
+    first they raise ``fence_error`` if it is set.
+    """
 
     num_stages = 2
-    has_lost_node = False
 
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-        self.max_in_flight = 0
+    def __init__(
+        self,
+        gate: Gate = no_gate,
+        *,
+        find_hung: Callable[[float], str] = lambda _limit_s: "",
+        lost_node_before: Container[int] = (),
+        experts: Mapping[int, int] = MappingProxyType({}),
+        logprobs: bool = False,
+    ) -> None:
+        self.gate, self.find_hung = gate, find_hung
+        self.may_fence = asyncio.Event()
+        self.may_fence.set()
+        self.fence_error: PipelineError | None = None
         self.epochs: list[int] = []
+        self.submitted: list[MicroBatch] = []
+        self.max_in_flight = self.num_failed = 0
         self._in_flight = 0
+        self._lost_node_before, self._experts, self._logprobs = lost_node_before, experts, logprobs
+        # of each sequence's next token, once it has decoded
+        self._next_position: dict[int, int] = {}
+
+    @property
+    def has_lost_node(self) -> bool:
+        return bool(self.epochs) and self.epochs[-1] in self._lost_node_before
 
     async def fence(self) -> int:
+        await self.may_fence.wait()
+        if self.epochs and self.fence_error is not None:
+            raise self.fence_error
         self.epochs.append(len(self.epochs))
         return self.epochs[-1]
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        return ""
+        return self.find_hung(limit_s)
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        self.submitted.append(batch)
         self._in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self._in_flight)
-        return self._run(batch)
+        return self._through(batch, self.sample(batch))
 
-    async def _run(self, batch: MicroBatch) -> StepResult:
-        await self.gate(batch)
-        self._in_flight -= 1
-        return StepResult(batch.epoch, batch.step_id, (7,) * len(batch.sampled_seq_ids), ())
-
-
-class VerifyingChain(ScriptedChain):
-    """A chain that samples token 7, but none from the rows of drafts after a wrong one."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
-        # of each sequence's next token, once it has decoded
-        self.next_position: dict[int, int] = {}
-
-    async def _run(self, batch: MicroBatch) -> StepResult:
-        result = await super()._run(batch)
-        num_first = len(result.token_ids) - len(batch.decodes.seq_ids)
-        token_ids, before = list(result.token_ids[:num_first]), -1
+    def sample(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Return the tokens of a micro-batch, in the order of its rows."""
+        token_ids = [7] * sum(chunk.needs_sample for chunk in batch.chunks)
+        before = -1
         for seq_id, start, draft in zip(*batch.decodes[:3], strict=True):
             is_known = seq_id != before and not batch.decodes.is_lookahead
-            is_right = is_known or (self.next_position.get(seq_id) == start and draft == 7)
+            is_right = is_known or (self._next_position.get(seq_id) == start and draft == 7)
             token_ids.append(7 if is_right else NO_TOKEN)
             if is_right:
-                self.next_position[seq_id] = start + 1
+                self._next_position[seq_id] = start + 1
             before = seq_id
-        return replace(result, token_ids=tuple(token_ids))
+        return tuple(token_ids)
+
+    async def _through(self, batch: MicroBatch, token_ids: tuple[int, ...]) -> StepResult:
+        try:
+            await self.gate(batch)
+        except PipelineError:
+            self.num_failed += 1
+            raise
+        finally:
+            self._in_flight -= 1
+        chunks = all_chunks(batch)
+        experts = [
+            ExpertChoices(
+                c.seq_id, layer, c.start, tuple((c.start + n + more,) for n in range(c.num_tokens))
+            )
+            for layer, more in self._experts.items()
+            for c in chunks
+        ]
+        logprobs = [
+            Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens)))
+            for c in chunks
+            if self._logprobs
+        ]
+        return StepResult(
+            batch.epoch,
+            batch.step_id,
+            token_ids,
+            (),
+            expert_choices=tuple(experts),
+            logprobs=tuple(logprobs),
+        )
 
 
-async def no_gate(_batch: MicroBatch) -> None:
-    await asyncio.sleep(0)
+def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:
+    return tuple(-float(position) for position in positions), ((),) * len(positions)
 
 
 def next_token_id(known: list[int]) -> int:
@@ -100,22 +153,23 @@ class StatefulChain(ScriptedChain):
     samples by them.
     """
 
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
+    def __init__(self, gate: Gate = no_gate, **options: Any) -> None:
+        """``options`` are those of a ``ScriptedChain``."""
+        super().__init__(gate, **options)
         self.known: dict[int, list[int]] = {}
         # of each sequence, of the first window class, by index
         self.pages: dict[int, dict[int, int]] = {}
         # of the first window class: all tokens up to its end
         self.in_page: dict[int, list[int]] = {}
-        self.num_failed = 0
 
     async def fence(self) -> int:
+        epoch = await super().fence()
         self.known.clear()
         self.pages.clear()
         self.in_page.clear()
-        return await super().fence()
+        return epoch
 
-    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+    def sample(self, batch: MicroBatch) -> tuple[int, ...]:
         for seq_id in batch.freed_seq_ids:
             del self.known[seq_id], self.pages[seq_id]
         sampled = []
@@ -129,7 +183,7 @@ class StatefulChain(ScriptedChain):
             self._fill_pages(chunk)
             if chunk.needs_sample:
                 sampled.append(next_token_id(known))
-        return self._through(batch, tuple(sampled))
+        return tuple(sampled)
 
     def _begin(self, chunk: Chunk) -> None:
         """Begin a sequence with what is in the last page of its cached prefix. Chunks are no longer
@@ -154,34 +208,3 @@ class StatefulChain(ScriptedChain):
         pages.update(zip(range(num_pages - len(new), num_pages), new, strict=True))
         for index in range(chunk.start // PAGE_SIZE, len(known) // PAGE_SIZE):
             self.in_page[pages[index]] = known[: (index + 1) * PAGE_SIZE]
-
-    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
-        try:
-            await self.gate(batch)
-        except PipelineError:
-            self.num_failed += 1
-            raise
-        return StepResult(batch.epoch, batch.step_id, sampled, ())
-
-
-class ReportingChain(StatefulChain):
-    """A chain that reports log-probabilities (minus the position) and expert choices of layer 3
-    (the position).
-    """
-
-    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
-        chunks = all_chunks(batch)
-        experts = [
-            ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens)))
-            for c in chunks
-        ]
-        logprobs = [
-            Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens)))
-            for c in chunks
-        ]
-        result = await super()._through(batch, sampled)
-        return replace(result, expert_choices=tuple(experts), logprobs=tuple(logprobs))
-
-
-def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:
-    return tuple(-float(position) for position in positions), ((),) * len(positions)

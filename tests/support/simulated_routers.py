@@ -6,14 +6,15 @@ import asyncio
 import math
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from past_activity import pipeline_activity
-from scripted_chain import ScriptedChain, no_gate
+from activity_records import pipeline_activity
+from running_router import running
+from scripted_chain import Gate, ScriptedChain, no_gate
 
 from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
@@ -38,23 +39,6 @@ from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4, enable_prefix_caching=True)
 
-Gate = Callable[[MicroBatch], Awaitable[None]]
-
-
-class RefenceableChain(ScriptedChain):
-    """A chain whose fences wait until ``may_fence`` is set, as they do while a stage loads its
-    weights.
-    """
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
-        self.may_fence = asyncio.Event()
-        self.may_fence.set()
-
-    async def fence(self) -> int:
-        await self.may_fence.wait()
-        return await super().fence()
-
 
 class Replica:
     """A Router replica without Ray Serve; ``call_counts`` has the calls by method."""
@@ -68,7 +52,7 @@ class Replica:
     ) -> None:
         self.name, self.call_counts = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
-        self.chain = RefenceableChain(gate)
+        self.chain = ScriptedChain(gate)
         self.router = Router(
             Scheduler(cache, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now
         )
@@ -264,14 +248,10 @@ async def harness(
 
 @asynccontextmanager
 async def driven(replicas: list[Replica]) -> AsyncIterator[None]:
-    driving = [asyncio.create_task(each.router.run()) for each in replicas]
-    try:
+    async with AsyncExitStack() as stack:
+        for each in replicas:
+            await stack.enter_async_context(running(each.router))
         yield
-    finally:
-        for task in driving:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def request_tokens(

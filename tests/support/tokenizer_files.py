@@ -122,6 +122,20 @@ def json_of_sentencepiece(path: Path) -> dict[str, Any]:
 
 
 @cache
+def json_with_tokens(added: tuple[str, ...], special: bool) -> str:
+    """Return Mistral 7B's tokenizer.json with these tokens."""
+    data = json_of_sentencepiece(SENTENCEPIECE["v1"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for content in added:
+        token_id = len(data["model"]["vocab"])
+        data["model"]["vocab"][content] = token_id
+        data["added_tokens"].append(
+            {"id": token_id, "content": content, "special": special} | flags
+        )
+    return json.dumps(data)
+
+
+@cache
 def _json_of_sentencepiece(path: Path) -> str:
     extractor = SentencePieceExtractor(str(path))
     pieces = extractor.proto.pieces

@@ -3,9 +3,11 @@
 import asyncio
 import math
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LIMIT_S = 3600.0
 MAX_TURNS = 20_000  # of the loop without a jump of the clock; tests of 64 routers take 1,300
@@ -59,6 +61,16 @@ def run_in_virtual_time(scenario: Coroutine[Any, Any, T]) -> T:
     """Run a scenario as ``asyncio.run`` does; its sleeps take no time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(scenario)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Let pytest call an asynchronous test, whose sleeps take no time."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_in_virtual_time(test(*args, **kwargs))
+
+    return run
 
 
 def block_loop(seconds: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
-from scripted_chain import ScriptedChain, no_gate
+from scripted_chain import ScriptedChain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
@@ -294,9 +294,7 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
         return MeasuredLoad((), 1)
 
     async def run() -> BenchResult:
-        router = Router(
-            Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain(no_gate)
-        )
+        router = Router(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain())
         running = asyncio.create_task(router.run())
         config = HttpAppConfig(
             model=ServedModel("tiny", None, 128, 16, ARGS.vocab_size),

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from past_activity import ENDED_AT, log_of, pipeline_data
+from activity_records import ENDED_AT, log_of, pipeline_data
 from rich.console import Console
 
 from tramontane.cluster.cli import main as cli

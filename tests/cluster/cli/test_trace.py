@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from past_activity import BEGAN_AT, log_of, pipeline_data
+from activity_records import BEGAN_AT, log_of, pipeline_data
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli import trace as trace_command

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from virtual_time import run_in_virtual_time
+from virtual_time import in_virtual_time
 
 from tramontane.cluster.common import load_meter
 from tramontane.cluster.common.load_meter import (
@@ -113,43 +113,39 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_threads")
-def test_the_level_follows_the_load_while_anything_watches() -> None:
-    async def scenario() -> None:
-        machine = Machine()
-        machine.share = 1.0
-        meter = LoadMeter(machine)
-        assert meter.level == 1.0, "nothing is known"
+@in_virtual_time
+async def test_the_level_follows_the_load_while_anything_watches() -> None:
+    machine = Machine()
+    machine.share = 1.0
+    meter = LoadMeter(machine)
+    assert meter.level == 1.0, "nothing is known"
+    with meter.watching():
         with meter.watching():
-            with meter.watching():
-                await _settle(1.0)
-                assert meter.level == 1.0
-            machine.share = 0.1
-            await _settle(4.0)
-            assert meter.level < 0.05
-            machine.share = 0.9
-            await _settle(3.0)
+            await _settle(1.0)
             assert meter.level == 1.0
-        num_readings = machine.num_readings
-        await _settle(5.0)
-        assert machine.num_readings == num_readings, "nothing watches"
-        assert len(asyncio.all_tasks()) == 1
         machine.share = 0.1
-        with meter.watching():
-            await _settle(4.0)
-            assert meter.level < 0.05
-
-    run_in_virtual_time(scenario())
+        await _settle(4.0)
+        assert meter.level < 0.05
+        machine.share = 0.9
+        await _settle(3.0)
+        assert meter.level == 1.0
+    num_readings = machine.num_readings
+    await _settle(5.0)
+    assert machine.num_readings == num_readings, "nothing watches"
+    assert len(asyncio.all_tasks()) == 1
+    machine.share = 0.1
+    with meter.watching():
+        await _settle(4.0)
+        assert meter.level < 0.05
 
 
 @pytest.mark.usefixtures("no_threads")
-def test_the_proxy_is_looked_for_again_as_it_may_have_been_replaced() -> None:
-    async def scenario() -> None:
-        machine = Machine()
-        with LoadMeter(machine).watching():
-            await _settle(2.5 * FIND_EVERY * INTERVAL_S)
-        assert machine.num_searches == 3
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_the_proxy_is_looked_for_again_as_it_may_have_been_replaced() -> None:
+    machine = Machine()
+    with LoadMeter(machine).watching():
+        await _settle(2.5 * FIND_EVERY * INTERVAL_S)
+    assert machine.num_searches == 3
 
 
 def test_a_reading_is_of_this_thread_alone_and_a_core_that_waits_for_a_disk_is_idle(
@@ -168,19 +164,19 @@ def test_a_reading_is_of_this_thread_alone_and_a_core_that_waits_for_a_disk_is_i
 
 
 @pytest.mark.usefixtures("no_threads")
-def test_a_load_that_cannot_be_measured_counts_as_full(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        machine = Machine()
-        meter = LoadMeter(machine)
-        with caplog.at_level(logging.WARNING), meter.watching():
-            await _settle(4.0)
-            assert meter.level < 0.05
-            machine.fails = True
-            await _settle(0.1)
-            assert meter.level == 1.0
-        assert "it counts as full" in caplog.text
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_a_load_that_cannot_be_measured_counts_as_full(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine()
+    meter = LoadMeter(machine)
+    with caplog.at_level(logging.WARNING), meter.watching():
+        await _settle(4.0)
+        assert meter.level < 0.05
+        machine.fails = True
+        await _settle(0.1)
+        assert meter.level == 1.0
+    assert "it counts as full" in caplog.text
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """API keys: which are accepted, that nothing is done without one, and that nothing shows them."""
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from event_loops import in_event_loop
 from http_fuzz import check_error
 from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
@@ -284,49 +284,43 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("authorization", [[], ["Bearer wrong"], [KEY], [f"Bearer {KEY}"] * 2])
-def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[str]) -> None:
+@in_event_loop
+async def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[str]) -> None:
     async def body() -> Any:
         pytest.fail("the body was read")
         yield b""
 
-    async def scenario() -> None:
-        source = ScriptedSource()
-        app = http_app_for(
-            source,
-            keys=_keys(KEY),
-            extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])],
-        ).app()
-        async with client_for(app) as client:
-            headers = [("authorization", value) for value in authorization]
-            for method, path in REQUESTS:
-                content = body() if method == "POST" else None
-                response = await client.request(
-                    method, path, content=content, headers=[*headers, ("x-request-id", "mine")]
-                )
-                assert response.status_code == 401
-                assert response.headers["www-authenticate"] == "Bearer"
-                assert response.headers["x-request-id"] == "mine"
-                error = check_error(response.content, code="invalid_api_key")
-                assert error["type"] == "invalid_request_error"
-            assert (await client.get("/health", headers=headers)).status_code == 200
-        assert source.requested == []
-
-    asyncio.run(scenario())
+    source = ScriptedSource()
+    app = http_app_for(
+        source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])]
+    ).app()
+    async with client_for(app) as client:
+        headers = [("authorization", value) for value in authorization]
+        for method, path in REQUESTS:
+            content = body() if method == "POST" else None
+            response = await client.request(
+                method, path, content=content, headers=[*headers, ("x-request-id", "mine")]
+            )
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"] == "mine"
+            error = check_error(response.content, code="invalid_api_key")
+            assert error["type"] == "invalid_request_error"
+        assert (await client.get("/health", headers=headers)).status_code == 200
+    assert source.requested == []
 
 
-def test_with_a_key_everything_answers() -> None:
-    async def scenario() -> None:
-        source = ScriptedSource()
-        app = http_app_for(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here)]).app()
-        async with client_for(app) as client:
-            client.headers["authorization"] = f"Bearer {KEY}"
-            for path in ("/v1/models", "/experts", "/health", "/also"):
-                assert (await client.get(path)).status_code == 200
-            assert (await client.get("/nothing")).status_code == 404
-            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-        assert len(source.requested) == 1
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_with_a_key_everything_answers() -> None:
+    source = ScriptedSource()
+    app = http_app_for(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here)]).app()
+    async with client_for(app) as client:
+        client.headers["authorization"] = f"Bearer {KEY}"
+        for path in ("/v1/models", "/experts", "/health", "/also"):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get("/nothing")).status_code == 404
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    assert len(source.requested) == 1
 
 
 # What shows them
@@ -521,16 +515,12 @@ def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     assert KEY not in str(refused.value)
 
 
-def test_a_server_that_wants_another_key_is_named_without_it() -> None:
-    async def scenario() -> None:
-        async with client_for(http_app_for(ScriptedSource(), keys=_keys(KEY)).app()) as client:
-            client.headers.update(auth_headers(OTHER, None))
-            with pytest.raises(
-                ConfigError, match="http://ingress requires another API key"
-            ) as refused:
-                raise_if_unauthorized(client, await client.get("/v1/models"))
-            assert OTHER not in str(refused.value)
-            client.headers.update(auth_headers(KEY, None))
+@in_event_loop
+async def test_a_server_that_wants_another_key_is_named_without_it() -> None:
+    async with client_for(http_app_for(ScriptedSource(), keys=_keys(KEY)).app()) as client:
+        client.headers.update(auth_headers(OTHER, None))
+        with pytest.raises(ConfigError, match="http://ingress requires another API key") as refused:
             raise_if_unauthorized(client, await client.get("/v1/models"))
-
-    asyncio.run(scenario())
+        assert OTHER not in str(refused.value)
+        client.headers.update(auth_headers(KEY, None))
+        raise_if_unauthorized(client, await client.get("/v1/models"))

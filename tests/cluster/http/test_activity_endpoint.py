@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
+from activity_records import pipeline_activity
 from http_fuzz import check_error
-from past_activity import pipeline_activity
 from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
 

@@ -6,19 +6,23 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from event_loops import in_event_loop
 from examples import examples
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
 from logit_formulas import changed_logits
 from reference import assert_best_experts, reference_logits
+from running_router import new_scheduler, running
+from scripted_chain import Gate
 from starlette.applications import Starlette
 from starlette.requests import Request
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
@@ -35,9 +39,6 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.proto.units import format_bytes
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ GREEDY = {"model": "tiny", "prompt": "What news?", "max_tokens": 8, "temperature
 LONG = GREEDY | {"max_tokens": CONTEXT, "stream": True}
 
 Message = MutableMapping[str, Any]
-Gate = Callable[[MicroBatch], Awaitable[None]]
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 class GatedChain:
@@ -121,18 +122,10 @@ async def _harness(
     max_queued_tokens: int = 1000,
     move_experts: MoveExperts | None = None,
 ) -> AsyncIterator[Harness]:
-    limits = SchedulerLimits(
-        max_num_seqs,
-        32,
-        CONTEXT,
-        ARGS.vocab_size,
-        max_queued_seqs=max_queued_seqs,
-        max_queued_tokens=max_queued_tokens,
-    )
-    router = Router(
-        Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), GatedChain(chain, gate)
-    )
-    running = asyncio.create_task(router.run())
+    sizes = {"num_seqs": max_num_seqs, "max_len": CONTEXT, "vocab_size": ARGS.vocab_size}
+    limits = {"max_queued_seqs": max_queued_seqs, "max_queued_tokens": max_queued_tokens}
+    scheduler = new_scheduler(PLAN.cache, budget=32, in_flight=2, **sizes, **limits)
+    router = Router(scheduler, GatedChain(chain, gate))
 
     async def is_ready() -> bool:
         return harness.is_ready
@@ -154,14 +147,13 @@ async def _harness(
     )
     server = HttpApp(config)
     app = server.app()
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://ingress"
-    ) as client:
+    transport = httpx.ASGITransport(app)
+    async with (
+        running(router),
+        httpx.AsyncClient(transport=transport, base_url="http://ingress") as client,
+    ):
         harness = Harness(server, app, router, client)
         yield harness
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +168,19 @@ def chain() -> Iterator[LocalStageChain]:
     stages.close()
 
 
+@pytest.fixture
+def serve(chain: LocalStageChain, tokenizer: Tokenizer) -> Serve:
+    """Return what serves the model within a context; it takes the other arguments of
+    ``_harness``.
+    """
+    return partial(_harness, chain, tokenizer)
+
+
+def _openai_client(harness: Harness) -> openai.AsyncOpenAI:
+    base_url, own = "http://ingress/v1", harness.client
+    return openai.AsyncOpenAI(api_key="none", base_url=base_url, http_client=own, max_retries=0)
+
+
 def _events(response: httpx.Response) -> list[dict[str, Any]]:
     """The objects of a stream that ended as it should."""
     *events, done, nothing = response.text.split("\n\n")
@@ -187,275 +192,230 @@ def _events(response: httpx.Response) -> list[dict[str, Any]]:
 # Answers
 
 
-def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            response = await harness.post(GREEDY | {"return_token_ids": True})
-            assert response.status_code == 200
-            answer = response.json()
-            assert answer.keys() == {
-                "id",
-                "object",
-                "created",
-                "model",
-                "choices",
-                "usage",
-                "timings",
-                "system_fingerprint",
-            }
-            assert answer["id"].startswith("cmpl-")
-            assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
-            [choice] = answer["choices"]
-            assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (
-                0,
-                "length",
-                None,
-            )
-            assert choice["text"] == tokenizer.decode(tuple(choice["token_ids"]))
-            assert choice["prompt_token_ids"] == list(tokenizer.encode("What news?"))
-            num_prompt = len(choice["prompt_token_ids"])
-            totals = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": 8,
-                "total_tokens": num_prompt + 8,
-            }
-            assert answer["usage"] == totals | {"prompt_tokens_details": {"cached_tokens": 0}}
-            assert answer["timings"].keys() == {
-                "ingress_s",
-                "queue_s",
-                "prefill_s",
-                "decode_s",
-                "cached_tokens",
-            }
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_plain_completion_has_openais_shape(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve() as harness:
+        response = await harness.post(GREEDY | {"return_token_ids": True})
+        assert response.status_code == 200
+        answer = response.json()
+        assert answer.keys() == {
+            "id",
+            "object",
+            "created",
+            "model",
+            "choices",
+            "usage",
+            "timings",
+            "system_fingerprint",
+        }
+        assert answer["id"].startswith("cmpl-")
+        assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+        [choice] = answer["choices"]
+        assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+        assert choice["text"] == tokenizer.decode(tuple(choice["token_ids"]))
+        assert choice["prompt_token_ids"] == list(tokenizer.encode("What news?"))
+        num_prompt = len(choice["prompt_token_ids"])
+        totals = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": 8,
+            "total_tokens": num_prompt + 8,
+        }
+        assert answer["usage"] == totals | {"prompt_tokens_details": {"cached_tokens": 0}}
+        assert answer["timings"].keys() == {
+            "ingress_s",
+            "queue_s",
+            "prefill_s",
+            "decode_s",
+            "cached_tokens",
+        }
+        await harness.becomes_idle()
 
 
-def test_a_stream_says_what_a_plain_answer_says(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            request_body = GREEDY | {
-                "prompt": ["What news?", "la"],
-                "n": 2,
-                "echo": True,
-                "max_tokens": 20,
-            }
-            plain = (await harness.post(request_body)).json()
-            response = await harness.post(
-                request_body | {"stream": True, "stream_options": {"include_usage": True}}
-            )
-            assert response.headers["content-type"].startswith("text/event-stream")
-            assert response.headers["cache-control"] == "no-cache"
-            *events, last = _events(response)
-            assert [event["usage"] for event in events] == [None] * len(events)
-            assert len({event["id"] for event in (*events, last)}) == 1
-            assert (last["choices"], last["usage"]) == ([], plain["usage"])
-            for choice in plain["choices"]:
-                own = [
-                    change
-                    for event in events
-                    for change in event["choices"]
-                    if change["index"] == choice["index"]
-                ]
-                assert "".join(change["text"] for change in own) == choice["text"]
-                assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [
-                    choice["finish_reason"]
-                ]
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_stream_says_what_a_plain_answer_says(serve: Serve) -> None:
+    async with serve() as harness:
+        request_body = GREEDY | {
+            "prompt": ["What news?", "la"],
+            "n": 2,
+            "echo": True,
+            "max_tokens": 20,
+        }
+        plain = (await harness.post(request_body)).json()
+        response = await harness.post(
+            request_body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        *events, last = _events(response)
+        assert [event["usage"] for event in events] == [None] * len(events)
+        assert len({event["id"] for event in (*events, last)}) == 1
+        assert (last["choices"], last["usage"]) == ([], plain["usage"])
+        for choice in plain["choices"]:
+            own = [
+                change
+                for event in events
+                for change in event["choices"]
+                if change["index"] == choice["index"]
+            ]
+            assert "".join(change["text"] for change in own) == choice["text"]
+            assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [
+                choice["finish_reason"]
+            ]
 
 
-def test_experts_are_those_that_the_gates_choose_streamed_or_not(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
+@in_event_loop
+async def test_experts_are_those_that_the_gates_choose_streamed_or_not(serve: Serve) -> None:
     """Of prompts in several pieces and of every new token but the last, for every choice its
     own.
     """
     weights = random_model(ARGS).state_dict()
 
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            request_body = {
-                "model": "tiny",
-                "prompt": ["What news? " * 4, "la"],
-                "n": 2,
-                "max_tokens": 12,
-                "seed": 3,
+    async with serve() as harness:
+        request_body = {
+            "model": "tiny",
+            "prompt": ["What news? " * 4, "la"],
+            "n": 2,
+            "max_tokens": 12,
+            "seed": 3,
+        }
+        request_body |= {"return_experts": [1, 0], "return_token_ids": True}
+        plain = (await harness.post(request_body)).json()
+        events = _events(await harness.post(request_body | {"stream": True}))
+        for choice in plain["choices"]:
+            own = [
+                change
+                for event in events
+                for change in event["choices"]
+                if change["index"] == choice["index"]
+            ]
+            reported = {
+                layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)]
+                for layer in (0, 1)
             }
-            request_body |= {"return_experts": [1, 0], "return_token_ids": True}
-            plain = (await harness.post(request_body)).json()
-            events = _events(await harness.post(request_body | {"stream": True}))
-            for choice in plain["choices"]:
-                own = [
-                    change
-                    for event in events
-                    for change in event["choices"]
-                    if change["index"] == choice["index"]
-                ]
-                reported = {
-                    layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)]
-                    for layer in (0, 1)
-                }
-                assert len(choice["prompt_experts"]["0"]) == len(choice["prompt_token_ids"])
-                assert_best_experts(
-                    weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], reported
-                )
-                for name in ("prompt_experts", "experts"):
-                    parts = [change[name] for change in own if name in change]
-                    assert {
-                        layer: [i for part in parts for i in part[layer]] for layer in choice[name]
-                    } == choice[name]
-
-    asyncio.run(scenario())
-
-
-def test_without_include_usage_there_is_none(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            events = _events(await harness.post(GREEDY | {"stream": True}))
-            assert all(event["choices"] and "usage" not in event for event in events)
-
-    asyncio.run(scenario())
-
-
-def test_many_at_once_get_what_each_gets_alone(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            bodies = [
-                GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)
-            ]
-            alone = [(await harness.post(body)).json()["choices"] for body in bodies]
-            together = await asyncio.gather(*(harness.post(body) for body in bodies))
-            assert [response.json()["choices"] for response in together] == alone
-            streamed = await asyncio.gather(
-                *(harness.post(body | {"stream": True}) for body in bodies)
+            assert len(choice["prompt_experts"]["0"]) == len(choice["prompt_token_ids"])
+            assert_best_experts(
+                weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], reported
             )
-            texts = [
-                "".join(e["choices"][0]["text"] for e in _events(response)) for response in streamed
-            ]
-            assert texts == [choices[0]["text"] for choices in alone]
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+            for name in ("prompt_experts", "experts"):
+                parts = [change[name] for change in own if name in change]
+                assert {
+                    layer: [i for part in parts for i in part[layer]] for layer in choice[name]
+                } == choice[name]
 
 
-def test_a_stop_string_ends_the_work_too(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            request_body = GREEDY | {"max_tokens": CONTEXT}
-            whole = (await harness.post(request_body)).json()["choices"][0]["text"]
-            await harness.becomes_idle()
-            num_steps = harness.router.scheduler.num_steps
-            [choice] = (await harness.post(request_body | {"stop": whole[5:8]})).json()["choices"]
-            assert choice["text"] == whole.split(whole[5:8])[0]
-            assert choice["finish_reason"] == "stop"
-            await harness.becomes_idle()
-            assert harness.router.scheduler.num_steps < 1.5 * num_steps
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_without_include_usage_there_is_none(serve: Serve) -> None:
+    async with serve() as harness:
+        events = _events(await harness.post(GREEDY | {"stream": True}))
+        assert all(event["choices"] and "usage" not in event for event in events)
 
 
-def test_openais_own_client_understands_every_answer(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            client = openai.AsyncOpenAI(
-                api_key="none",
-                base_url="http://ingress/v1",
-                http_client=harness.client,
-                max_retries=0,
-            )
-            assert [model.id async for model in client.models.list()] == [
-                "tiny",
-                "small",
-                "org/tiny",
-            ]
-            plain = await client.completions.create(
-                model="tiny", prompt="What news?", max_tokens=8, temperature=0
-            )
-            assert plain.usage is not None
-            assert plain.usage.completion_tokens == 8
-            stream = await client.completions.create(
-                model="tiny",
-                prompt="What news?",
-                max_tokens=8,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-            assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == plain.choices[0].text
-            assert chunks[-1].usage == plain.usage
-            with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
-                await client.completions.create(model="gpt", prompt="a")
-            with pytest.raises(openai.BadRequestError, match="n is 0") as refused:
-                await client.completions.create(model="tiny", prompt="a", n=0)
-            assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_many_at_once_get_what_each_gets_alone(serve: Serve) -> None:
+    async with serve() as harness:
+        bodies = [GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)]
+        alone = [(await harness.post(body)).json()["choices"] for body in bodies]
+        together = await asyncio.gather(*(harness.post(body) for body in bodies))
+        assert [response.json()["choices"] for response in together] == alone
+        streamed = await asyncio.gather(*(harness.post(body | {"stream": True}) for body in bodies))
+        texts = [
+            "".join(e["choices"][0]["text"] for e in _events(response)) for response in streamed
+        ]
+        assert texts == [choices[0]["text"] for choices in alone]
+        await harness.becomes_idle()
 
 
-def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+@in_event_loop
+async def test_a_stop_string_ends_the_work_too(serve: Serve) -> None:
+    async with serve() as harness:
+        request_body = GREEDY | {"max_tokens": CONTEXT}
+        whole = (await harness.post(request_body)).json()["choices"][0]["text"]
+        await harness.becomes_idle()
+        num_steps = harness.router.scheduler.num_steps
+        [choice] = (await harness.post(request_body | {"stop": whole[5:8]})).json()["choices"]
+        assert choice["text"] == whole.split(whole[5:8])[0]
+        assert choice["finish_reason"] == "stop"
+        await harness.becomes_idle()
+        assert harness.router.scheduler.num_steps < 1.5 * num_steps
+
+
+@in_event_loop
+async def test_openais_own_client_understands_every_answer(serve: Serve) -> None:
+    async with serve() as harness:
+        client = _openai_client(harness)
+        assert [model.id async for model in client.models.list()] == ["tiny", "small", "org/tiny"]
+        plain = await client.completions.create(
+            model="tiny", prompt="What news?", max_tokens=8, temperature=0
+        )
+        assert plain.usage is not None
+        assert plain.usage.completion_tokens == 8
+        stream = await client.completions.create(
+            model="tiny",
+            prompt="What news?",
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == plain.choices[0].text
+        assert chunks[-1].usage == plain.usage
+        with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
+            await client.completions.create(model="gpt", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="n is 0") as refused:
+            await client.completions.create(model="tiny", prompt="a", n=0)
+        assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
+
+
+@in_event_loop
+async def test_a_prompt_is_scored_without_an_answer(serve: Serve, tokenizer: Tokenizer) -> None:
     """As evaluation harnesses request it: echo, log-probabilities, no tokens; also by ids,
     streamed, and with an answer.
     """
     weights = random_model(ARGS).state_dict()
     prompts = [tokenizer.encode("What news? " * 4), tokenizer.encode("la")]
 
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            client = openai.AsyncOpenAI(
-                api_key="none",
-                base_url="http://ingress/v1",
-                http_client=harness.client,
-                max_retries=0,
-            )
-            request_body: dict[str, Any] = {
-                "model": "tiny",
-                "prompt": [list(ids) for ids in prompts],
-                "logprobs": 3,
-                "echo": True,
-                "seed": 1,
-            }
-            scored = await client.completions.create(**request_body, max_tokens=0)
-            answered = await client.completions.create(
-                **request_body, max_tokens=4, extra_body={"return_token_ids": True}
-            )
-            assert scored.usage is not None
-            assert scored.usage.completion_tokens == 0
-            stream = await client.completions.create(**request_body, max_tokens=0, stream=True)
-            streamed = {choice.index: choice async for chunk in stream for choice in chunk.choices}
-            for choice, longer, ids in zip(scored.choices, answered.choices, prompts, strict=True):
-                assert choice.text == tokenizer.decode(ids)
-                assert streamed[choice.index].model_dump() == choice.model_dump()
-                assert longer.text.startswith(choice.text)
-                assert choice.logprobs is not None
-                assert longer.logprobs is not None
-                assert longer.logprobs.tokens is not None
-                assert longer.logprobs.token_logprobs is not None
-                assert choice.logprobs.tokens == longer.logprobs.tokens[: len(ids)]
-                whole = [*ids, *longer.model_dump()["token_ids"]]
-                expected = reference_logits(weights, ARGS, whole).log_softmax(-1)
-                for position in range(1, len(whole)):
-                    logprob, best = longer.logprobs.token_logprobs[position], expected[position - 1]
-                    assert abs(logprob - best[whole[position]].item()) < 1e-3
-                    top = (longer.logprobs.top_logprobs or [])[position]
-                    assert sorted(top.values())[-3:] == pytest.approx(
-                        sorted(best.topk(3).values.tolist()), abs=1e-3
-                    )
-                    assert len(longer.logprobs.tokens) == len(whole)
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        client = _openai_client(harness)
+        request_body: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": [list(ids) for ids in prompts],
+            "logprobs": 3,
+            "echo": True,
+            "seed": 1,
+        }
+        scored = await client.completions.create(**request_body, max_tokens=0)
+        answered = await client.completions.create(
+            **request_body, max_tokens=4, extra_body={"return_token_ids": True}
+        )
+        assert scored.usage is not None
+        assert scored.usage.completion_tokens == 0
+        stream = await client.completions.create(**request_body, max_tokens=0, stream=True)
+        streamed = {choice.index: choice async for chunk in stream for choice in chunk.choices}
+        for choice, longer, ids in zip(scored.choices, answered.choices, prompts, strict=True):
+            assert choice.text == tokenizer.decode(ids)
+            assert streamed[choice.index].model_dump() == choice.model_dump()
+            assert longer.text.startswith(choice.text)
+            assert choice.logprobs is not None
+            assert longer.logprobs is not None
+            assert longer.logprobs.tokens is not None
+            assert longer.logprobs.token_logprobs is not None
+            assert choice.logprobs.tokens == longer.logprobs.tokens[: len(ids)]
+            whole = [*ids, *longer.model_dump()["token_ids"]]
+            expected = reference_logits(weights, ARGS, whole).log_softmax(-1)
+            for position in range(1, len(whole)):
+                logprob, best = longer.logprobs.token_logprobs[position], expected[position - 1]
+                assert abs(logprob - best[whole[position]].item()) < 1e-3
+                top = (longer.logprobs.top_logprobs or [])[position]
+                assert sorted(top.values())[-3:] == pytest.approx(
+                    sorted(best.topk(3).values.tolist()), abs=1e-3
+                )
+                assert len(longer.logprobs.tokens) == len(whole)
 
 
-def test_penalties_and_biases_over_http_are_those_of_their_formulas(
-    chain: LocalStageChain, tokenizer: Tokenizer
+@in_event_loop
+async def test_penalties_and_biases_over_http_are_those_of_their_formulas(
+    serve: Serve, tokenizer: Tokenizer
 ) -> None:
     weights = random_model(ARGS).state_dict()
     changes: dict[str, Any] = {
@@ -465,116 +425,97 @@ def test_penalties_and_biases_over_http_are_those_of_their_formulas(
     }
     prompt = list(tokenizer.encode("What news? " * 2))
 
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            plain = (
-                await harness.post(GREEDY | {"prompt": prompt, "return_token_ids": True})
-            ).json()["choices"][0]
-            bias = {str(plain["token_ids"][0]): -2, "700": 3}
-            request_body = (
-                GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
-            )
-            token_ids = (await harness.post(request_body)).json()["choices"][0]["token_ids"]
-            assert token_ids != plain["token_ids"]
-            sampling = SamplingParams(
-                **changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items())
-            )
-            for place, token_id in enumerate(token_ids):
-                made = token_ids[:place]
-                logits = reference_logits(weights, ARGS, prompt + made)[-1].tolist()
-                wanted = changed_logits(logits, sampling, prompt, made)
-                assert max(wanted) - wanted[token_id] < 1e-4
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        plain = (await harness.post(GREEDY | {"prompt": prompt, "return_token_ids": True})).json()[
+            "choices"
+        ][0]
+        bias = {str(plain["token_ids"][0]): -2, "700": 3}
+        request_body = (
+            GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
+        )
+        token_ids = (await harness.post(request_body)).json()["choices"][0]["token_ids"]
+        assert token_ids != plain["token_ids"]
+        sampling = SamplingParams(
+            **changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items())
+        )
+        for place, token_id in enumerate(token_ids):
+            made = token_ids[:place]
+            logits = reference_logits(weights, ARGS, prompt + made)[-1].tolist()
+            wanted = changed_logits(logits, sampling, prompt, made)
+            assert max(wanted) - wanted[token_id] < 1e-4
 
 
-def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            response = await harness.client.get("/v1/models")
-            assert response.status_code == 200
-            listed = response.json()
-            assert listed["object"] == "list"
-            model, *others = listed["data"]
-            assert others == [model | {"id": "small"}, model | {"id": "org/tiny"}]
-            assert (model["id"], model["object"], model["owned_by"]) == (
-                "tiny",
-                "model",
-                "tramontane",
-            )
-            assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
-            assert isinstance(model["created"], int)
-            assert (await harness.client.get("/v1/models/tiny")).json() == model
-            assert (await harness.client.get("/v1/models/org/tiny")).json() == others[1]
-            unknown = await harness.client.get("/v1/models/gpt/4")
-            assert unknown.status_code == 404
-            error = check_error(unknown.content)
-            assert error["code"] == "model_not_found"
-            assert (
-                error["message"]
-                == "the model 'gpt/4' does not exist; this server has 'tiny' or 'small' or"
-                " 'org/tiny'"
-            )
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_model_is_listed(serve: Serve) -> None:
+    async with serve() as harness:
+        response = await harness.client.get("/v1/models")
+        assert response.status_code == 200
+        listed = response.json()
+        assert listed["object"] == "list"
+        model, *others = listed["data"]
+        assert others == [model | {"id": "small"}, model | {"id": "org/tiny"}]
+        assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
+        assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
+        assert isinstance(model["created"], int)
+        assert (await harness.client.get("/v1/models/tiny")).json() == model
+        assert (await harness.client.get("/v1/models/org/tiny")).json() == others[1]
+        unknown = await harness.client.get("/v1/models/gpt/4")
+        assert unknown.status_code == 404
+        error = check_error(unknown.content)
+        assert error["code"] == "model_not_found"
+        assert (
+            error["message"]
+            == "the model 'gpt/4' does not exist; this server has 'tiny' or 'small' or"
+            " 'org/tiny'"
+        )
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "org/tiny", None])
-def test_a_request_may_give_each_name_and_answers_have_the_first(
-    chain: LocalStageChain, tokenizer: Tokenizer, name: str | None
+@in_event_loop
+async def test_a_request_may_give_each_name_and_answers_have_the_first(
+    serve: Serve, name: str | None
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            body = {"prompt": [1, 2, 3], "max_tokens": 2} | (
-                {} if name is None else {"model": name}
-            )
-            answer = await harness.client.post("/v1/completions", json=body)
-            assert answer.status_code == 200
-            assert answer.json()["model"] == "tiny"
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        body = {"prompt": [1, 2, 3], "max_tokens": 2} | ({} if name is None else {"model": name})
+        answer = await harness.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["model"] == "tiny"
 
 
-def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            ready = await harness.client.get("/health")
-            assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
-            harness.is_ready = False
-            unready = await harness.client.get("/health")
-            assert unready.status_code == 503
-            assert unready.headers["retry-after"] == "1"
-            assert check_error(unready.content)["type"] == "server_error"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_health_follows_the_pipeline(serve: Serve) -> None:
+    async with serve() as harness:
+        ready = await harness.client.get("/health")
+        assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+        harness.is_ready = False
+        unready = await harness.client.get("/health")
+        assert unready.status_code == 503
+        assert unready.headers["retry-after"] == "1"
+        assert check_error(unready.content)["type"] == "server_error"
 
 
-def test_the_load_of_the_experts_is_reported(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            reported = await harness.client.get("/experts")
-            assert (reported.status_code, reported.json()) == (
-                200,
-                {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2},
-            )
-            harness.load = MeasuredLoad((), 1)
-            without = await harness.client.get("/experts")
-            assert without.status_code == 404
-            assert (
-                check_error(without.content, None, "no_experts")["message"]
-                == "the model has no experts"
-            )
-            harness.load = MeasuredLoad((), 0)
-            down = await harness.client.get("/experts")
-            assert (down.status_code, down.headers["retry-after"]) == (503, "1")
-            assert check_error(down.content)["type"] == "server_error"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_load_of_the_experts_is_reported(serve: Serve) -> None:
+    async with serve() as harness:
+        reported = await harness.client.get("/experts")
+        assert (reported.status_code, reported.json()) == (
+            200,
+            {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2},
+        )
+        harness.load = MeasuredLoad((), 1)
+        without = await harness.client.get("/experts")
+        assert without.status_code == 404
+        assert (
+            check_error(without.content, None, "no_experts")["message"]
+            == "the model has no experts"
+        )
+        harness.load = MeasuredLoad((), 0)
+        down = await harness.client.get("/experts")
+        assert (down.status_code, down.headers["retry-after"]) == (503, "1")
+        assert check_error(down.content)["type"] == "server_error"
 
 
-def test_experts_are_moved_where_clients_may_request_it(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
+def test_experts_are_moved_where_clients_may_request_it(serve: Serve) -> None:
     loads: list[ExpertLoad] = []
 
     async def move(load: ExpertLoad) -> tuple[int, int]:
@@ -584,7 +525,7 @@ def test_experts_are_moved_where_clients_may_request_it(
         return 5, 2
 
     async def scenario() -> None:
-        async with _harness(chain, tokenizer, move_experts=move) as harness:
+        async with serve(move_experts=move) as harness:
             moved = await harness.client.post(
                 "/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]}
             )
@@ -618,38 +559,31 @@ def test_experts_are_moved_where_clients_may_request_it(
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/v2/completions", "/%0a%22%ff", "/docs/x/y"])
-def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer, path: str) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            for method in ("GET", "POST"):
-                response = await harness.client.request(method, path)
-                assert response.status_code == 404
-                assert check_error(response.content)["type"] == "invalid_request_error"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_another_path_is_not_found(serve: Serve, path: str) -> None:
+    async with serve() as harness:
+        for method in ("GET", "POST"):
+            response = await harness.client.request(method, path)
+            assert response.status_code == 404
+            assert check_error(response.content)["type"] == "invalid_request_error"
 
 
-def test_what_exists_is_named_where_nothing_is(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
+@in_event_loop
+async def test_what_exists_is_named_where_nothing_is(serve: Serve) -> None:
     """Every path that the message names has an answer; ``/metrics`` is said to be Ray's."""
-
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            message = check_error((await harness.client.get("/-")).content)["message"]
-            paths = re.findall(r"/[\w./]+", message)
-            assert paths == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
-            assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
-            for path in ("/metrics", "/metrics/", "/v1/metrics"):
-                error = check_error((await harness.client.get(path)).content)
-                assert error["message"].startswith(
-                    f"'{path}' is not here; Ray exports the metrics of every node, at /metrics of"
-                )
-            assert "## Metrics" in (Path(__file__).parents[3] / "docs/observability.md").read_text(
-                encoding="utf-8"
+    async with serve() as harness:
+        message = check_error((await harness.client.get("/-")).content)["message"]
+        paths = re.findall(r"/[\w./]+", message)
+        assert paths == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
+        assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
+        for path in ("/metrics", "/metrics/", "/v1/metrics"):
+            error = check_error((await harness.client.get(path)).content)
+            assert error["message"].startswith(
+                f"'{path}' is not here; Ray exports the metrics of every node, at /metrics of"
             )
-
-    asyncio.run(scenario())
+        assert "## Metrics" in (Path(__file__).parents[3] / "docs/observability.md").read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.parametrize(
@@ -662,42 +596,36 @@ def test_what_exists_is_named_where_nothing_is(
         ("POST", "/experts", "GET"),
     ],
 )
-def test_another_method_is_not_allowed(
-    chain: LocalStageChain, tokenizer: Tokenizer, method: str, path: str, allowed: str
+@in_event_loop
+async def test_another_method_is_not_allowed(
+    serve: Serve, method: str, path: str, allowed: str
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            response = await harness.client.request(method, path)
-            assert response.status_code == 405
-            assert allowed in response.headers["allow"].split(", ")
+    async with serve() as harness:
+        response = await harness.client.request(method, path)
+        assert response.status_code == 405
+        assert allowed in response.headers["allow"].split(", ")
+        check_error(response.content)
+
+
+@in_event_loop
+async def test_a_strange_host_header_is_no_defect(serve: Serve) -> None:
+    async with serve() as harness:
+        for path in ("/nothing", "/v1/completions"):
+            response = await harness.client.get(path, headers={"host": "["})
+            assert response.status_code in (400, 404, 405)
             check_error(response.content)
 
-    asyncio.run(scenario())
 
-
-def test_a_strange_host_header_is_no_defect(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            for path in ("/nothing", "/v1/completions"):
-                response = await harness.client.get(path, headers={"host": "["})
-                assert response.status_code in (400, 404, 405)
-                check_error(response.content)
-
-    asyncio.run(scenario())
-
-
-def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            for stream in (False, True):
-                response = await harness.post(GREEDY | {"model": "x" * 1000, "stream": stream})
-                assert response.status_code == 404
-                error = check_error(response.content, "model", "model_not_found")
-                assert "'tiny'" in error["message"]
-                assert len(error["message"]) < 200
-            assert (await harness.post({"prompt": "a", "model": None})).status_code == 200
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_another_model_does_not_exist(serve: Serve) -> None:
+    async with serve() as harness:
+        for stream in (False, True):
+            response = await harness.post(GREEDY | {"model": "x" * 1000, "stream": stream})
+            assert response.status_code == 404
+            error = check_error(response.content, "model", "model_not_found")
+            assert "'tiny'" in error["message"]
+            assert len(error["message"]) < 200
+        assert (await harness.post({"prompt": "a", "model": None})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -723,96 +651,76 @@ def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokeniz
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_cannot_run_is_refused_by_its_parameter(
-    chain: LocalStageChain, tokenizer: Tokenizer, changes: dict[str, Any], param: str, stream: bool
+@in_event_loop
+async def test_a_request_that_cannot_run_is_refused_by_its_parameter(
+    serve: Serve, changes: dict[str, Any], param: str, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            response = await harness.post(GREEDY | changes | {"stream": stream})
-            assert response.status_code == 400
-            assert check_error(response.content, param)["type"] == "invalid_request_error"
-            assert harness.router.scheduler.num_steps == 0
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        response = await harness.post(GREEDY | changes | {"stream": stream})
+        assert response.status_code == 400
+        assert check_error(response.content, param)["type"] == "invalid_request_error"
+        assert harness.router.scheduler.num_steps == 0
 
 
-def test_of_several_prompts_none_runs_if_one_cannot(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            response = await harness.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
-            assert response.status_code == 400
-            assert str(ARGS.vocab_size) in check_error(response.content, "prompt")["message"]
-            assert harness.router.scheduler.is_idle
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_of_several_prompts_none_runs_if_one_cannot(serve: Serve) -> None:
+    async with serve() as harness:
+        response = await harness.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
+        assert response.status_code == 400
+        assert str(ARGS.vocab_size) in check_error(response.content, "prompt")["message"]
+        assert harness.router.scheduler.is_idle
 
 
-def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            whole = json.dumps(GREEDY).encode().ljust(MAX_BODY)
-            assert (await harness.post(whole)).status_code == 200
-            response = await harness.post(whole + b" ")
-            assert response.status_code == 413
-            assert format_bytes(MAX_BODY) in check_error(response.content)["message"]
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(serve: Serve) -> None:
+    async with serve() as harness:
+        whole = json.dumps(GREEDY).encode().ljust(MAX_BODY)
+        assert (await harness.post(whole)).status_code == 200
+        response = await harness.post(whole + b" ")
+        assert response.status_code == 413
+        assert format_bytes(MAX_BODY) in check_error(response.content)["message"]
 
 
-def test_a_body_without_a_length_is_bounded_as_it_comes(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
+@in_event_loop
+async def test_a_body_without_a_length_is_bounded_as_it_comes(serve: Serve) -> None:
     async def parts(num_parts: int) -> AsyncIterator[bytes]:
         yield json.dumps(GREEDY).encode()
         for _ in range(num_parts):
             yield b" " * 100
 
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            small = await harness.client.post("/v1/completions", content=parts(10))
-            assert small.status_code == 200
-            assert "content-length" not in small.request.headers
-            large = await harness.client.post("/v1/completions", content=parts(100))
-            assert large.status_code == 413
-            check_error(large.content)
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        small = await harness.client.post("/v1/completions", content=parts(10))
+        assert small.status_code == 200
+        assert "content-length" not in small.request.headers
+        large = await harness.client.post("/v1/completions", content=parts(100))
+        assert large.status_code == 413
+        check_error(large.content)
 
 
 @pytest.mark.parametrize("declared", [str(MAX_BODY + 1), "9" * 20, "9" * 5000])
-def test_a_body_that_says_it_is_too_large_is_not_read_at_all(
-    chain: LocalStageChain, tokenizer: Tokenizer, declared: str
+@in_event_loop
+async def test_a_body_that_says_it_is_too_large_is_not_read_at_all(
+    serve: Serve, declared: str
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            caller = Caller(harness.app, b"", headers=[(b"content-length", declared.encode())])
-            await caller.call()
-            assert caller.status == 413
-            check_error(caller.body)
-            assert caller.num_received == 0
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        caller = Caller(harness.app, b"", headers=[(b"content-length", declared.encode())])
+        await caller.call()
+        assert caller.status == 413
+        check_error(caller.body)
+        assert caller.num_received == 0
 
 
 @pytest.mark.parametrize("declared", ["", "1", "-1", "abc", "0" * 30, "\u00b2", "1e9"])
-def test_a_wrong_content_length_bounds_nothing(
-    chain: LocalStageChain, tokenizer: Tokenizer, declared: str
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            header = [(b"content-length", declared.encode("latin-1"))]
-            fitting = Caller(harness.app, json.dumps(GREEDY).encode(), headers=header)
-            await fitting.call()
-            assert fitting.status == 200
-            too_large = Caller(harness.app, b" " * (MAX_BODY + 1), headers=header)
-            await too_large.call()
-            assert too_large.status == 413
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_wrong_content_length_bounds_nothing(serve: Serve, declared: str) -> None:
+    async with serve() as harness:
+        header = [(b"content-length", declared.encode("latin-1"))]
+        fitting = Caller(harness.app, json.dumps(GREEDY).encode(), headers=header)
+        await fitting.call()
+        assert fitting.status == 200
+        too_large = Caller(harness.app, b" " * (MAX_BODY + 1), headers=header)
+        await too_large.call()
+        assert too_large.status == 413
 
 
 @pytest.mark.parametrize(
@@ -823,44 +731,38 @@ def test_a_wrong_content_length_bounds_nothing(
         ({"prompt": [[1] * 20] * 2}, {"max_num_seqs": 1, "max_queued_tokens": 39}),
     ],
 )
-def test_a_full_router_says_when_to_come_back(
-    chain: LocalStageChain, tokenizer: Tokenizer, changes: dict[str, Any], bounds: dict[str, int]
+@in_event_loop
+async def test_a_full_router_says_when_to_come_back(
+    serve: Serve, changes: dict[str, Any], bounds: dict[str, int]
 ) -> None:
-    async def scenario() -> None:
-        first_step, release = asyncio.Event(), asyncio.Event()
+    first_step, release = asyncio.Event(), asyncio.Event()
 
-        async def gate(_batch: MicroBatch) -> None:
-            first_step.set()
-            await release.wait()
+    async def gate(_batch: MicroBatch) -> None:
+        first_step.set()
+        await release.wait()
 
-        async with _harness(chain, tokenizer, gate, **bounds) as harness:
-            running = asyncio.create_task(harness.post(GREEDY))
-            await first_step.wait()
-            before = (
-                harness.router.scheduler.num_running,
-                harness.router.scheduler.num_waiting,
-                harness.router.num_requests,
-            )
-            for stream in (False, True):
-                response = await harness.post(GREEDY | changes | {"stream": stream})
-                assert response.status_code == 429
-                assert int(response.headers["retry-after"]) >= 1
-                assert (
-                    check_error(response.content, code="rate_limit_exceeded")["type"]
-                    == "rate_limit_error"
-                )
-            scheduler = harness.router.scheduler
+    async with serve(gate, **bounds) as harness:
+        running = asyncio.create_task(harness.post(GREEDY))
+        await first_step.wait()
+        before = (
+            harness.router.scheduler.num_running,
+            harness.router.scheduler.num_waiting,
+            harness.router.num_requests,
+        )
+        for stream in (False, True):
+            response = await harness.post(GREEDY | changes | {"stream": stream})
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
             assert (
-                scheduler.num_running,
-                scheduler.num_waiting,
-                harness.router.num_requests,
-            ) == before
-            waiting = asyncio.create_task(harness.post(GREEDY | {"prompt": [1] * 20}))
-            release.set()
-            assert (await running).status_code == (await waiting).status_code == 200
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+                check_error(response.content, code="rate_limit_exceeded")["type"]
+                == "rate_limit_error"
+            )
+        scheduler = harness.router.scheduler
+        assert (scheduler.num_running, scheduler.num_waiting, harness.router.num_requests) == before
+        waiting = asyncio.create_task(harness.post(GREEDY | {"prompt": [1] * 20}))
+        release.set()
+        assert (await running).status_code == (await waiting).status_code == 200
+        await harness.becomes_idle()
 
 
 # Failures
@@ -875,87 +777,66 @@ def _fails_at(step: int) -> Gate:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
-    chain: LocalStageChain, tokenizer: Tokenizer, stream: bool
+@in_event_loop
+async def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
+    serve: Serve, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer, _fails_at(0)) as harness:
-            for _ in range(2):
-                response = await harness.post(GREEDY | {"stream": stream})
-                assert response.status_code == 503
-                assert response.headers["retry-after"] == "1"
-                error = check_error(response.content, code="unavailable")
-                assert (error["type"], error["message"]) == ("server_error", "stage 1 died")
-
-    asyncio.run(scenario())
-
-
-def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
-            response = await harness.post(GREEDY)
+    async with serve(_fails_at(0)) as harness:
+        for _ in range(2):
+            response = await harness.post(GREEDY | {"stream": stream})
             assert response.status_code == 503
-            check_error(response.content, code="unavailable")
-
-    asyncio.run(scenario())
-
-
-def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
-            response = await harness.post(GREEDY | {"stream": True})
-            assert response.status_code == 200
-            first, *_, last, nothing = response.text.split("\n\n")
-            assert nothing == ""
-            assert json.loads(first.removeprefix("data: "))["choices"][0]["finish_reason"] is None
-            error = check_error(last.removeprefix("data: ").encode(), code="unavailable")
-            assert error["message"] == "stage 1 died"
-            assert "[DONE]" not in response.text
-
-    asyncio.run(scenario())
+            assert response.headers["retry-after"] == "1"
+            error = check_error(response.content, code="unavailable")
+            assert (error["type"], error["message"]) == ("server_error", "stage 1 died")
 
 
-def test_openais_own_client_raises_what_ends_a_stream(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
-            client = openai.AsyncOpenAI(
-                api_key="none",
-                base_url="http://ingress/v1",
-                http_client=harness.client,
-                max_retries=0,
-            )
-            stream = await client.completions.create(
-                model="tiny", prompt="a", max_tokens=8, stream=True
-            )
-            with pytest.raises(openai.APIError, match="stage 1 died"):
-                async for _ in stream:
-                    pass
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(serve: Serve) -> None:
+    async with serve(_fails_at(3)) as harness:
+        response = await harness.post(GREEDY)
+        assert response.status_code == 503
+        check_error(response.content, code="unavailable")
 
 
-def test_a_defect_is_a_status_without_its_insides(
-    chain: LocalStageChain, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(serve: Serve) -> None:
+    async with serve(_fails_at(3)) as harness:
+        response = await harness.post(GREEDY | {"stream": True})
+        assert response.status_code == 200
+        first, *_, last, nothing = response.text.split("\n\n")
+        assert nothing == ""
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["finish_reason"] is None
+        error = check_error(last.removeprefix("data: ").encode(), code="unavailable")
+        assert error["message"] == "stage 1 died"
+        assert "[DONE]" not in response.text
+
+
+@in_event_loop
+async def test_openais_own_client_raises_what_ends_a_stream(serve: Serve) -> None:
+    async with serve(_fails_at(3)) as harness:
+        client = _openai_client(harness)
+        stream = await client.completions.create(
+            model="tiny", prompt="a", max_tokens=8, stream=True
+        )
+        with pytest.raises(openai.APIError, match="stage 1 died"):
+            async for _ in stream:
+                pass
+
+
+@in_event_loop
+async def test_a_defect_is_a_status_without_its_insides(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def defect(*_args: object) -> None:
         raise ZeroDivisionError("secret")
 
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            monkeypatch.setattr(harness.router, "generate", defect)
-            transport = httpx.ASGITransport(harness.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
-                response = await client.post("/v1/completions", json=GREEDY)
-            assert response.status_code == 500
-            assert check_error(response.content)["message"] == DEFECT
-
-    asyncio.run(scenario())
+    async with serve() as harness:
+        monkeypatch.setattr(harness.router, "generate", defect)
+        transport = httpx.ASGITransport(harness.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+            response = await client.post("/v1/completions", json=GREEDY)
+        assert response.status_code == 500
+        assert check_error(response.content)["message"] == DEFECT
 
 
 # Clients that leave
@@ -1045,112 +926,91 @@ class HeldHarness:
 
 
 @asynccontextmanager
-async def _held(
-    chain: StageChain, tokenizer: Tokenizer, after_step: int = 4
-) -> AsyncIterator[HeldHarness]:
+async def _held(serve: Serve, after_step: int = 4) -> AsyncIterator[HeldHarness]:
     release = asyncio.Event()
 
     async def gate(batch: MicroBatch) -> None:
         if batch.step_id >= after_step:
             await release.wait()
 
-    async with _harness(chain, tokenizer, gate) as harness:
+    async with serve(gate) as harness:
         yield HeldHarness(harness, release)
 
 
 @pytest.mark.parametrize("leaves_at", [0, 1, 2])
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
-def test_a_client_that_leaves_a_stream_takes_its_work_along(
-    chain: LocalStageChain, tokenizer: Tokenizer, leaves_at: int, spec_version: str
+@in_event_loop
+async def test_a_client_that_leaves_a_stream_takes_its_work_along(
+    serve: Serve, leaves_at: int, spec_version: str
 ) -> None:
-    async def scenario() -> None:
-        async with _held(chain, tokenizer) as held:
-            caller = Caller(held.harness.app, json.dumps(LONG).encode(), leaves_at, spec_version)
-            with suppress(Exception):
-                await caller.call()
-            assert caller.left.is_set()
-            await held.has_let_go()
-
-    asyncio.run(scenario())
+    async with _held(serve) as held:
+        caller = Caller(held.harness.app, json.dumps(LONG).encode(), leaves_at, spec_version)
+        with suppress(Exception):
+            await caller.call()
+        assert caller.left.is_set()
+        await held.has_let_go()
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"stream": False}, {"n": 4}, {"prompt": ["a", "b"], "n": 8}]
 )
 @pytest.mark.parametrize("after_step", [0, 4])
-def test_a_call_that_is_cancelled_takes_its_work_along(
-    chain: LocalStageChain, tokenizer: Tokenizer, changes: dict[str, Any], after_step: int
+@in_event_loop
+async def test_a_call_that_is_cancelled_takes_its_work_along(
+    serve: Serve, changes: dict[str, Any], after_step: int
 ) -> None:
-    async def scenario() -> None:
-        async with _held(chain, tokenizer, after_step) as held:
-            caller = Caller(held.harness.app, json.dumps(LONG | changes).encode())
-            calling = asyncio.create_task(caller.call())
-            while held.harness.router.scheduler.num_steps <= after_step:
-                await asyncio.sleep(0)
-            calling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await calling
-            await held.has_let_go()
-
-    asyncio.run(scenario())
+    async with _held(serve, after_step) as held:
+        caller = Caller(held.harness.app, json.dumps(LONG | changes).encode())
+        calling = asyncio.create_task(caller.call())
+        while held.harness.router.scheduler.num_steps <= after_step:
+            await asyncio.sleep(0)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        await held.has_let_go()
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_a_response_that_is_closed_takes_its_work_along(
-    chain: LocalStageChain, tokenizer: Tokenizer, num_read: int
-) -> None:
-    async def scenario() -> None:
-        async with _held(chain, tokenizer) as held:
-            caller = Caller(held.harness.app, json.dumps(LONG).encode())
-            response = await held.harness.server.tokens.completions(
-                Request(caller._scope, caller._receive)
-            )
-            assert isinstance(response, SseResponse)
-            body = response.events
-            async with aclosing(body):
-                for _ in range(num_read):
-                    await anext(body)
-            del body, response
-            await held.has_let_go()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_response_that_is_closed_takes_its_work_along(serve: Serve, num_read: int) -> None:
+    async with _held(serve) as held:
+        caller = Caller(held.harness.app, json.dumps(LONG).encode())
+        response = await held.harness.server.tokens.completions(
+            Request(caller._scope, caller._receive)
+        )
+        assert isinstance(response, SseResponse)
+        body = response.events
+        async with aclosing(body):
+            for _ in range(num_read):
+                await anext(body)
+        del body, response
+        await held.has_let_go()
 
 
-def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            caller = Caller(harness.app, b"")
-            caller._parts.clear()
-            caller.left.set()
-            await caller.call()
-            assert caller.status == 499
-            assert harness.router.scheduler.num_steps == 0
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(serve: Serve) -> None:
+    async with serve() as harness:
+        caller = Caller(harness.app, b"")
+        caller._parts.clear()
+        caller.left.set()
+        await caller.call()
+        assert caller.status == 499
+        assert harness.router.scheduler.num_steps == 0
 
 
-def test_those_who_stay_do_not_notice_who_leaves(
-    chain: LocalStageChain, tokenizer: Tokenizer
-) -> None:
-    async def scenario() -> None:
-        async with _harness(chain, tokenizer) as harness:
-            alone = (await harness.post(LONG | {"stream": False})).json()["choices"][0]["text"]
-            staying = [
-                asyncio.create_task(harness.post(LONG | {"stream": False})) for _ in range(3)
-            ]
-            leaving = [
-                Caller(harness.app, json.dumps(LONG).encode(), leaves_at)
-                for leaves_at in (0, 1, 2, 3)
-            ]
-            await asyncio.gather(*(caller.call() for caller in leaving))
-            assert [
-                response.json()["choices"][0]["text"] for response in await asyncio.gather(*staying)
-            ] == [alone] * 3
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_those_who_stay_do_not_notice_who_leaves(serve: Serve) -> None:
+    async with serve() as harness:
+        alone = (await harness.post(LONG | {"stream": False})).json()["choices"][0]["text"]
+        staying = [asyncio.create_task(harness.post(LONG | {"stream": False})) for _ in range(3)]
+        leaving = [
+            Caller(harness.app, json.dumps(LONG).encode(), leaves_at) for leaves_at in (0, 1, 2, 3)
+        ]
+        await asyncio.gather(*(caller.call() for caller in leaving))
+        assert [
+            response.json()["choices"][0]["text"] for response in await asyncio.gather(*staying)
+        ] == [alone] * 3
+        await harness.becomes_idle()
 
 
 # Pace
@@ -1186,7 +1046,7 @@ def test_streams_share_the_writes_evenly(
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", BODIES)
 def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
-    chain: LocalStageChain, tokenizer: Tokenizer, kind: str
+    serve: Serve, kind: str
 ) -> None:
     async def send(harness: Harness, body: bytes) -> None:
         response = await harness.post(body)
@@ -1200,7 +1060,7 @@ def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
         await harness.becomes_idle()
 
     with asyncio.Runner() as runner:
-        opening = _harness(chain, tokenizer)
+        opening = serve()
         harness = runner.run(opening.__aenter__())
 
         @settings(derandomize=True, deadline=None, max_examples=examples(100))

@@ -18,6 +18,7 @@ import grpc
 import httpx
 import pytest
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, request, requests
+from event_loops import in_event_loop
 from google.protobuf.message_factory import GetMessageClass
 from http_fuzz import check_error
 from pydantic import SecretStr
@@ -341,7 +342,8 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
     harness.close()
 
 
-def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
+@in_event_loop
+async def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a copy in the temporary folder. Of four, a key has half of what others leave; what
@@ -354,75 +356,69 @@ def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
     )
     form = {"content-type": "multipart/form-data; boundary=b"}
 
-    async def scenario() -> None:
-        async with _server(harness) as server:
-            go_on, num_begun = asyncio.Event(), 0
+    async with _server(harness) as server:
+        go_on, num_begun = asyncio.Event(), 0
 
-            async def slow() -> AsyncIterator[bytes]:
-                nonlocal num_begun
-                yield head
-                num_begun += 1
-                await go_on.wait()
-                yield b"\r\n--b--\r\n"
+        async def slow() -> AsyncIterator[bytes]:
+            nonlocal num_begun
+            yield head
+            num_begun += 1
+            await go_on.wait()
+            yield b"\r\n--b--\r\n"
 
-            def begin(user: str, body: AsyncIterator[bytes]) -> "asyncio.Task[httpx.Response]":
-                return asyncio.create_task(
-                    server[user].http.post("/v1/files", content=body, headers=form)
-                )
-
-            async def begin_and_wait(user: str, count: int) -> "list[asyncio.Task[httpx.Response]]":
-                wanted = num_begun + count
-                tasks = [begin(user, slow()) for _ in range(count)]
-                while num_begun < wanted:
-                    await asyncio.sleep(0)
-                return tasks
-
-            uploads = [*await begin_and_wait("anna", 2), *await begin_and_wait("bert", 1)]
-            for user, own in (("anna", 2), ("bert", 1)):
-                refused = await begin(user, slow())
-                assert refused.status_code == 429
-                assert (
-                    check_error(refused.content)["message"]
-                    == f"{own} of your uploads are in progress, and there is no room for another"
-                    " one "
-                    "(a server process has 4 for all keys); try again later"
-                )
-                assert int(refused.headers["retry-after"]) > 0
-            go_on.set()
-            assert [(await upload).status_code for upload in uploads] == [200] * 3
-            broken = await server["anna"].http.post("/v1/files", content=b"nonsense", headers=form)
-            assert broken.status_code == 400
-            assert [(await begin("anna", slow())).status_code for _ in range(4)] == [200] * 4, (
-                "one after the other"
+        def begin(user: str, body: AsyncIterator[bytes]) -> "asyncio.Task[httpx.Response]":
+            return asyncio.create_task(
+                server[user].http.post("/v1/files", content=body, headers=form)
             )
-            assert server.service._uploads.total() == 0
 
-    asyncio.run(scenario())
+        async def begin_and_wait(user: str, count: int) -> "list[asyncio.Task[httpx.Response]]":
+            wanted = num_begun + count
+            tasks = [begin(user, slow()) for _ in range(count)]
+            while num_begun < wanted:
+                await asyncio.sleep(0)
+            return tasks
+
+        uploads = [*await begin_and_wait("anna", 2), *await begin_and_wait("bert", 1)]
+        for user, own in (("anna", 2), ("bert", 1)):
+            refused = await begin(user, slow())
+            assert refused.status_code == 429
+            assert (
+                check_error(refused.content)["message"]
+                == f"{own} of your uploads are in progress, and there is no room for another"
+                " one "
+                "(a server process has 4 for all keys); try again later"
+            )
+            assert int(refused.headers["retry-after"]) > 0
+        go_on.set()
+        assert [(await upload).status_code for upload in uploads] == [200] * 3
+        broken = await server["anna"].http.post("/v1/files", content=b"nonsense", headers=form)
+        assert broken.status_code == 400
+        assert [(await begin("anna", slow())).status_code for _ in range(4)] == [200] * 4, (
+            "one after the other"
+        )
+        assert server.service._uploads.total() == 0
 
 
-def test_a_server_without_keys_has_what_was_made_without_keys(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_a_server_without_keys_has_what_was_made_without_keys(harness: BatchHarness) -> None:
     """Before keys were configured, and after they were taken away again."""
-
-    async def scenario() -> None:
-        async with _server(harness, {}) as server:
-            before = (await server["keyless"].grpc.submit_job(requests(1))).job_id
-        async with _server(harness) as server:
-            assert await server["anna"].ids("/v1/batches") == set()
-            own = (await server["anna"].grpc.submit_job(requests(1))).job_id
-        async with _server(harness, {"anna": KEYS["anna"], "carl": "another-key"}) as server:
-            assert await server["anna"].ids("/v1/batches") == {own}, "whatever other keys there are"
-            assert await server["carl"].ids("/v1/batches") == set()
-        async with _server(harness, {"anna": KEYS["anna"]}) as server:
-            assert await server["anna"].ids("/v1/batches") == {own}, "alone, too"
-        async with _server(harness, {}) as server:
-            assert await server["keyless"].ids("/v1/batches") == {before}
-            assert (await server["keyless"].http.get(f"/v1/batches/{own}")).status_code == 404
-            async with harness.running(harness.runner()):
-                assert (
-                    json.loads(
-                        (await server["keyless"].http.get(f"/v1/batches/{before}/results")).text
-                    )["custom_id"]
-                    == "r0"
-                )
-
-    asyncio.run(scenario())
+    async with _server(harness, {}) as server:
+        before = (await server["keyless"].grpc.submit_job(requests(1))).job_id
+    async with _server(harness) as server:
+        assert await server["anna"].ids("/v1/batches") == set()
+        own = (await server["anna"].grpc.submit_job(requests(1))).job_id
+    async with _server(harness, {"anna": KEYS["anna"], "carl": "another-key"}) as server:
+        assert await server["anna"].ids("/v1/batches") == {own}, "whatever other keys there are"
+        assert await server["carl"].ids("/v1/batches") == set()
+    async with _server(harness, {"anna": KEYS["anna"]}) as server:
+        assert await server["anna"].ids("/v1/batches") == {own}, "alone, too"
+    async with _server(harness, {}) as server:
+        assert await server["keyless"].ids("/v1/batches") == {before}
+        assert (await server["keyless"].http.get(f"/v1/batches/{own}")).status_code == 404
+        async with harness.running(harness.runner()):
+            assert (
+                json.loads(
+                    (await server["keyless"].http.get(f"/v1/batches/{before}/results")).text
+                )["custom_id"]
+                == "r0"
+            )

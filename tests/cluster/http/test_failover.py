@@ -5,14 +5,23 @@ Without Ray.
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from failing_ingress import Client, FailingIngresses, ResumableSource, post_json
-from scripted_chain import ReportingChain, no_gate
+from event_loops import in_event_loop
+from failing_ingress import (
+    Client,
+    FailingIngresses,
+    post_json,
+    relay_to,
+    resumable_source,
+    seeds_of,
+)
+from running_router import new_scheduler, running
+from scripted_chain import StatefulChain
 from scripted_token_source import ScriptedSource, http_app_for
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -21,7 +30,6 @@ from thinking_models import Kind, thinking_model
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.common import node_watch as lost_nodes
-from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http import failover
 from tramontane.cluster.http import failover as whole_answers
 from tramontane.cluster.http.failover import LOST, FailoverMiddleware, NodeAnnouncer
@@ -31,14 +39,8 @@ from tramontane.proto.errors import (
     PoisonRequestError,
     TramontaneError,
 )
-from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import Request as TokenRequest
-from tramontane.proto.request import RequestOutput
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
@@ -182,12 +184,10 @@ def _ingress(source: Any, case: str = "") -> ASGIApp:
 
 
 def _relayed(
-    source: Any,
-    lives: tuple[int, ...] = (),
-    case: str = "",
+    source: Any, lives: tuple[int, ...] = (), case: str = ""
 ) -> tuple[FailoverMiddleware, FailingIngresses]:
     ingresses = FailingIngresses(_ingress(source, case), lives)
-    return FailoverMiddleware(ingresses, DeadNodeWatcher(set)), ingresses
+    return relay_to(ingresses), ingresses
 
 
 def _without_chance(text: str) -> str:
@@ -212,64 +212,44 @@ async def _check(case: str, lives: tuple[int, ...], *, stream: bool) -> int:
         if stream
         else {name: body[name] for name in body if name != "stream_options"}
     )
-    immortal, _ = _relayed(ResumableSource(token_ids), case=case)
+    immortal, _ = _relayed(resumable_source(token_ids), case=case)
     undisturbed = await post_json(immortal, path, body)
-    source = ResumableSource(token_ids)
+    source = resumable_source(token_ids)
     relay, ingresses = _relayed(source, lives, case)
     client = await post_json(relay, path, body)
     assert client.is_answered
     assert client.status == undisturbed.status == 200
     assert _without_chance(client.text) == _without_chance(undisturbed.text)
     assert ingresses.num_calls == 1 + len(lives)
-    assert len(set(source.seeds)) == 1, "drawn once"
+    assert len(seeds_of(source)) == 1, "drawn once"
     return len(undisturbed.messages)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_survives_an_ingress_that_dies_at_any_of_its_messages(case: str) -> None:
-    async def scenario() -> None:
-        for life in range(await _check(case, (), stream=True)):
-            await _check(case, (life,), stream=True)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_stream_survives_an_ingress_that_dies_at_any_of_its_messages(case: str) -> None:
+    for life in range(await _check(case, (), stream=True)):
+        await _check(case, (life,), stream=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_survives_the_loss_of_an_ingress_for_each_of_its_pieces(case: str) -> None:
-    async def scenario() -> None:
-        num_messages = await _check(case, (), stream=True)
-        await _check(case, (2,) * (num_messages - 2), stream=True)
-        await _check(case, (0, 1, 0, *((2, 0, 1) if num_messages > 3 else ())), stream=True)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_stream_survives_the_loss_of_an_ingress_for_each_of_its_pieces(case: str) -> None:
+    num_messages = await _check(case, (), stream=True)
+    await _check(case, (2,) * (num_messages - 2), stream=True)
+    await _check(case, (0, 1, 0, *((2, 0, 1) if num_messages > 3 else ())), stream=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_answer_survives_ingresses_that_die_before_it_is_there(case: str) -> None:
-    async def scenario() -> None:
-        for lives in ((0,), (1,), (1, 0, 1)):
-            await _check(case, lives, stream=False)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_whole_answer_survives_ingresses_that_die_before_it_is_there(case: str) -> None:
+    for lives in ((0,), (1,), (1, 0, 1)):
+        await _check(case, lives, stream=False)
 
 
-class Counting(ResumableSource):
-    """Refuses new requests after the first, as a full source. Remembers the requests."""
-
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
-        super().__init__(token_ids)
-        self.has_room = True
-        self.requests: list[TokenRequest] = []
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        if not self.has_room:
-            raise OverloadedError("full", 3)
-
-    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
-        self.requests.append(request)
-        self.has_room = False
-        async for batch in super().generate(request):
-            yield batch
+def _full_after_one(token_ids: Sequence[int]) -> ScriptedSource:
+    """It refuses new requests after the first."""
+    return resumable_source(token_ids, refusal=OverloadedError("full", 3), capacity=1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -282,14 +262,12 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(
 
     async def scenario() -> None:
         undisturbed = await post_json(
-            _relayed(ResumableSource(token_ids), case=case)[0], path, body
+            _relayed(resumable_source(token_ids), case=case)[0], path, body
         )
         for lives in ((), (1,), (2,), (1, 2), *LATER.get(case, [])):
-            source = Counting(token_ids)
+            source = _full_after_one(token_ids)
             ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)
-            client = await post_json(
-                FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body
-            )
+            client = await post_json(relay_to(ingresses), path, body)
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)
             assert ingresses.num_calls == len(source.requests) == 1 + len(lives)
@@ -305,31 +283,27 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(
 
 
 @pytest.mark.parametrize("lives", [(1,), (2, 1), (1, 1, 3)])
-def test_another_model_makes_the_whole_of_an_answer_of_which_nothing_was_sent(
+@in_event_loop
+async def test_another_model_makes_the_whole_of_an_answer_of_which_nothing_was_sent(
     lives: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        sources = [Counting(SAYS), Counting(ENDS)]
-        apps = [
-            NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", mark)
-            for source, mark in zip(sources, "ab", strict=True)
-        ]
+    sources = [_full_after_one(SAYS), _full_after_one(ENDS)]
+    apps = [
+        NodeAnnouncer(_ingress(source), "node", mark)
+        for source, mark in zip(sources, "ab", strict=True)
+    ]
 
-        async def rolled_in(scope: Scope, receive: Receive, send: Send) -> None:
-            await apps[ingresses.num_calls > 1](scope, receive, send)
+    async def rolled_in(scope: Scope, receive: Receive, send: Send) -> None:
+        await apps[ingresses.num_calls > 1](scope, receive, send)
 
-        ingresses = FailingIngresses(rolled_in, lives)
-        client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(set)),
-            COMPLETIONS,
-            {"prompt": "Hello", "max_tokens": 100},
-        )
-        assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
-        assert [each.output_ids for each in sources[1].requests[0].sequences] == [()]
-
-    asyncio.run(scenario())
+    ingresses = FailingIngresses(rolled_in, lives)
+    client = await post_json(
+        relay_to(ingresses), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100}
+    )
+    assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
+    assert [each.output_ids for each in sources[1].requests[0].sequences] == [()]
 
 
 # ---- with a router, which knows what of log-probabilities and experts is known already
@@ -337,18 +311,8 @@ def test_another_model_makes_the_whole_of_an_answer_of_which_nothing_was_sent(
 DETAILS = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_token_ids": True}
 
 
-@asynccontextmanager
-async def _router() -> AsyncIterator[Router]:
-    cache = CachePlan(16, (WindowClass(64, 5, 10),))
-    router = Router(
-        Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
-        ReportingChain(no_gate),
-    )
-    running = asyncio.create_task(router.run())
-    yield router
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+def _router() -> AbstractAsyncContextManager[Router]:
+    return running(Router(new_scheduler(), StatefulChain(experts={3: 0}, logprobs=True)))
 
 
 async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -358,7 +322,7 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
         ingresses = FailingIngresses(
             NodeAnnouncer(http_app_for(router, model).app(), "node", MARK), lives
         )
-        relay = FailoverMiddleware(ingresses, DeadNodeWatcher(set))
+        relay = relay_to(ingresses)
         client = await post_json(
             relay,
             COMPLETIONS,
@@ -376,19 +340,17 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
         (300, [(1,), (4,), (3, 1)]),
     ],
 )
-def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number_of_ingresses(
+@in_event_loop
+async def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number_of_ingresses(
     max_bytes: int, all_lives: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are reported: what is not is computed again."""
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
     monkeypatch.setattr(whole_answers, "MAX_PROGRESS_BYTES", max_bytes)
 
-    async def scenario() -> None:
-        undisturbed = await _whole(())
-        for lives in all_lives:
-            assert await _whole(lives) == undisturbed
-
-    asyncio.run(scenario())
+    undisturbed = await _whole(())
+    for lives in all_lives:
+        assert await _whole(lives) == undisturbed
 
 
 @pytest.mark.parametrize(
@@ -423,9 +385,7 @@ async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return all details of each choice, merged; without text, as the tokens make none."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, expert_layers=range(4), experts_per_token=1)
-        relay = FailoverMiddleware(
-            FailingIngresses(http_app_for(router, model).app(), lives), DeadNodeWatcher(set)
-        )
+        relay = relay_to(FailingIngresses(http_app_for(router, model).app(), lives))
         body = {
             "prompt": [[7, 8, 9], [9]],
             "n": 2,
@@ -457,14 +417,12 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[name] = value
 
 
-def test_log_probabilities_and_experts_are_sent_once_by_any_number_of_ingresses() -> None:
-    async def scenario() -> None:
-        undisturbed = await _streamed_details(())
-        assert [len(choice["experts"]["3"]) for choice in undisturbed] == [6] * 4
-        for lives in ((2,), (3, 2), (2, 2, 0, 2), (5, 1, 2)):
-            assert await _streamed_details(lives) == undisturbed
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_log_probabilities_and_experts_are_sent_once_by_any_number_of_ingresses() -> None:
+    undisturbed = await _streamed_details(())
+    assert [len(choice["experts"]["3"]) for choice in undisturbed] == [6] * 4
+    for lives in ((2,), (3, 2), (2, 2, 0, 2), (5, 1, 2)):
+        assert await _streamed_details(lives) == undisturbed
 
 
 # ---- what is not an ingress's death, and ingresses that do not exist
@@ -479,212 +437,153 @@ def test_log_probabilities_and_experts_are_sent_once_by_any_number_of_ingresses(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_answer_of_the_first_ingress_stands(
+@in_event_loop
+async def test_the_answer_of_the_first_ingress_stands(
     failure: TramontaneError, status: int, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        relay, ingresses = _relayed(ScriptedSource(failure=failure))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
-        assert (client.status, client.is_answered, ingresses.num_calls) == (status, True, 1)
-        relay, ingresses = _relayed(ScriptedSource(SAYS, failure, fails_at=2))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
-        assert client.is_answered
-        assert (client.text.count("data: "), client.text.count('"error"'), ingresses.num_calls) == (
-            3,
-            1,
-            1,
-        )
-
-    asyncio.run(scenario())
+    relay, ingresses = _relayed(ScriptedSource(failure=failure))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+    assert (client.status, client.is_answered, ingresses.num_calls) == (status, True, 1)
+    relay, ingresses = _relayed(ScriptedSource(SAYS, failure, fails_at=2))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+    assert client.is_answered
+    assert (client.text.count("data: "), client.text.count('"error"'), ingresses.num_calls) == (
+        3,
+        1,
+        1,
+    )
 
 
-class Failing:
-    """Fails ``num_times`` from the second request on; else tokens."""
-
-    def __init__(self, failure: TramontaneError, num_times: int) -> None:
-        self._source, self._failure, self._num_times, self._num_requests = (
-            ResumableSource(SAYS),
-            failure,
-            num_times,
-            0,
-        )
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """There always is."""
-
-    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
-        self._num_requests += 1
-        if 1 < self._num_requests <= 1 + self._num_times:
-            raise self._failure
-        async for batch in self._source.generate(request):
-            yield batch
+def _failing(failure: TramontaneError, num_times: int) -> ScriptedSource:
+    """It fails so often, from the second request on."""
+    return resumable_source(SAYS, failure=failure, failing_requests=range(1, 1 + num_times))
 
 
 @pytest.mark.parametrize("failure", [OverloadedError("full", 3), PipelineError("gone")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_ingress_that_is_to_continue_is_tried_again_where_it_is_full_or_failing(
+@in_event_loop
+async def test_an_ingress_that_is_to_continue_is_tried_again_where_it_is_full_or_failing(
     failure: TramontaneError, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        relay, ingresses = _relayed(Failing(failure, 2), (3 if stream else 1,))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
-        assert (client.status, client.is_answered, ingresses.num_calls) == (200, True, 4)
-        relay, ingresses = _relayed(Failing(failure, 9), (3 if stream else 1,))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
-        assert client.is_answered
-        assert ingresses.num_calls == 1 + 3
-        error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
-        assert json.loads(
-            client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text
-        ) == {"error": error}
-        assert client.status == (200 if stream else 503)
-
-    asyncio.run(scenario())
+    relay, ingresses = _relayed(_failing(failure, 2), (3 if stream else 1,))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+    assert (client.status, client.is_answered, ingresses.num_calls) == (200, True, 4)
+    relay, ingresses = _relayed(_failing(failure, 9), (3 if stream else 1,))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+    assert client.is_answered
+    assert ingresses.num_calls == 1 + 3
+    error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
+    assert json.loads(
+        client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text
+    ) == {"error": error}
+    assert client.status == (200 if stream else 503)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(
+@in_event_loop
+async def test_an_ingress_that_refuses_after_long_has_tried_for_all_others(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them would try for minutes, and a client would wait for hours."""
-
-    async def scenario() -> None:
-        loop, later_s = asyncio.get_running_loop(), 0.0
-        real_time = loop.time
-        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
-
-        class Trying(Failing):
-            async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
-                nonlocal later_s
-                later_s += 600.0
-                async for batch in super().generate(request):
-                    yield batch
-
-        app = NodeAnnouncer(
-            http_app_for(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK
-        )
-        ingresses = FailingIngresses(app, (3 if stream else 1,))
-        client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(set)),
-            COMPLETIONS,
-            {"prompt": "Hello", "stream": stream},
-        )
-        assert client.is_answered
-        assert LOST in client.text
-        assert ingresses.num_calls == 2
-
-    asyncio.run(scenario())
+    loop, source = asyncio.get_running_loop(), _failing(PipelineError("gone"), 99)
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + 600.0 * len(source.requests))
+    app = NodeAnnouncer(_ingress(source), "node", MARK)
+    ingresses = FailingIngresses(app, (3 if stream else 1,))
+    client = await post_json(
+        relay_to(ingresses), COMPLETIONS, {"prompt": "Hello", "stream": stream}
+    )
+    assert client.is_answered
+    assert LOST in client.text
+    assert ingresses.num_calls == 2
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("stream", "life"), [(False, 0), (False, 1), (True, 0), (True, 2)])
-def test_an_answer_keeps_its_admission_when_its_ingress_dies(
+@in_event_loop
+async def test_an_answer_keeps_its_admission_when_its_ingress_dies(
     path: str, stream: bool, life: int
 ) -> None:
     """Also where nothing has been sent to its client."""
-
-    async def scenario() -> None:
-        source = Counting(SAYS)
-        ingresses = FailingIngresses(
-            NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)
-        )
-        relay = FailoverMiddleware(ingresses, DeadNodeWatcher(set))
-        body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
-        client = await post_json(relay, path, body | {"stream": stream})
-        assert (client.status, client.is_answered) == (200, True)
-        assert [request.already_admitted for request in source.requests] == [False, True]
-
-    asyncio.run(scenario())
+    source = _full_after_one(SAYS)
+    ingresses = FailingIngresses(NodeAnnouncer(_ingress(source), "node", MARK), (life,))
+    relay = relay_to(ingresses)
+    body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
+    client = await post_json(relay, path, body | {"stream": stream})
+    assert (client.status, client.is_answered) == (200, True)
+    assert [request.already_admitted for request in source.requests] == [False, True]
 
 
-def test_a_request_to_an_ingress_that_was_dead_already_is_new_to_the_next() -> None:
+@in_event_loop
+async def test_a_request_to_an_ingress_that_was_dead_already_is_new_to_the_next() -> None:
     """An ingress that dies under load must not let later requests past the limits of the next
     one.
     """
-
-    async def scenario() -> None:
-        source = Counting(SAYS)
-        source.has_room = False  # another request has the capacity
-        relay, ingresses = _relayed(source, (0,))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello"})
-        assert source.requests == []
-        assert (client.status, ingresses.num_calls) == (429, 2)
-
-    asyncio.run(scenario())
+    source = _full_after_one(SAYS)
+    source.capacity = 0  # another request has it
+    relay, ingresses = _relayed(source, (0,))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello"})
+    assert source.requests == []
+    assert (client.status, ingresses.num_calls) == (429, 2)
 
 
-def test_the_deadline_of_a_client_counts_from_its_request_and_not_from_the_next_ingress(
+@in_event_loop
+async def test_the_deadline_of_a_client_counts_from_its_request_and_not_from_the_next_ingress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scenario() -> None:
-        loop, later = asyncio.get_running_loop(), 0.0
-        now = loop.time
-        monkeypatch.setattr(loop, "time", lambda: now() + later)
-        ingresses = FailingIngresses(
-            http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app(), (0,)
+    loop, later = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + later)
+    ingresses = FailingIngresses(_ingress(resumable_source(SAYS)), (0,))
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal later
+        await ingresses(scope, receive, send)
+        later += 40.0
+
+    body = {"prompt": "Hello"}
+    for seconds, status in ((100, 200), (30, 504)):
+        ingresses.num_calls = 0
+        client = await post_json(
+            relay_to(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)}
         )
-
-        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-            nonlocal later
-            await ingresses(scope, receive, send)
-            later += 40.0
-
-        body = {"prompt": "Hello"}
-        for seconds, status in ((100, 200), (30, 504)):
-            ingresses.num_calls = 0
-            client = await post_json(
-                FailoverMiddleware(slow, DeadNodeWatcher(set)),
-                COMPLETIONS,
-                body,
-                {"x-request-timeout": str(seconds)},
-            )
-            assert (client.status, ingresses.num_calls) == (status, 2)
-
-    asyncio.run(scenario())
+        assert (client.status, ingresses.num_calls) == (status, 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool) -> None:
+@in_event_loop
+async def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool) -> None:
     """Ray Serve says that there is no such path."""
+    ingress = _ingress(resumable_source(SAYS))
+    _, ingresses = _relayed(resumable_source(SAYS), (2 if stream else 0,))
 
-    async def scenario() -> None:
-        ingress = http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app()
-        _, ingresses = _relayed(ResumableSource(SAYS), (2 if stream else 0,))
+    async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
+        is_there = ingresses.num_calls != 1
+        ingresses.num_calls += not is_there
+        await (ingresses if is_there else PlainTextResponse("not found", 404))(scope, receive, send)
 
-        async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
-            is_there = ingresses.num_calls != 1
-            ingresses.num_calls += not is_there
-            await (ingresses if is_there else PlainTextResponse("not found", 404))(
-                scope, receive, send
-            )
-
-        body = {"prompt": "Hello", "stream": stream}
-        client = await post_json(
-            FailoverMiddleware(no_application, DeadNodeWatcher(set)), COMPLETIONS, body
-        )
-        undisturbed = await post_json(ingress, COMPLETIONS, body)
-        assert (client.status, client.is_answered, ingresses.num_calls) == (200, True, 3)
-        assert _without_chance(client.text) == _without_chance(undisturbed.text)
-
-    asyncio.run(scenario())
+    body = {"prompt": "Hello", "stream": stream}
+    client = await post_json(relay_to(no_application), COMPLETIONS, body)
+    undisturbed = await post_json(ingress, COMPLETIONS, body)
+    assert (client.status, client.is_answered, ingresses.num_calls) == (200, True, 3)
+    assert _without_chance(client.text) == _without_chance(undisturbed.text)
 
 
-def test_what_another_ingress_refuses_ends_a_stream() -> None:
-    async def scenario() -> None:
-        relay, ingresses = _relayed(Failing(PoisonRequestError("no more"), 1), (3,))
-        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
-        assert client.is_answered
-        assert (
-            json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
-            == "no more"
-        )
-        assert ingresses.num_calls == 2
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_what_another_ingress_refuses_ends_a_stream() -> None:
+    relay, ingresses = _relayed(_failing(PoisonRequestError("no more"), 1), (3,))
+    client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+    assert client.is_answered
+    assert (
+        json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
+        == "no more"
+    )
+    assert ingresses.num_calls == 2
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 2])
-def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_read(
+@in_event_loop
+async def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_read(
     num_parts: int,
 ) -> None:
     read: list[bytes] = []
@@ -696,16 +595,14 @@ def test_the_next_ingress_reads_the_whole_body_however_much_of_it_the_first_has_
         read.append(await Request(scope, receive).body())
         await JSONResponse({})(scope, receive, send)
 
-    async def scenario() -> None:
-        client = Client(b"0123456789")
-        await client.send_to(FailoverMiddleware(dying, DeadNodeWatcher(set)), COMPLETIONS)
-        assert read == [client.body[: 5 * num_parts], client.body]
-        assert client.is_answered
-
-    asyncio.run(scenario())
+    client = Client(b"0123456789")
+    await client.send_to(relay_to(dying), COMPLETIONS)
+    assert read == [client.body[: 5 * num_parts], client.body]
+    assert client.is_answered
 
 
-def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
+@in_event_loop
+async def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
     """A message for each of its bytes would take hundreds of times as much, and bodies have room by
     their bytes.
     """
@@ -719,49 +616,45 @@ def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def scenario() -> None:
-        parts = iter(range(100))
+    parts = iter(range(100))
 
-        async def receive() -> Message:
-            number = next(parts)
-            return {"type": "http.request", "body": bytes([number]), "more_body": number < 99}
+    async def receive() -> Message:
+        number = next(parts)
+        return {"type": "http.request", "body": bytes([number]), "more_body": number < 99}
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": COMPLETIONS,
-            "headers": [],
-            "query_string": b"",
-            "root_path": "",
-        }
-        await FailoverMiddleware(dying, DeadNodeWatcher(set))(scope, receive, Client(b"").send)
-        assert [len(messages) for messages in read] == [100, 1]
-        assert read[1][0]["body"] == bytes(range(100))
-
-    asyncio.run(scenario())
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [],
+        "query_string": b"",
+        "root_path": "",
+    }
+    await relay_to(dying)(scope, receive, Client(b"").send)
+    assert [len(messages) for messages in read] == [100, 1]
+    assert read[1][0]["body"] == bytes(range(100))
 
 
-def test_a_client_that_has_left_is_not_answered_by_another_ingress() -> None:
-    async def scenario() -> None:
-        client, num_requests = Client(b'{"prompt": "Hello"}'), 0
+@in_event_loop
+async def test_a_client_that_has_left_is_not_answered_by_another_ingress() -> None:
+    client, num_requests = Client(b'{"prompt": "Hello"}'), 0
 
-        async def as_ray_serve(_scope: Scope, receive: Receive, _send: Send) -> None:
-            nonlocal num_requests
-            num_requests += 1
-            while (await receive())["type"] != "http.disconnect":
-                client.disconnects.set()
+    async def as_ray_serve(_scope: Scope, receive: Receive, _send: Send) -> None:
+        nonlocal num_requests
+        num_requests += 1
+        while (await receive())["type"] != "http.disconnect":
+            client.disconnects.set()
 
-        await client.send_to(FailoverMiddleware(as_ray_serve, DeadNodeWatcher(set)), COMPLETIONS)
-        assert (num_requests, client.messages) == (1, [])
-
-    asyncio.run(scenario())
+    await client.send_to(relay_to(as_ray_serve), COMPLETIONS)
+    assert (num_requests, client.messages) == (1, [])
 
 
 @pytest.mark.parametrize(
     ("bound", "first_size", "num_requests"),
     [("MAX_BODY", 41, [1, 2, 2]), ("MAX_BODIES", 30, [2, 1, 2])],
 )
-def test_bodies_beyond_a_bound_pass_and_are_not_kept(
+@in_event_loop
+async def test_bodies_beyond_a_bound_pass_and_are_not_kept(
     monkeypatch: pytest.MonkeyPatch, bound: str, first_size: int, num_requests: list[int]
 ) -> None:
     """One request, another of 30 bytes while that is worked on, and one later, where there is room
@@ -779,26 +672,22 @@ def test_bodies_beyond_a_bound_pass_and_are_not_kept(
         elif len(read) == 1:
             await others_are_done.wait()
 
-    async def scenario() -> None:
-        relay = FailoverMiddleware(dying_once, DeadNodeWatcher(set))
-        clients = [Client(b"x" * first_size), Client(b"y" * 30), Client(b"z" * 30)]
-        first = asyncio.create_task(clients[0].send_to(relay, COMPLETIONS))
-        while not read:
-            await asyncio.sleep(0)
-        await clients[1].send_to(relay, COMPLETIONS)
-        others_are_done.set()
-        await first
-        await clients[2].send_to(relay, COMPLETIONS)
-        assert [read.count(client.body) for client in clients] == num_requests
-        assert [bool(client.messages) for client in clients] == [
-            times > 1 for times in num_requests
-        ]
-
-    asyncio.run(scenario())
+    relay = relay_to(dying_once)
+    clients = [Client(b"x" * first_size), Client(b"y" * 30), Client(b"z" * 30)]
+    first = asyncio.create_task(clients[0].send_to(relay, COMPLETIONS))
+    while not read:
+        await asyncio.sleep(0)
+    await clients[1].send_to(relay, COMPLETIONS)
+    others_are_done.set()
+    await first
+    await clients[2].send_to(relay, COMPLETIONS)
+    assert [read.count(client.body) for client in clients] == num_requests
+    assert [bool(client.messages) for client in clients] == [times > 1 for times in num_requests]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/other"])
-def test_streams_of_others_pass_as_they_are(path: str) -> None:
+@in_event_loop
+async def test_streams_of_others_pass_as_they_are(path: str) -> None:
     """Of another application, of which nothing is known."""
     num_requests = 0
 
@@ -813,23 +702,19 @@ def test_streams_of_others_pass_as_they_are(path: str) -> None:
         with suppress(ConnectionError):
             await StreamingResponse(parts())(scope, receive, send)
 
-    async def scenario() -> None:
-        client = Client(b"{}")
-        await client.send_to(FailoverMiddleware(app, DeadNodeWatcher(set)), path)
-        assert (client.text, client.is_answered_so_far, num_requests) == ("one", True, 1)
-
-    asyncio.run(scenario())
+    client = Client(b"{}")
+    await client.send_to(relay_to(app), path)
+    assert (client.text, client.is_answered_so_far, num_requests) == ("one", True, 1)
 
 
-def test_without_failover_an_ingress_sends_only_http() -> None:
-    async def scenario() -> None:
-        ingress = http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app()
-        assert (await post_json(ingress, CHAT, HELLO | {"stream": True})).is_answered
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_without_failover_an_ingress_sends_only_http() -> None:
+    ingress = _ingress(resumable_source(SAYS))
+    assert (await post_json(ingress, CHAT, HELLO | {"stream": True})).is_answered
 
 
-def test_every_ingress_gets_the_same_request_id() -> None:
+@in_event_loop
+async def test_every_ingress_gets_the_same_request_id() -> None:
     seen: list[bytes] = []
 
     async def dying(scope: Scope, receive: Receive, send: Send) -> None:
@@ -837,16 +722,11 @@ def test_every_ingress_gets_the_same_request_id() -> None:
         if len(seen) > 1:
             await JSONResponse({})(scope, receive, send)
 
-    async def scenario() -> None:
-        await Client(b"{}").send_to(FailoverMiddleware(dying, DeadNodeWatcher(set)), CHAT)
-        assert seen == [seen[0]] * 2
-        seen.clear()
-        await Client(b"{}").send_to(
-            FailoverMiddleware(dying, DeadNodeWatcher(set)), CHAT, **{"x-request-id": "mine"}
-        )
-        assert seen == [b"mine"] * 2
-
-    asyncio.run(scenario())
+    await Client(b"{}").send_to(relay_to(dying), CHAT)
+    assert seen == [seen[0]] * 2
+    seen.clear()
+    await Client(b"{}").send_to(relay_to(dying), CHAT, **{"x-request-id": "mine"})
+    assert seen == [b"mine"] * 2
 
 
 # ---- machines that are lost silently: nothing is closed, and nothing arrives any more
@@ -881,7 +761,8 @@ class SilentlyLostIngresses(FailingIngresses):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("lives", [(0,), (1,), (1, 0, 1)])
-def test_an_answer_survives_ingresses_whose_nodes_are_lost_silently(
+@in_event_loop
+async def test_an_answer_survives_ingresses_whose_nodes_are_lost_silently(
     lives: tuple[int, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.01)
@@ -889,23 +770,17 @@ def test_an_answer_survives_ingresses_whose_nodes_are_lost_silently(
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}
 
-    async def scenario() -> None:
-        undisturbed = await post_json(_relayed(ResumableSource(token_ids))[0], path, body)
-        ingresses = SilentlyLostIngresses(
-            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives
-        )
-        client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body
-        )
-        assert client.is_answered
-        assert _without_chance(client.text) == _without_chance(undisturbed.text)
-        assert ingresses.num_calls == 1 + len(lives)
-
-    asyncio.run(scenario())
+    undisturbed = await post_json(_relayed(resumable_source(token_ids))[0], path, body)
+    ingresses = SilentlyLostIngresses(_ingress(resumable_source(token_ids)), lives)
+    client = await post_json(relay_to(ingresses, lambda: ingresses.dead), path, body)
+    assert client.is_answered
+    assert _without_chance(client.text) == _without_chance(undisturbed.text)
+    assert ingresses.num_calls == 1 + len(lives)
 
 
 @pytest.mark.usefixtures("_soon_missed")
-def test_an_ingress_is_not_given_up_because_another_node_has_died() -> None:
+@in_event_loop
+async def test_an_ingress_is_not_given_up_because_another_node_has_died() -> None:
     num_requests = 0
     looked = asyncio.Event()
 
@@ -915,45 +790,34 @@ def test_an_ingress_is_not_given_up_because_another_node_has_died() -> None:
         await looked.wait()
         await JSONResponse({})(scope, receive, send)
 
-    async def scenario() -> None:
-        loop, num_looks = asyncio.get_running_loop(), 0
+    loop, num_looks = asyncio.get_running_loop(), 0
 
-        def dead() -> set[str]:
-            nonlocal num_looks
-            num_looks += 1
-            if num_looks == 5:
-                loop.call_soon_threadsafe(looked.set)
-            return {"other"}
+    def dead() -> set[str]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 5:
+            loop.call_soon_threadsafe(looked.set)
+        return {"other"}
 
-        client = await post_json(
-            FailoverMiddleware(NodeAnnouncer(slow, "this", MARK), DeadNodeWatcher(dead)),
-            COMPLETIONS,
-            {"prompt": "Hello"},
-        )
-        assert client.status == 200
-        assert num_requests == 1
-
-    asyncio.run(scenario())
+    client = await post_json(
+        relay_to(NodeAnnouncer(slow, "this", MARK), dead), COMPLETIONS, {"prompt": "Hello"}
+    )
+    assert client.status == 200
+    assert num_requests == 1
 
 
 @pytest.mark.usefixtures("_soon_missed")
-def test_lost_nodes_do_not_count_against_a_request() -> None:
+@in_event_loop
+async def test_lost_nodes_do_not_count_against_a_request() -> None:
     """More of them than the ingresses that may fail quickly."""
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"}
     lives = (0,) * (len(failover.ATTEMPT_PAUSES_S) + 2)
 
-    async def scenario() -> None:
-        ingresses = SilentlyLostIngresses(
-            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives
-        )
-        client = await post_json(
-            FailoverMiddleware(ingresses, DeadNodeWatcher(lambda: ingresses.dead)), path, body
-        )
-        assert client.status == 200
-        assert ingresses.num_calls == 1 + len(lives)
-
-    asyncio.run(scenario())
+    ingresses = SilentlyLostIngresses(_ingress(resumable_source(token_ids)), lives)
+    client = await post_json(relay_to(ingresses, lambda: ingresses.dead), path, body)
+    assert client.status == 200
+    assert ingresses.num_calls == 1 + len(lives)
 
 
 @pytest.mark.parametrize(("soon_s", "num_requests"), [(0.0, failover.MAX_INGRESSES), (1e9, 4)])
@@ -972,24 +836,18 @@ def test_ingresses_that_worked_for_some_time_are_replaced_more_often(
         await asyncio.sleep(0.001)
 
     client = asyncio.run(
-        post_json(
-            FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)),
-            COMPLETIONS,
-            {"prompt": "Hello"},
-        )
+        post_json(relay_to(NodeAnnouncer(dies, "this", MARK)), COMPLETIONS, {"prompt": "Hello"})
     )
     assert (client.status, num_ingresses) == (503, num_requests)
 
 
-def test_another_model_does_not_continue_an_answer_that_has_begun() -> None:
+@in_event_loop
+async def test_another_model_does_not_continue_an_answer_that_has_begun() -> None:
     """It may make one of which nothing has been sent to the client."""
     path, token_ids, body = CASES["stops"]
 
     def models(life: int) -> tuple[ASGIApp, list[str]]:
-        ingress, requested = (
-            http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(),
-            list[str](),
-        )
+        ingress, requested = (_ingress(resumable_source(token_ids)), list[str]())
 
         async def first_old_then_new(scope: Scope, receive: Receive, send: Send) -> None:
             requested.append("old" if not requested else "new")
@@ -1001,17 +859,10 @@ def test_another_model_does_not_continue_an_answer_that_has_begun() -> None:
 
         return first_old_then_new, requested
 
-    async def scenario() -> None:
-        ingress, requested = models(life=3)
-        begun = await post_json(
-            FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True}
-        )
-        assert requested == ["old", "new", "new", "new"], "until no ingress is left to try"
-        assert "could not take it up again" in begun.text.splitlines()[-2]
-        ingress, requested = models(life=0)
-        fresh = await post_json(
-            FailoverMiddleware(ingress, DeadNodeWatcher(set)), path, body | {"stream": True}
-        )
-        assert (requested, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")
-
-    asyncio.run(scenario())
+    ingress, requested = models(life=3)
+    begun = await post_json(relay_to(ingress), path, body | {"stream": True})
+    assert requested == ["old", "new", "new", "new"], "until no ingress is left to try"
+    assert "could not take it up again" in begun.text.splitlines()[-2]
+    ingress, requested = models(life=0)
+    fresh = await post_json(relay_to(ingress), path, body | {"stream": True})
+    assert (requested, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")

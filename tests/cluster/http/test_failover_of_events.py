@@ -2,23 +2,28 @@
 of an undisturbed answer.
 """
 
-import asyncio
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from client_events import parse_events, texts_of
-from failing_ingress import Client, FailingIngresses, ResumableSource, post_json
-from scripted_token_source import http_app_for
-from starlette.types import ASGIApp, Receive, Scope, Send
+from event_loops import in_event_loop
+from failing_ingress import (
+    Client,
+    FailingIngresses,
+    post_json,
+    relay_to,
+    resumable_source,
+    seeds_of,
+)
+from scripted_token_source import ScriptedSource, http_app_for
+from starlette.types import Receive, Scope, Send
 from thinking_models import Kind, thinking_model
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http import failover
-from tramontane.cluster.http.failover import LOST, FailoverMiddleware, NodeAnnouncer
+from tramontane.cluster.http.failover import LOST, NodeAnnouncer
 from tramontane.proto.errors import PipelineError
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -121,17 +126,15 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def _ask(
     case: str, lives: tuple[int, ...], *, stream: bool
-) -> tuple[Client, FailingIngresses, ResumableSource]:
+) -> tuple[Client, FailingIngresses, ScriptedSource]:
     path, token_ids, body = CASES[case]
-    source = ResumableSource(token_ids)
+    source = resumable_source(token_ids)
     app = http_app_for(source, MODEL, chat=FORMAT).app()
     if case in THINKERS:
         thinker = thinking_model(THINKERS[case])
         app = http_app_for(source, thinker.model, chat=thinker.chat).app()
     ingresses = FailingIngresses(NodeAnnouncer(app, "node", "a model"), lives)
-    client = await post_json(
-        FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": stream}
-    )
+    client = await post_json(relay_to(ingresses), path, body | {"stream": stream})
     assert (client.status, client.is_answered) == (200, True)
     return client, ingresses, source
 
@@ -177,7 +180,7 @@ async def _check(case: str, lives: tuple[int, ...]) -> int:
             case
         ]
     assert ingresses.num_calls == 1 + len(lives)
-    assert len(set(source.seeds)) == 1, "drawn once"
+    assert len(seeds_of(source)) == 1, "drawn once"
     return len(undisturbed.messages)
 
 
@@ -185,117 +188,91 @@ STARTS = ("response.output_item.added", "content_block_start")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_of_events_survives_an_ingress_that_dies_at_any_of_its_messages(case: str) -> None:
-    async def scenario() -> None:
-        for life in range(await _check(case, ())):
-            await _check(case, (life,))
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_pieces(
+@in_event_loop
+async def test_a_stream_of_events_survives_an_ingress_that_dies_at_any_of_its_messages(
     case: str,
 ) -> None:
-    async def scenario() -> None:
-        num_messages = await _check(case, ())
-        await _check(case, (2,) * (num_messages - 2))
-        await _check(case, (0, 1, 0, 2, 0, 1))
-
-    asyncio.run(scenario())
+    for life in range(await _check(case, ())):
+        await _check(case, (life,))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_answer_of_blocks_continues_where_its_proxy_knows_it_to_be(
+@in_event_loop
+async def test_a_stream_of_events_survives_the_loss_of_an_ingress_for_each_of_its_pieces(
+    case: str,
+) -> None:
+    num_messages = await _check(case, ())
+    await _check(case, (2,) * (num_messages - 2))
+    await _check(case, (0, 1, 0, 2, 0, 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+@in_event_loop
+async def test_a_whole_answer_of_blocks_continues_where_its_proxy_knows_it_to_be(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "PROGRESS_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        undisturbed, _, _ = await _ask(case, (), stream=False)
-        for lives in ((0,), (1,), (3,), (1, 2)):
-            client, ingresses, _ = await _ask(case, lives, stream=False)
-            assert _without_chance(client) == _without_chance(undisturbed)
-            assert ingresses.num_calls == 1 + len(lives)
-
-    asyncio.run(scenario())
+    undisturbed, _, _ = await _ask(case, (), stream=False)
+    for lives in ((0,), (1,), (3,), (1, 2)):
+        client, ingresses, _ = await _ask(case, lives, stream=False)
+        assert _without_chance(client) == _without_chance(undisturbed)
+        assert ingresses.num_calls == 1 + len(lives)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_ends_with_what_the_whole_answer_is(case: str) -> None:
-    async def scenario() -> None:
-        whole = json.loads(_without_chance((await _ask(case, (), stream=False))[0]))
-        client, _, _ = await _ask(case, (4,), stream=True)
-        *_, last = parse_events(CASES[case][0], _without_chance(client))
-        if "response" in last:
-            for item in whole["output"]:
-                for part in item.get("content", ()):
-                    # which came with the deltas
-                    part |= {"logprobs": []} if "logprobs" in part else {}
-            assert last["response"] == whole
+@in_event_loop
+async def test_a_stream_ends_with_what_the_whole_answer_is(case: str) -> None:
+    whole = json.loads(_without_chance((await _ask(case, (), stream=False))[0]))
+    client, _, _ = await _ask(case, (4,), stream=True)
+    *_, last = parse_events(CASES[case][0], _without_chance(client))
+    if "response" in last:
+        for item in whole["output"]:
+            for part in item.get("content", ()):
+                # which came with the deltas
+                part |= {"logprobs": []} if "logprobs" in part else {}
+        assert last["response"] == whole
 
-    asyncio.run(scenario())
+
+@pytest.mark.parametrize("later", [0, 1], ids=["none answers", "another model refuses"])
+@pytest.mark.parametrize("case", ["response", "message"])
+@in_event_loop
+async def test_a_stream_that_no_ingress_can_continue_ends_with_an_error_of_its_api(
+    case: str, later: int
+) -> None:
+    path, token_ids, body = CASES[case]
+    dying = {"failure": PipelineError("gone"), "failing_requests": range(1, 99)}
+    apps = [
+        NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", mark)
+        for mark in "ab"
+        for source in [resumable_source(token_ids, **dying)]
+    ]
+    turns = iter([apps[0]])
+
+    async def rolled_in(scope: Scope, receive: Receive, send: Send) -> None:
+        await next(turns, apps[later])(scope, receive, send)
+
+    ingresses = FailingIngresses(rolled_in, (3,))
+    client = await post_json(relay_to(ingresses), path, body | {"stream": True})
+    assert client.is_answered
+    events = parse_events(path, client.text)
+    _check_numbers(events, consecutive=False)
+    last = events[-1]
+    assert last["type"] == "error"
+    assert (last["message"] if path == RESPONSES else last["error"]["message"]) == LOST
 
 
 @pytest.mark.parametrize("case", ["response", "message"])
-def test_a_stream_that_no_ingress_can_continue_ends_with_an_error_of_its_api(case: str) -> None:
-    """Either none of them answers, or one refuses because it has another model."""
-
-    class Dying:
-        def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-            """Accept every request."""
-
-        async def generate(self, request: Any) -> Any:
-            if request.sequences[0].output_ids:
-                raise PipelineError("gone")
-            async for batch in ResumableSource(CASES[case][1]).generate(request):
-                yield batch
-
-    async def scenario() -> None:
-        path, _, body = CASES[case]
-        apps = [
-            NodeAnnouncer(http_app_for(Dying(), MODEL, chat=FORMAT).app(), "node", mark)
-            for mark in "ab"
-        ]
-        for later in apps:
-            turns = iter([apps[0]])
-
-            async def rolled_in(
-                scope: Scope,
-                receive: Receive,
-                send: Send,
-                later: ASGIApp = later,
-                turns: Iterator[ASGIApp] = turns,
-            ) -> None:
-                await next(turns, later)(scope, receive, send)
-
-            ingresses = FailingIngresses(rolled_in, (3,))
-            client = await post_json(
-                FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body | {"stream": True}
-            )
-            assert client.is_answered
-            events = parse_events(path, client.text)
-            _check_numbers(events, consecutive=False)
-            last = events[-1]
-            assert last["type"] == "error"
-            assert (last["message"] if path == RESPONSES else last["error"]["message"]) == LOST
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("case", ["response", "message"])
-def test_a_whole_answer_that_no_ingress_can_make_is_an_error_of_its_api(case: str) -> None:
-    async def scenario() -> None:
-        path, _, body = CASES[case]
-        source = ResumableSource(CASES[case][1])
-        ingresses = FailingIngresses(http_app_for(source, MODEL, chat=FORMAT).app(), (0,) * 30)
-        client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body)
-        assert client.status == 503
-        error = json.loads(client.text)
-        message = {"type": "error", "error": {"type": "overloaded_error", "message": LOST}}
-        openai = {
-            "error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
-        }
-        assert error == (openai if path == RESPONSES else message)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_whole_answer_that_no_ingress_can_make_is_an_error_of_its_api(case: str) -> None:
+    path, _, body = CASES[case]
+    source = resumable_source(CASES[case][1])
+    ingresses = FailingIngresses(http_app_for(source, MODEL, chat=FORMAT).app(), (0,) * 30)
+    client = await post_json(relay_to(ingresses), path, body)
+    assert client.status == 503
+    error = json.loads(client.text)
+    message = {"type": "error", "error": {"type": "overloaded_error", "message": LOST}}
+    openai = {
+        "error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
+    }
+    assert error == (openai if path == RESPONSES else message)

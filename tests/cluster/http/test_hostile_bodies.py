@@ -13,6 +13,7 @@ from typing import Any
 import large_answers
 import pytest
 from batch_jobs import new_batch_harness
+from event_loops import in_event_loop
 from hostile_bodies import MAX_BODY, TEMPLATES, bodies, messages, uploads
 from http_fuzz import check_error
 from large_answers import LARGE_MODEL, TOP, LargeAnswerSource
@@ -176,11 +177,7 @@ class _Context:
     ("name", "target", "content"), [*large_answers.requests(SHARE), *large_answers.messages(SHARE)]
 )
 def test_the_event_loop_formats_no_large_answer(
-    name: str,
-    target: str,
-    content: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    off_loop: list[int],
+    name: str, target: str, content: Any, monkeypatch: pytest.MonkeyPatch, off_loop: list[int]
 ) -> None:
     """Neither what is received, nor what it becomes: Python's objects, JSON, messages of gRPC."""
     sizes, decode, source = list[int](), wire.decode_outputs, LargeAnswerSource()
@@ -275,9 +272,7 @@ MANY_TOKENS = "\U0001f600" * 2**19  # four tokens each
     ],
 )
 def test_no_tokenizer_makes_a_list_of_millions_of_ids(
-    target: str,
-    content: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, content: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would hold the interpreter lock until then, in any thread."""
     encode, lengths, loop_thread = (
@@ -340,22 +335,20 @@ def test_json_within_texts_of_a_conversation_is_bounded_like_a_body() -> None:
     assert asyncio.run(refusal(question, harmless, result)) == f"the result of a tool {bound}"
 
 
-def test_an_answer_of_tokenize_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_an_answer_of_tokenize_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written in one step, and a text may have more tokens than the context has positions."""
     monkeypatch.setattr(tokenize, "MAX_ITEMS", 5)
 
-    async def scenario() -> None:
-        async with client_for(http_app_for(ScriptedSource(), chat=CHAT).app()) as client:
-            assert (await client.post("/tokenize", json={"prompt": "ROMEO:"})).status_code == 200
-            for given in (
-                {"prompt": "ROMEO: " * 9},
-                {"messages": [{"role": "user", "content": "ROMEO: " * 9}]},
-            ):
-                response = await client.post("/tokenize", json=given)
-                assert response.status_code == 400
-                assert (
-                    "tokens; one request may have at most 5"
-                    in check_error(response.content, next(iter(given)))["message"]
-                )
-
-    asyncio.run(scenario())
+    async with client_for(http_app_for(ScriptedSource(), chat=CHAT).app()) as client:
+        assert (await client.post("/tokenize", json={"prompt": "ROMEO:"})).status_code == 200
+        for given in (
+            {"prompt": "ROMEO: " * 9},
+            {"messages": [{"role": "user", "content": "ROMEO: " * 9}]},
+        ):
+            response = await client.post("/tokenize", json=given)
+            assert response.status_code == 400
+            assert (
+                "tokens; one request may have at most 5"
+                in check_error(response.content, next(iter(given)))["message"]
+            )

@@ -16,7 +16,8 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import Message, MessageParam, TextBlock, ThinkingBlock, ToolParam, ToolUseBlock
 from client_events import parse_events, texts_of
-from listening_server import CONTEXT, KEY, ListeningServer, ids_of
+from event_loops import in_event_loop
+from listening_server import CALLED, CONTEXT, KEY, TOWN, ListeningServer, ids_of
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, client_for, http_app_for
 from thinking_models import thinking_model
 from tokenizer_files import SENTENCEPIECE, THINK, thinking_tekken
@@ -35,13 +36,8 @@ HELLO: list[MessageParam] = [{"role": "user", "content": "Hello!"}]
 WEATHER: ToolParam = {
     "name": "weather",
     "description": "of a town",
-    "input_schema": {
-        "type": "object",
-        "properties": {"town": {"type": "string"}},
-        "required": ["town"],
-    },
+    "input_schema": TOWN,
 }
-CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
 
 
 @pytest.fixture
@@ -125,20 +121,16 @@ def test_a_streamed_message(server: ListeningServer, client: Anthropic) -> None:
     assert [event["type"] for event in parse_events("/v1/messages", text)][-1] == "message_stop"
 
 
-def test_async(server: ListeningServer) -> None:
-    async def scenario() -> None:
-        async with AsyncAnthropic(api_key=KEY, base_url=server.url, max_retries=0) as client:
-            create = client.messages.create
-            answers = await asyncio.gather(
-                *(create(model="tiny", messages=HELLO, max_tokens=100) for _ in range(4))
-            )
-            assert len({answer.id for answer in answers}) == 4
-            async with client.messages.stream(
-                model="tiny", messages=HELLO, max_tokens=100
-            ) as stream:
-                assert await stream.get_final_text() == SAID
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_async(server: ListeningServer) -> None:
+    async with AsyncAnthropic(api_key=KEY, base_url=server.url, max_retries=0) as client:
+        create = client.messages.create
+        answers = await asyncio.gather(
+            *(create(model="tiny", messages=HELLO, max_tokens=100) for _ in range(4))
+        )
+        assert len({answer.id for answer in answers}) == 4
+        async with client.messages.stream(model="tiny", messages=HELLO, max_tokens=100) as stream:
+            assert await stream.get_final_text() == SAID
 
 
 def test_tools_are_called_and_their_results_sent_back(
@@ -308,11 +300,7 @@ CONVERSATIONS: list[tuple[Any, Any, list[Any]]] = [
 
 @pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS)
 def test_prompts_are_those_of_chats(
-    server: ListeningServer,
-    client: Anthropic,
-    system: Any,
-    messages: Any,
-    chat: list[Any],
+    server: ListeningServer, client: Anthropic, system: Any, messages: Any, chat: list[Any]
 ) -> None:
     client.messages.create(
         model="tiny", system=system, messages=messages, max_tokens=5, extra_body=SAMPLING
@@ -348,64 +336,59 @@ def test_a_last_message_of_the_assistant_is_continued(
     assert server.prompts[2] != ours
 
 
-def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
+@in_event_loop
+async def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
     thinker = thinking_model("tekken")
     source = ScriptedSource(thinker.say("<think>340 + 51</think>391"))
     app = http_app_for(source, thinker.model, chat=thinker.chat).app()
 
-    async def scenario() -> None:
-        async with client_for(app) as http:
-            question = {"role": "user", "content": "17 * 23?"}
-            body: dict[str, Any] = {"messages": [question], "max_tokens": 100}
-            message = Message.model_validate((await http.post("/v1/messages", json=body)).json())
-            thought, text = message.content
-            assert isinstance(thought, ThinkingBlock)
-            assert isinstance(text, TextBlock)
-            assert (thought.thinking, text.text) == ("340 + 51", "391")
-            num_thought = 2 + len(thinker.text_ids("340 + 51"))
-            assert message.usage.output_tokens_details is not None
-            assert message.usage.output_tokens_details.thinking_tokens == num_thought
-            events = parse_events(
-                "/v1/messages", (await http.post("/v1/messages", json=body | {"stream": True})).text
-            )
-            assert texts_of(events) == {0: "340 + 51", 1: "391"}
-            assert events[0]["message"]["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
-            usage = {
-                "output_tokens": message.usage.output_tokens,
-                "output_tokens_details": {"thinking_tokens": num_thought},
-            }
-            assert events[-2]["usage"] == usage
-            reply = {"role": "assistant", "content": [block.to_dict() for block in message.content]}
-            assert (
-                await http.post(
-                    "/v1/messages", json=body | {"messages": [question, reply, question]}
-                )
-            ).is_success
-            chat = [
-                question,
-                {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"},
-                question,
-            ]
-            assert (await http.post("/v1/chat/completions", json={"messages": chat})).is_success
-            ours, chats = (specs[0].prompt_ids for specs in source.requested[-2:])
-            assert ours == chats
-            assert THINK in ours
-            for kind, status in (("enabled", 200), ("disabled", 400)):
-                for path in ("/v1/messages", "/v1/messages/count_tokens"):
-                    given = {
-                        key: body[key]
-                        for key in body
-                        if path == "/v1/messages" or key != "max_tokens"
-                    }
-                    answer = await http.post(path, json=given | {"thinking": {"type": kind}})
-                    assert answer.status_code == status, path
-                    assert status == 200 or "thinking: this model has no setting" in answer.text
-
-    asyncio.run(scenario())
+    async with client_for(app) as http:
+        question = {"role": "user", "content": "17 * 23?"}
+        body: dict[str, Any] = {"messages": [question], "max_tokens": 100}
+        message = Message.model_validate((await http.post("/v1/messages", json=body)).json())
+        thought, text = message.content
+        assert isinstance(thought, ThinkingBlock)
+        assert isinstance(text, TextBlock)
+        assert (thought.thinking, text.text) == ("340 + 51", "391")
+        num_thought = 2 + len(thinker.text_ids("340 + 51"))
+        assert message.usage.output_tokens_details is not None
+        assert message.usage.output_tokens_details.thinking_tokens == num_thought
+        events = parse_events(
+            "/v1/messages", (await http.post("/v1/messages", json=body | {"stream": True})).text
+        )
+        assert texts_of(events) == {0: "340 + 51", 1: "391"}
+        assert events[0]["message"]["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+        usage = {
+            "output_tokens": message.usage.output_tokens,
+            "output_tokens_details": {"thinking_tokens": num_thought},
+        }
+        assert events[-2]["usage"] == usage
+        reply = {"role": "assistant", "content": [block.to_dict() for block in message.content]}
+        assert (
+            await http.post("/v1/messages", json=body | {"messages": [question, reply, question]})
+        ).is_success
+        chat = [
+            question,
+            {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"},
+            question,
+        ]
+        assert (await http.post("/v1/chat/completions", json={"messages": chat})).is_success
+        ours, chats = (specs[0].prompt_ids for specs in source.requested[-2:])
+        assert ours == chats
+        assert THINK in ours
+        for kind, status in (("enabled", 200), ("disabled", 400)):
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                given = {
+                    key: body[key] for key in body if path == "/v1/messages" or key != "max_tokens"
+                }
+                answer = await http.post(path, json=given | {"thinking": {"type": kind}})
+                assert answer.status_code == status, path
+                assert status == 200 or "thinking: this model has no setting" in answer.text
 
 
 @pytest.mark.parametrize("effort", [None, "high"])
-def test_thoughts_are_disabled_where_the_model_has_a_setting_for_it(
+@in_event_loop
+async def test_thoughts_are_disabled_where_the_model_has_a_setting_for_it(
     tmp_path: Path, effort: str | None
 ) -> None:
     """By default this model thinks."""
@@ -416,33 +399,27 @@ def test_thoughts_are_disabled_where_the_model_has_a_setting_for_it(
     app = http_app_for(source, model, chat=load_chat_template(tmp_path, tokenizer)).app()
     disabled = {"thinking": {"type": "disabled"}, "output_config": {"effort": effort}}
 
-    async def scenario() -> None:
-        async with client_for(app) as http:
-            for more in ({}, disabled):
-                assert (
-                    await http.post(
-                        "/v1/messages", json={"messages": HELLO, "max_tokens": 5} | more
-                    )
-                ).is_success
+    async with client_for(app) as http:
+        for more in ({}, disabled):
             assert (
-                await http.post(
-                    "/v1/chat/completions", json={"messages": HELLO, "reasoning_effort": "none"}
-                )
+                await http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5} | more)
             ).is_success
-            default, ours, chats = (specs[0].prompt_ids for specs in source.requested)
-            assert default != ours == chats
-            counted = await http.post(
-                "/v1/messages/count_tokens", json={"messages": HELLO} | disabled
+        assert (
+            await http.post(
+                "/v1/chat/completions", json={"messages": HELLO, "reasoning_effort": "none"}
             )
-            assert counted.json() == {"input_tokens": len(ours)}
-
-    asyncio.run(scenario())
+        ).is_success
+        default, ours, chats = (specs[0].prompt_ids for specs in source.requested)
+        assert default != ours == chats
+        counted = await http.post("/v1/messages/count_tokens", json={"messages": HELLO} | disabled)
+        assert counted.json() == {"input_tokens": len(ours)}
 
 
 # Errors
 
 
-def test_tools_are_refused_where_the_format_has_none(tmp_path: Path) -> None:
+@in_event_loop
+async def test_tools_are_refused_where_the_format_has_none(tmp_path: Path) -> None:
     """Also where tokens are only counted: without them the number would be another one."""
     shutil.copy(SENTENCEPIECE["v1"], tmp_path)
     tokenizer = require_tokenizer(tmp_path, 10**6)
@@ -452,16 +429,13 @@ def test_tools_are_refused_where_the_format_has_none(tmp_path: Path) -> None:
     ).app()
     function = {"name": "weather", "parameters": WEATHER["input_schema"]}
 
-    async def scenario() -> None:
-        async with client_for(app) as http:
-            for path in ("/v1/messages/count_tokens", "/tokenize"):
-                tool = WEATHER if "messages" in path else {"type": "function", "function": function}
-                answer = await http.post(path, json={"messages": HELLO, "tools": [tool]})
-                assert answer.status_code == 400, path
-                assert "this model's chat format has no tools; leave tools out" in answer.text
-                assert (await http.post(path, json={"messages": HELLO})).is_success
-
-    asyncio.run(scenario())
+    async with client_for(app) as http:
+        for path in ("/v1/messages/count_tokens", "/tokenize"):
+            tool = WEATHER if "messages" in path else {"type": "function", "function": function}
+            answer = await http.post(path, json={"messages": HELLO, "tools": [tool]})
+            assert answer.status_code == 400, path
+            assert "this model's chat format has no tools; leave tools out" in answer.text
+            assert (await http.post(path, json={"messages": HELLO})).is_success
 
 
 USE = {"type": "tool_use", "id": "123456789", "name": "f", "input": {}}

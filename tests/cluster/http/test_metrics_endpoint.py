@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from past_activity import pipeline_activity
+from activity_records import pipeline_activity
+from event_loops import in_event_loop
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
@@ -78,7 +79,8 @@ def test_it_answers_without_a_key_where_its_path_is_public() -> None:
     }
 
 
-def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(
+@in_event_loop
+async def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Mapping[str, int]] = []
@@ -88,22 +90,19 @@ def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(
         await asyncio.sleep(0)
         return TWO
 
-    async def scenario() -> None:
-        more = {
-            "extra_routes": MetricsEndpoint(report, "tiny").routes(),
-            "extra_operations": METRICS_OPERATIONS,
-        }
-        async with client_for(
-            http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()
-        ) as client:
-            assert (await client.get("/metrics")).status_code == 401
-            client.headers["authorization"] = "Bearer secret"
-            answers = await asyncio.gather(*(client.get("/metrics") for _ in range(5)))
-            assert {answer.text for answer in answers} == {render(TWO, "tiny")}
-            assert answers[0].headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert asked == [{}], "five clients are answered by one question"
-            monkeypatch.setattr(status_endpoints, "MAX_AGE_S", 0.0)
-            await client.get("/metrics")
-            assert asked == [{}, {"a": 7, "b": 9}]
-
-    asyncio.run(scenario())
+    more = {
+        "extra_routes": MetricsEndpoint(report, "tiny").routes(),
+        "extra_operations": METRICS_OPERATIONS,
+    }
+    async with client_for(
+        http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()
+    ) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        client.headers["authorization"] = "Bearer secret"
+        answers = await asyncio.gather(*(client.get("/metrics") for _ in range(5)))
+        assert {answer.text for answer in answers} == {render(TWO, "tiny")}
+        assert answers[0].headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert asked == [{}], "five clients are answered by one question"
+        monkeypatch.setattr(status_endpoints, "MAX_AGE_S", 0.0)
+        await client.get("/metrics")
+        assert asked == [{}, {"a": 7, "b": 9}]

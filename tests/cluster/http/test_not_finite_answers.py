@@ -9,13 +9,14 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from event_loops import in_event_loop
 from http_fuzz import check_error
 from scripted_token_source import MODEL, SAID, TOKENIZER, ScriptedSource, client_for, http_app_for
 
 from tramontane.client import AsyncClient
 from tramontane.proto.errors import NotFiniteError
 from tramontane.proto.grpc_messages import status_for
-from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SequenceRequest, TokenEvent
+from tramontane.proto.request import FinishReason
 from tramontane.router.grpc.handlers import add_inference
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.errors import http_error_for
@@ -31,25 +32,14 @@ SCORE = {"prompt": "Hello", "echo": True, "logprobs": 1, "max_tokens": 0}
 WHY = "the logits of its next token are not finite"
 
 
-class OverflowingSource(ScriptedSource):
-    """A source whose sequences overflow after some tokens."""
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-
-    def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
-        if step < self._num_tokens:
-            return TokenEvent(index, self.token_ids[step])
-        return TokenEvent(index, NOT_FINITE_TOKEN, FinishReason.ERROR)
-
-
 def _post(
     path: str, body: dict[str, Any], num_tokens: int = 0
 ) -> tuple[httpx.Response, dict[FinishReason, int]]:
     async def scenario() -> tuple[httpx.Response, dict[FinishReason, int]]:
         before = dict(MODEL.counts.finished)
-        async with client_for(http_app_for(OverflowingSource(num_tokens)).app()) as client:
+        async with client_for(
+            http_app_for(ScriptedSource(overflows_at=num_tokens)).app()
+        ) as client:
             response = await client.post(path, json=body)
         return response, {
             reason: number - before[reason] for reason, number in MODEL.counts.finished.items()
@@ -87,23 +77,21 @@ def test_log_probabilities_of_a_prompt_are_an_error_too() -> None:
     assert (response.status_code, check_error(response.content)["code"]) == (400, "not_finite")
 
 
-def test_over_grpc() -> None:
-    async def scenario() -> None:
-        server = grpc.aio.server()
-        add_inference(GrpcServicer(MODEL, OverflowingSource(2)), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with AsyncClient(f"127.0.0.1:{port}") as client:
-                answer = aiter(client.generate("Hello", max_tokens=9))
-                assert SAID.startswith((await anext(answer)).text.strip())
+@in_event_loop
+async def test_over_grpc() -> None:
+    server = grpc.aio.server()
+    add_inference(GrpcServicer(MODEL, ScriptedSource(overflows_at=2)), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            answer = aiter(client.generate("Hello", max_tokens=9))
+            assert SAID.startswith((await anext(answer)).text.strip())
+            await anext(answer)
+            with pytest.raises(NotFiniteError, match=WHY):
                 await anext(answer)
-                with pytest.raises(NotFiniteError, match=WHY):
-                    await anext(answer)
-        finally:
-            await server.stop(None)
-
-    asyncio.run(scenario())
+    finally:
+        await server.stop(None)
 
 
 def test_neither_a_line_of_a_job_nor_a_client_tries_it_again() -> None:

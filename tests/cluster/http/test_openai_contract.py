@@ -4,12 +4,21 @@ server has of OpenAI's.
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from listening_server import CALLS, CONTEXT, KEY, TOKENIZER, ListeningServer, ids_of
+from event_loops import in_event_loop
+from listening_server import (
+    CALLED,
+    CALLS,
+    CONTEXT,
+    KEY,
+    TOKENIZER,
+    TOWN,
+    ListeningServer,
+    ids_of,
+)
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel
@@ -30,20 +39,9 @@ WEATHER: ChatCompletionToolParam = {
     "function": {
         "name": "weather",
         "description": "of a town",
-        "parameters": {
-            "type": "object",
-            "properties": {"town": {"type": "string"}},
-            "required": ["town"],
-        },
+        "parameters": TOWN,
     },
 }
-CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
-
-
-@pytest.fixture
-def client(server: ListeningServer) -> Iterator[OpenAI]:
-    with OpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as made:
-        yield made
 
 
 # Completions and models
@@ -292,52 +290,45 @@ def test_answers_in_json(server: ListeningServer, client: OpenAI) -> None:
     assert not server.source.requested[2][0].sampling.grammar
 
 
-def test_thoughts_are_read_as_clients_of_deepseek_and_vllm_read_them() -> None:
+@in_event_loop
+async def test_thoughts_are_read_as_clients_of_deepseek_and_vllm_read_them() -> None:
     """By fields that the client's types do not have; an answer is sent back as it is."""
     thinker = thinking_model("tekken")
     source = ScriptedSource(thinker.say("<think>340 + 51</think>391"))
     app = http_app_for(source, thinker.model, chat=thinker.chat).app()
 
-    async def scenario() -> None:
-        http_client = client_for(app)
-        async with AsyncOpenAI(
-            api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client
-        ) as client:
-            messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "17 * 23?"}]
-            answer = await client.chat.completions.create(model="thinker", messages=messages)
-            message: Any = answer.choices[0].message
-            assert (message.content, message.reasoning_content, message.reasoning) == (
-                "391",
-                "340 + 51",
-                "340 + 51",
-            )
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens_details is not None
-            num_thought = 2 + len(thinker.text_ids("340 + 51"))
-            assert answer.usage.completion_tokens_details.reasoning_tokens == num_thought
-            stream = await client.chat.completions.create(
-                model="thinker",
-                messages=messages,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            *chunks, last = [chunk async for chunk in stream]
-            deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
-            assert (
-                "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "340 + 51"
-            )
-            assert "".join(delta.content or "" for delta in deltas) == "391"
-            assert last.usage == answer.usage
-            await client.chat.completions.create(
-                model="thinker", messages=[*messages, message, *messages]
-            )
-            sent_back = source.requested[-1][0].prompt_ids
-            assert [token_id for token_id in sent_back if token_id in (THINK, END_THINK)] == [
-                THINK,
-                END_THINK,
-            ]
-
-    asyncio.run(scenario())
+    http_client = client_for(app)
+    async with AsyncOpenAI(
+        api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client
+    ) as client:
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "17 * 23?"}]
+        answer = await client.chat.completions.create(model="thinker", messages=messages)
+        message: Any = answer.choices[0].message
+        assert (message.content, message.reasoning_content, message.reasoning) == (
+            "391",
+            "340 + 51",
+            "340 + 51",
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        num_thought = 2 + len(thinker.text_ids("340 + 51"))
+        assert answer.usage.completion_tokens_details.reasoning_tokens == num_thought
+        stream = await client.chat.completions.create(
+            model="thinker", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = [chunk async for chunk in stream]
+        deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "340 + 51"
+        assert "".join(delta.content or "" for delta in deltas) == "391"
+        assert last.usage == answer.usage
+        await client.chat.completions.create(
+            model="thinker", messages=[*messages, message, *messages]
+        )
+        sent_back = source.requested[-1][0].prompt_ids
+        assert [token_id for token_id in sent_back if token_id in (THINK, END_THINK)] == [
+            THINK,
+            END_THINK,
+        ]
 
 
 # Errors

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+from activity_records import pipeline_activity
 from examples import examples
 from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
-from past_activity import pipeline_activity
 from pydantic import BaseModel, SecretStr
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (

@@ -5,13 +5,15 @@ tokenized.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from event_loops import in_event_loop
 from pydantic import SecretStr
+from running_router import new_scheduler, running
 from scripted_chain import Gate, ScriptedChain, no_gate
 from scripted_token_source import (
     CONTEXT,
@@ -28,9 +30,6 @@ from tramontane.proto.errors import QueueFullError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 8, "ignore_eos": True}
 CHAT_BODY: dict[str, Any] = {
@@ -40,39 +39,16 @@ CHAT_BODY: dict[str, Any] = {
 TIMEOUT = "x-request-timeout"
 
 
-class Chain(ScriptedChain):
-    """Remembers who has begun."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
-        self.begun: set[int] = set()
-
-    async def _run(self, batch: MicroBatch) -> Any:
-        self.begun |= {chunk.seq_id for chunk in batch.chunks}
-        return await super()._run(batch)
-
-
 @asynccontextmanager
 async def _harness(
     gate: Gate, places: int = 1
-) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, Router, ScriptedChain]]:
     cache = CachePlan(16, (WindowClass(None, CONTEXT // 16, 40),))
-    chain = Chain(gate)
-    router = Router(
-        Scheduler(
-            cache,
-            SchedulerLimits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4),
-            FixedInFlightPolicy(1, 64),
-        ),
-        chain,
-    )
-    running = asyncio.create_task(router.run())
-    source: Any = router
-    async with client_for(http_app_for(source).app()) as client:
+    sizes = {"num_seqs": places, "max_len": CONTEXT, "vocab_size": VOCAB_SIZE}
+    chain = ScriptedChain(gate)
+    router = Router(new_scheduler(cache, **sizes, in_flight=1, max_queued_seqs=4), chain)
+    async with running(router), client_for(http_app_for(router).app()) as client:
         yield client, router, chain
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
 
 
 async def _stuck(_batch: MicroBatch) -> None:
@@ -93,87 +69,75 @@ def _after(num_steps: int) -> Gate:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
 )
-def test_work_ends_with_the_time_that_was_given(
+@in_event_loop
+async def test_work_ends_with_the_time_that_was_given(
     path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    async def scenario() -> None:
-        async with _harness(_stuck) as (client, router, _):
-            response = await client.post(
-                path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"}
-            )
-            assert (response.status_code, response.json()["error"]["code"]) == (
-                504,
-                "deadline_exceeded",
-            )
-            assert router.num_requests == 0
-
-    asyncio.run(scenario())
+    async with _harness(_stuck) as (client, router, _):
+        response = await client.post(
+            path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"}
+        )
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            504,
+            "deadline_exceeded",
+        )
+        assert router.num_requests == 0
 
 
-def test_a_stream_that_has_begun_ends_with_an_error_in_it() -> None:
-    async def scenario() -> None:
-        async with _harness(_after(3)) as (client, router, _):
-            response = await client.post(
-                "/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"}
-            )
-            assert response.status_code == 200
-            *reported, last = [
-                json.loads(part.removeprefix("data: "))
-                for part in response.text.split("\n\n")
-                if part
-            ]
-            assert reported
-            assert last["error"]["code"] == "deadline_exceeded"
-            assert router.num_requests == 0
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_stream_that_has_begun_ends_with_an_error_in_it() -> None:
+    async with _harness(_after(3)) as (client, router, _):
+        response = await client.post(
+            "/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"}
+        )
+        assert response.status_code == 200
+        *reported, last = [
+            json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part
+        ]
+        assert reported
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert router.num_requests == 0
 
 
-def test_a_request_whose_time_is_over_while_it_waits_is_never_begun() -> None:
-    async def scenario() -> None:
-        release = asyncio.Event()
+@in_event_loop
+async def test_a_request_whose_time_is_over_while_it_waits_is_never_begun() -> None:
+    release = asyncio.Event()
 
-        async def gate(_batch: MicroBatch) -> None:
-            await release.wait()
+    async def gate(_batch: MicroBatch) -> None:
+        await release.wait()
 
-        async with _harness(gate) as (client, router, chain):
-            first = asyncio.create_task(client.post("/v1/completions", json=BODY))
-            while not chain.begun:
-                await asyncio.sleep(0)
-            late = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "0.05"})
-            assert late.status_code == 504
-            assert router.scheduler.num_waiting == 0
-            release.set()
-            assert (await first).status_code == 200
-            assert chain.begun == {0}
-
-    asyncio.run(scenario())
+    async with _harness(gate) as (client, router, chain):
+        first = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        while not chain.submitted:
+            await asyncio.sleep(0)
+        late = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "0.05"})
+        assert late.status_code == 504
+        assert router.scheduler.num_waiting == 0
+        release.set()
+        assert (await first).status_code == 200
+        assert {chunk.seq_id for batch in chain.submitted for chunk in batch.chunks} == {0}
 
 
-def test_a_request_within_its_deadline_is_answered() -> None:
-    async def scenario() -> None:
-        async with _harness(no_gate) as (client, _, _):
-            response = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "3600"})
-            assert response.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_request_within_its_deadline_is_answered() -> None:
+    async with _harness(no_gate) as (client, _, _):
+        response = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "3600"})
+        assert response.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e9", "soon", "1 s", "1,2"])
-def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
-    async def scenario() -> None:
-        source = ScriptedSource()
-        async with client_for(http_app_for(source).app()) as client:
-            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
-                response = await client.post(path, json=body, headers={TIMEOUT: value})
-                assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
-            twice = await client.post(
-                "/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")]
-            )
-            assert twice.status_code == 400
-        assert not source.requested
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
+    source = ScriptedSource()
+    async with client_for(http_app_for(source).app()) as client:
+        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
+            response = await client.post(path, json=body, headers={TIMEOUT: value})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
+        twice = await client.post(
+            "/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")]
+        )
+        assert twice.status_code == 400
+    assert not source.requested
 
 
 def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
@@ -222,7 +186,8 @@ def test_requests_with_another_key_have_another_salt() -> None:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
 )
-def test_what_cannot_wait_is_refused_before_it_is_tokenized(
+@in_event_loop
+async def test_what_cannot_wait_is_refused_before_it_is_tokenized(
     path: str, body: dict[str, Any]
 ) -> None:
     class NeverCalled(type(TOKENIZER)):  # type: ignore[misc]
@@ -235,17 +200,13 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(
         def encode(self, _messages: Sequence[Any], _tools: Sequence[Any] = ()) -> tuple[int, ...]:
             raise AssertionError("tokenized")
 
-    async def scenario() -> None:
-        source = ScriptedSource(failure=QueueFullError("too much waits", 3))
-        source.is_known_full = True
-        tokenizer = NeverCalled.__new__(NeverCalled)
-        server = http_app_for(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatCalled())
-        async with client_for(server.app()) as client:
-            response = await client.post(path, json=body)
-            assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-        assert not source.requested
-
-    asyncio.run(scenario())
+    source = ScriptedSource(refusal=QueueFullError("too much waits", 3))
+    tokenizer = NeverCalled.__new__(NeverCalled)
+    server = http_app_for(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatCalled())
+    async with client_for(server.app()) as client:
+        response = await client.post(path, json=body)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert not source.requested
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import logging
 
 import httpx
 import pytest
+from event_loops import in_event_loop
 from http_fuzz import check_error
 from scripted_token_source import (
     CONTEXT,
@@ -146,55 +147,51 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(
     ("path", "passes"),
     [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)],
 )
-def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(
+@in_event_loop
+async def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(
     root: str, path: str, passes: bool
 ) -> None:
     async def behind(_request: Request) -> JSONResponse:
         return JSONResponse({})
 
-    async def scenario() -> None:
-        (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
-        app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
-        transport = httpx.ASGITransport(app, root_path=root)
-        async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
-            response = await client.get(root + path)
-            assert response.status_code == (200 if passes else 404)
-            if not passes:
-                check_error(response.content)
-
-    asyncio.run(scenario())
+    (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
+    app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
+    transport = httpx.ASGITransport(app, root_path=root)
+    async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+        response = await client.get(root + path)
+        assert response.status_code == (200 if passes else 404)
+        if not passes:
+            check_error(response.content)
 
 
-def test_extra_routes_are_mounted_and_named() -> None:
+@in_event_loop
+async def test_extra_routes_are_mounted_and_named() -> None:
     async def files(_request: Request) -> JSONResponse:
         raise OverloadedError("too many files", 2)
 
-    async def scenario() -> None:
-        both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
-        server = http_app_for(ScriptedSource(), extra_routes=both)
-        async with client_for(server.app()) as client:
-            assert (await client.get("/v1/files")).status_code == 429
-            unknown = await client.get("/v1/fields")
-            assert (
-                check_error(unknown.content)["message"]
-                == "'/v1/fields' is not here; there are /v1/completions, /v1/models, /ui and more:"
-                " see /docs or /openapi.json"
-            )
-            wrong = await client.put("/v1/files")
-            assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
-            assert (
-                check_error(wrong.content)["message"]
-                == "'/v1/files' does not take PUT; it takes GET and POST"
-            )
-            named = await client.delete("/v1/models/demo")
-            assert (
-                check_error(named.content)["message"]
-                == "'/v1/models/demo' does not take DELETE; it takes GET"
-            )
-            long = await client.get("/" + "x" * 4000)
-            assert len(check_error(long.content)["message"]) < 200
-
-    asyncio.run(scenario())
+    both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
+    server = http_app_for(ScriptedSource(), extra_routes=both)
+    async with client_for(server.app()) as client:
+        assert (await client.get("/v1/files")).status_code == 429
+        unknown = await client.get("/v1/fields")
+        assert (
+            check_error(unknown.content)["message"]
+            == "'/v1/fields' is not here; there are /v1/completions, /v1/models, /ui and more:"
+            " see /docs or /openapi.json"
+        )
+        wrong = await client.put("/v1/files")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
+        assert (
+            check_error(wrong.content)["message"]
+            == "'/v1/files' does not take PUT; it takes GET and POST"
+        )
+        named = await client.delete("/v1/models/demo")
+        assert (
+            check_error(named.content)["message"]
+            == "'/v1/models/demo' does not take DELETE; it takes GET"
+        )
+        long = await client.get("/" + "x" * 4000)
+        assert len(check_error(long.content)["message"]) < 200
 
 
 # Tokens

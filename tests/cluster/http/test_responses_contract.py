@@ -4,7 +4,6 @@ prompts as those of chats.
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,8 @@ import httpx
 import openai
 import pytest
 from client_events import parse_events
-from listening_server import CONTEXT, KEY, ListeningServer, ids_of
+from event_loops import in_event_loop
+from listening_server import CALLED, CONTEXT, KEY, TOWN, ListeningServer, ids_of
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import (
     FunctionToolParam,
@@ -32,21 +32,10 @@ WEATHER: FunctionToolParam = {
     "type": "function",
     "name": "weather",
     "description": "of a town",
-    "parameters": {
-        "type": "object",
-        "properties": {"town": {"type": "string"}},
-        "required": ["town"],
-    },
+    "parameters": TOWN,
     "strict": True,
 }
-CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
 LOGPROBS = "message.output_text.logprobs"
-
-
-@pytest.fixture
-def client(server: ListeningServer) -> Iterator[OpenAI]:
-    with OpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as made:
-        yield made
 
 
 def test_a_response(server: ListeningServer, client: OpenAI) -> None:
@@ -139,18 +128,16 @@ def test_a_streamed_response(client: OpenAI) -> None:
         assert stream.get_final_response().output_text == SAID
 
 
-def test_async(server: ListeningServer) -> None:
-    async def scenario() -> None:
-        async with AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as client:
-            answers = await asyncio.gather(
-                *(client.responses.create(model="tiny", input="Hello!") for _ in range(4))
-            )
-            assert {answer.output_text for answer in answers} == {SAID}
-            assert len({answer.id for answer in answers}) == 4
-            stream = await client.responses.create(model="tiny", input="Hello!", stream=True)
-            assert [event async for event in stream][-1].type == "response.completed"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_async(server: ListeningServer) -> None:
+    async with AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as client:
+        answers = await asyncio.gather(
+            *(client.responses.create(model="tiny", input="Hello!") for _ in range(4))
+        )
+        assert {answer.output_text for answer in answers} == {SAID}
+        assert len({answer.id for answer in answers}) == 4
+        stream = await client.responses.create(model="tiny", input="Hello!", stream=True)
+        assert [event async for event in stream][-1].type == "response.completed"
 
 
 def test_tools_are_called_and_their_results_sent_back(
@@ -388,53 +375,47 @@ def test_prompts_are_those_of_chats(
     )
 
 
-def test_thoughts_are_items_that_can_be_sent_back() -> None:
+@in_event_loop
+async def test_thoughts_are_items_that_can_be_sent_back() -> None:
     thinker = thinking_model("tekken")
     source = ScriptedSource(thinker.say("<think>340 + 51</think>391"))
     app = http_app_for(source, thinker.model, chat=thinker.chat).app()
 
-    async def scenario() -> None:
-        http_client = client_for(app)
-        async with AsyncOpenAI(
-            api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client
-        ) as client:
-            question: Any = {"role": "user", "content": "17 * 23?"}
-            answer = await client.responses.create(model="thinker", input=[question])
-            thought, message = answer.output
-            assert isinstance(thought, ResponseReasoningItem)
-            assert thought.content is not None
-            assert ([part.text for part in thought.content], answer.output_text) == (
-                ["340 + 51"],
-                "391",
+    http_client = client_for(app)
+    async with AsyncOpenAI(
+        api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client
+    ) as client:
+        question: Any = {"role": "user", "content": "17 * 23?"}
+        answer = await client.responses.create(model="thinker", input=[question])
+        thought, message = answer.output
+        assert isinstance(thought, ResponseReasoningItem)
+        assert thought.content is not None
+        assert ([part.text for part in thought.content], answer.output_text) == (
+            ["340 + 51"],
+            "391",
+        )
+        assert message.type == "message"
+        assert answer.usage is not None
+        assert answer.usage.output_tokens_details.reasoning_tokens == 2 + len(
+            thinker.text_ids("340 + 51")
+        )
+        events = [
+            event
+            async for event in await client.responses.create(
+                model="thinker", input=[question], stream=True
             )
-            assert message.type == "message"
-            assert answer.usage is not None
-            assert answer.usage.output_tokens_details.reasoning_tokens == 2 + len(
-                thinker.text_ids("340 + 51")
-            )
-            events = [
-                event
-                async for event in await client.responses.create(
-                    model="thinker", input=[question], stream=True
-                )
-            ]
-            deltas = [
-                event.delta for event in events if event.type == "response.reasoning_text.delta"
-            ]
-            assert "".join(deltas) == "340 + 51"
-            assert events[-1].type == "response.completed"
-            assert events[-1].response.output_text == "391"
-            again: Any = [question, *answer.output, question]
-            await client.responses.create(model="thinker", input=again)
-            reply: Any = {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"}
-            await client.chat.completions.create(
-                model="thinker", messages=[question, reply, question]
-            )
-            ours, chats = (specs[0].prompt_ids for specs in source.requested[-2:])
-            assert ours == chats
-            assert THINK in ours
-
-    asyncio.run(scenario())
+        ]
+        deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(deltas) == "340 + 51"
+        assert events[-1].type == "response.completed"
+        assert events[-1].response.output_text == "391"
+        again: Any = [question, *answer.output, question]
+        await client.responses.create(model="thinker", input=again)
+        reply: Any = {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"}
+        await client.chat.completions.create(model="thinker", messages=[question, reply, question])
+        ours, chats = (specs[0].prompt_ids for specs in source.requested[-2:])
+        assert ours == chats
+        assert THINK in ours
 
 
 # Errors

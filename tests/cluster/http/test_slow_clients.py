@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray.serve._private.replica
 import uvicorn
+from event_loops import in_event_loop
 from scripted_token_source import TOKENIZER, ScriptedSource, client_for, http_app_for
 from starlette.types import Message, Receive, Scope, Send
 
@@ -30,23 +31,8 @@ from tramontane.cluster.serve_patches.proxy import track_response_queues
 NUM_TOKENS = 100
 
 
-class OpenSource(ScriptedSource):
-    """Knows how much it has produced, and whether it is still open."""
-
-    num_produced, num_open = 0, 0
-
-    async def generate(self, specs: Any) -> Any:
-        self.num_open += 1
-        try:
-            async for batch in super().generate(specs):
-                self.num_produced += 1
-                yield batch
-        finally:
-            self.num_open -= 1
-
-
-def _source() -> OpenSource:
-    return OpenSource(TOKENIZER.encode("x")[1:2] * NUM_TOKENS)
+def _source() -> ScriptedSource:
+    return ScriptedSource(TOKENIZER.encode("x")[1:2] * NUM_TOKENS)
 
 
 async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool = True) -> None:
@@ -73,37 +59,33 @@ async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool =
     await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
 
 
-async def _settled(source: OpenSource) -> int:
+async def _settled(source: ScriptedSource) -> int:
     """How many tokens it has produced, once it produces no more."""
     before = -1
-    while before != source.num_produced:
-        before = source.num_produced
+    while before != source.num_outputs:
+        before = source.num_outputs
         for _ in range(50):
             await asyncio.sleep(0)
     return before
 
 
-def test_an_unread_stream_stops_and_continues_once_it_is_read() -> None:
-    async def scenario() -> None:
-        source, reads, written = _source(), asyncio.Event(), 0
+@in_event_loop
+async def test_an_unread_stream_stops_and_continues_once_it_is_read() -> None:
+    source, reads, written = _source(), asyncio.Event(), 0
 
-        async def send(message: Message) -> None:
-            nonlocal written
-            written += 1
-            if written > 5:
-                await reads.wait()
+    async def send(message: Message) -> None:
+        nonlocal written
+        written += 1
+        if written > 5:
+            await reads.wait()
 
-        request_task = asyncio.create_task(
-            _request(
-                http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()
-            )
-        )
-        assert await _settled(source) < 10
-        reads.set()
-        await request_task
-        assert (source.num_produced, source.num_open) == (NUM_TOKENS, 0)
-
-    asyncio.run(scenario())
+    request_task = asyncio.create_task(
+        _request(http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
+    )
+    assert await _settled(source) < 10
+    reads.set()
+    await request_task
+    assert (source.num_outputs, source.num_open) == (NUM_TOKENS, 0)
 
 
 @pytest.mark.parametrize("through_ray_serve", [False, True])
@@ -161,7 +143,8 @@ def test_also_a_whole_answer_is_given_up(
     assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
 
 
-def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(
+@in_event_loop
+async def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -169,27 +152,24 @@ def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(
     )
     track_response_queues()
 
-    async def scenario() -> None:
-        queue: Any = ray.serve._private.replica.MessageQueue()  # type: ignore[attr-defined]
+    queue: Any = ray.serve._private.replica.MessageQueue()  # type: ignore[attr-defined]
 
-        async def read() -> bytes:
-            got = b""
-            while not got.endswith(b"[DONE]\n\n"):
-                await queue.wait_for_message()
-                assert num_buffered() <= MAX_BUFFERED + 1
-                got += b"".join(message.get("body", b"") for message in queue.get_messages_nowait())
-            return got
+    async def read() -> bytes:
+        got = b""
+        while not got.endswith(b"[DONE]\n\n"):
+            await queue.wait_for_message()
+            assert num_buffered() <= MAX_BUFFERED + 1
+            got += b"".join(message.get("body", b"") for message in queue.get_messages_nowait())
+        return got
 
-        async def send(message: Message) -> None:
-            queue.put_nowait(message)
+    async def send(message: Message) -> None:
+        queue.put_nowait(message)
 
-        reading = asyncio.create_task(read())
-        await _request(
-            http_app_for(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event()
-        )
-        assert (await reading).count(b"data: {") == NUM_TOKENS
-
-    asyncio.run(scenario())
+    reading = asyncio.create_task(read())
+    await _request(
+        http_app_for(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event()
+    )
+    assert (await reading).count(b"data: {") == NUM_TOKENS
 
 
 class Connection:
@@ -234,14 +214,14 @@ async def _one_write(send: Send) -> None:
     await send({"type": "http.response.body", "body": b"x", "more_body": True})
 
 
-def test_the_proxy_cuts_a_connection_that_takes_nothing_for_as_long_as_its_ingress_allows() -> None:
-    async def scenario() -> None:
-        connection = Connection()
-        await _answer(b"0.05", _one_write, connection.send)
-        assert connection.closed.is_set()
-        assert connection.headers == {b"a": b"b"}, "the ingress's header is not for clients"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_proxy_cuts_a_connection_that_takes_nothing_as_long_as_its_ingress_allows() -> (
+    None
+):
+    connection = Connection()
+    await _answer(b"0.05", _one_write, connection.send)
+    assert connection.closed.is_set()
+    assert connection.headers == {b"a": b"b"}, "the ingress's header is not for clients"
 
 
 class Buffering(Connection):
@@ -283,7 +263,8 @@ def test_a_timer_is_only_made_where_something_is_unread(
     assert timers == ([] if reads else [0.05])
 
 
-def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
+@in_event_loop
+async def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
     """Its connection takes a piece at once while nothing is unsent, and lets one wait when more is
     unsent than it holds.
     """
@@ -303,72 +284,65 @@ def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
         transport = send.__self__.transport  # type: ignore[attr-defined]
         await _answer(b"0.1", endless, send)
 
-    async def scenario() -> None:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert await reader.readexactly(10 * PIECE_BYTES)
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        while not serving.done() and server.server_state.connections:
-            await asyncio.sleep(0.01)
-        assert next(pieces) > 10
-        writer.transport.abort()
-        server.should_exit = True
-        await serving
-
-    asyncio.run(scenario())
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert await reader.readexactly(10 * PIECE_BYTES)
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    while not serving.done() and server.server_state.connections:
+        await asyncio.sleep(0.01)
+    assert next(pieces) > 10
+    writer.transport.abort()
+    server.should_exit = True
+    await serving
 
 
 @pytest.mark.parametrize(
     "size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 5 * PIECE_BYTES - 1]
 )
-def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(size: int) -> None:
+@in_event_loop
+async def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(
+    size: int,
+) -> None:
     body = bytes(number % 251 for number in range(size))
 
     async def whole(send: Send) -> None:
         await send({"type": "http.response.body", "body": body})
 
-    async def scenario() -> None:
-        reading, waiting = Buffering(reads=True), Buffering(reads=False)
-        await _answer(b"60", whole, reading.send)
-        *others, last = reading.written
-        assert b"".join(message["body"] for message in reading.written) == body
-        assert [message["more_body"] for message in others] == [True] * len(others)
-        assert not last.get("more_body", False)
-        assert not reading.closed.is_set()
-        await _answer(b"0.05", whole, waiting.send)
-        assert waiting.closed.is_set() == (size > PIECE_BYTES)
-
-    asyncio.run(scenario())
+    reading, waiting = Buffering(reads=True), Buffering(reads=False)
+    await _answer(b"60", whole, reading.send)
+    *others, last = reading.written
+    assert b"".join(message["body"] for message in reading.written) == body
+    assert [message["more_body"] for message in others] == [True] * len(others)
+    assert not last.get("more_body", False)
+    assert not reading.closed.is_set()
+    await _answer(b"0.05", whole, waiting.send)
+    assert waiting.closed.is_set() == (size > PIECE_BYTES)
 
 
-def test_ingresses_state_for_every_answer_how_long_it_may_be_unread() -> None:
-    async def scenario() -> None:
-        async with client_for(http_app_for(_source(), slow_client_timeout_s=30.0).app()) as client:
-            request_body = {"prompt": "ROMEO:", "max_tokens": 2}
-            answers = [
-                await client.post("/v1/completions", json=request_body | {"stream": stream})
-                for stream in (True, False)
-            ]
-            answers += [await client.get("/v1/models"), await client.get("/nowhere")]
-            assert [answer.headers.get(TIMEOUT_HEADER) for answer in answers] == ["30"] * 4
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_ingresses_state_for_every_answer_how_long_it_may_be_unread() -> None:
+    async with client_for(http_app_for(_source(), slow_client_timeout_s=30.0).app()) as client:
+        request_body = {"prompt": "ROMEO:", "max_tokens": 2}
+        answers = [
+            await client.post("/v1/completions", json=request_body | {"stream": stream})
+            for stream in (True, False)
+        ]
+        answers += [await client.get("/v1/models"), await client.get("/nowhere")]
+        assert [answer.headers.get(TIMEOUT_HEADER) for answer in answers] == ["30"] * 4
 
 
-def test_the_proxy_waits_without_bound_where_no_ingress_states_one() -> None:
-    async def scenario() -> None:
-        connection = Connection()
-        answering = asyncio.create_task(_answer(None, _one_write, connection.send))
-        await asyncio.wait([answering], timeout=0.2)
-        assert not answering.done()
-        connection.abort()
-        await answering
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_proxy_waits_without_bound_where_no_ingress_states_one() -> None:
+    connection = Connection()
+    answering = asyncio.create_task(_answer(None, _one_write, connection.send))
+    await asyncio.wait([answering], timeout=0.2)
+    assert not answering.done()
+    connection.abort()
+    await answering
 
 
 def test_a_proxy_that_cannot_cut_says_so() -> None:

@@ -5,14 +5,13 @@ all.
 import asyncio
 import json
 import re
-import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from activity_records import EndlessActivity
 from browser import TIMEOUT_MS, LocalServer, browser
-from fake_activity import FakeActivity
 from playwright.sync_api import Browser, Page, Request, expect
 from pydantic import SecretStr
 from scripted_token_source import SAID, ScriptedSource, http_app_for
@@ -20,8 +19,6 @@ from scripted_token_source import SAID, ScriptedSource, http_app_for
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.status_endpoints import ActivityEndpoint
 from tramontane.proto.errors import OverloadedError, PipelineError
-from tramontane.proto.request import Request as TokenRequest
-from tramontane.proto.request import RequestOutput
 from tramontane.router.engine.activity_log import Activity
 
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
@@ -47,31 +44,13 @@ COLORS = """canvas => {
 }"""
 
 
-class HeldSource(ScriptedSource):
-    """After ``held_at`` tokens it says no more until it is left."""
-
-    held_at: int | None = None
-    was_left = threading.Event()
-
-    async def generate(self, request: TokenRequest) -> AsyncGenerator[RequestOutput, None]:
-        reported = 0
-        async for batch in super().generate(request):
-            if reported == self.held_at:
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    self.was_left.set()
-            reported += 1
-            yield batch
-
-
 @dataclass
 class UiHarness:
     """A server, and a browser that looks at it; its requests, and its errors."""
 
     chromium: Browser
-    activity: FakeActivity = field(default_factory=lambda: FakeActivity({"here-0": 3}))
-    source: HeldSource = field(default_factory=HeldSource)
+    activity: EndlessActivity = field(default_factory=lambda: EndlessActivity({"here-0": 3}))
+    source: ScriptedSource = field(default_factory=ScriptedSource)
     complaints: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     keys: tuple[str, ...] = ()
@@ -137,7 +116,7 @@ def _drawn(page: Page, *names: str) -> dict[str, int]:
 
 
 def test_what_is_imagined_is_what_a_server_may_say() -> None:
-    pipelines = asyncio.run(FakeActivity({"here-0": 3}).report({}))
+    pipelines = asyncio.run(EndlessActivity({"here-0": 3}).report({}))
     assert (
         len(
             Activity.model_validate({"now": 0.0, "pipelines": pipelines}).pipelines[0].micro_batches
@@ -219,10 +198,10 @@ def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(
     page.click("#send")
     expect(page.locator("#answer")).to_have_text(re.compile(r"^\s*Good m$"))
     expect(page.locator("#send")).to_be_disabled()
-    ui.source.was_left.clear()
     page.click("#stop")
     expect(page.locator("#answer-status")).to_contain_text("Stopped after")
-    assert ui.source.was_left.wait(60), "the server continues"
+    while ui.source.num_open:  # the server must not continue
+        page.wait_for_timeout(10)
     ui.source.held_at = None
     page.locator("#prompt").press("Control+Enter")
     expect(page.locator("#answer")).to_have_text(SAID)

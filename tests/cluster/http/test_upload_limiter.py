@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from batch_jobs import new_batch_harness
+from event_loops import in_event_loop
 from scripted_token_source import MAX_BODY, MODEL, ScriptedSource, http_app_for
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -79,95 +80,76 @@ class Sender:
         return error
 
 
-class Refusing(ScriptedSource):
-    def __init__(self, refusal: TramontaneError) -> None:
-        super().__init__()
-        self._refusal = refusal
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        raise self._refusal
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
     ("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)]
 )
-def test_what_would_be_refused_anyway_is_not_even_read(
+@in_event_loop
+async def test_what_would_be_refused_anyway_is_not_even_read(
     path: str, refusal: TramontaneError, status: int
 ) -> None:
-    async def scenario() -> None:
-        sender = await Sender([b"x" * MAX_BODY]).send_to(
-            http_app_for(Refusing(refusal)).app(), path
-        )
-        assert (sender.status, sender.num_received) == (status, 0)
-        assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
-
-    asyncio.run(scenario())
+    sender = await Sender([b"x" * MAX_BODY]).send_to(
+        http_app_for(ScriptedSource(refusal=refusal)).app(), path
+    )
+    assert (sender.status, sender.num_received) == (status, 0)
+    assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
 
 
-def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
+@in_event_loop
+async def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
     """100 bytes of one that stands still leave 100 of 200."""
-
-    async def scenario() -> None:
-        bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
-        app = http_app_for(ScriptedSource(), body_limiter=bodies).app()
-        waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
-        request_task = asyncio.create_task(waiting.send_to(app))
-        await waiting.waits.wait()
-        assert bodies.num_held == 100
-        assert (await Sender([REQUEST_BODY.ljust(100)]).send_to(app)).status == 200
-        refused = await Sender([REQUEST_BODY.ljust(60), b" " * 41, b" "]).send_to(app)
-        assert (refused.status, refused.error["type"], refused.num_received) == (
-            429,
-            "rate_limit_error",
-            2,
-        )
-        assert (b"retry-after", b"5") in refused.sent[0]["headers"]
-        assert MODEL.counts.refused["overloaded"] == num_refused + 1
-        assert bodies.num_held == 100, "what was refused is not held"
-        waiting.resumed.set()
-        assert (await request_task).status == 499
-        assert bodies.num_held == 0
-        assert (await Sender([REQUEST_BODY.ljust(200)]).send_to(app)).status == 200
-
-    asyncio.run(scenario())
+    bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
+    app = http_app_for(ScriptedSource(), body_limiter=bodies).app()
+    waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
+    request_task = asyncio.create_task(waiting.send_to(app))
+    await waiting.waits.wait()
+    assert bodies.num_held == 100
+    assert (await Sender([REQUEST_BODY.ljust(100)]).send_to(app)).status == 200
+    refused = await Sender([REQUEST_BODY.ljust(60), b" " * 41, b" "]).send_to(app)
+    assert (refused.status, refused.error["type"], refused.num_received) == (
+        429,
+        "rate_limit_error",
+        2,
+    )
+    assert (b"retry-after", b"5") in refused.sent[0]["headers"]
+    assert MODEL.counts.refused["overloaded"] == num_refused + 1
+    assert bodies.num_held == 100, "what was refused is not held"
+    waiting.resumed.set()
+    assert (await request_task).status == 499
+    assert bodies.num_held == 0
+    assert (await Sender([REQUEST_BODY.ljust(200)]).send_to(app)).status == 200
 
 
 @pytest.mark.parametrize("size", [SMALL_BODY, SMALL_BODY + 1])
-def test_a_body_counts_as_held_until_it_is_parsed(size: int) -> None:
+@in_event_loop
+async def test_a_body_counts_as_held_until_it_is_parsed(size: int) -> None:
     """Large ones wait for one thread, so hundreds could wait."""
-
-    async def scenario() -> None:
-        bodies = BodyLimiter()
-        request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
-        assert await bodies.parse(request, size, lambda body: (len(body), bodies.num_held)) == (
-            size,
-            size,
-        )
-        assert bodies.num_held == 0
-        request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
-        with pytest.raises(ValueError, match="invalid literal"):
-            await bodies.parse(request, size, int)
-        assert bodies.num_held == 0
-
-    asyncio.run(scenario())
+    bodies = BodyLimiter()
+    request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
+    assert await bodies.parse(request, size, lambda body: (len(body), bodies.num_held)) == (
+        size,
+        size,
+    )
+    assert bodies.num_held == 0
+    request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
+    with pytest.raises(ValueError, match="invalid literal"):
+        await bodies.parse(request, size, int)
+    assert bodies.num_held == 0
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_a_body_that_stands_still_is_given_up(path: str) -> None:
-    async def scenario() -> None:
-        bodies = BodyLimiter(progress_timeout_s=0.01)
-        sender = await Sender([REQUEST_BODY[:9]], is_whole=False).send_to(
-            http_app_for(ScriptedSource(), body_limiter=bodies).app(), path
-        )
-        assert (sender.status, sender.error["type"], bodies.num_held) == (
-            408,
-            "invalid_request_error",
-            0,
-        )
-        assert "within 0.01 s" in sender.error["message"]
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_body_that_stands_still_is_given_up(path: str) -> None:
+    bodies = BodyLimiter(progress_timeout_s=0.01)
+    sender = await Sender([REQUEST_BODY[:9]], is_whole=False).send_to(
+        http_app_for(ScriptedSource(), body_limiter=bodies).app(), path
+    )
+    assert (sender.status, sender.error["type"], bodies.num_held) == (
+        408,
+        "invalid_request_error",
+        0,
+    )
+    assert "within 0.01 s" in sender.error["message"]
 
 
 def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
@@ -196,28 +178,26 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
         ([1, 1], 29.0, False),
     ],
 )
-def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
+@in_event_loop
+async def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
     sizes: list[int], every_s: float, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        now = 1000.0
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
-        sender = Sender(b" " * size for size in sizes)
+    now = 1000.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    sender = Sender(b" " * size for size in sizes)
 
-        async def receive() -> Message:
-            nonlocal now
-            now += every_s
-            for _ in range(3):  # what waits for this time has its turn
-                await asyncio.sleep(0)
-            return await sender.receive()
+    async def receive() -> Message:
+        nonlocal now
+        now += every_s
+        for _ in range(3):  # what waits for this time has its turn
+            await asyncio.sleep(0)
+        return await sender.receive()
 
-        bodies = BodyLimiter(progress_timeout_s=30.0)
-        reading = bodies.parse(Request({"type": "http", "headers": []}, receive), 2**20, bytes)
-        if is_read:
-            assert len(await reading) == sum(sizes)
-        else:
-            with pytest.raises(BodyTooSlowError):
-                await reading
-        assert bodies.num_held == 0
-
-    asyncio.run(scenario())
+    bodies = BodyLimiter(progress_timeout_s=30.0)
+    reading = bodies.parse(Request({"type": "http", "headers": []}, receive), 2**20, bytes)
+    if is_read:
+        assert len(await reading) == sum(sizes)
+    else:
+        with pytest.raises(BodyTooSlowError):
+            await reading
+    assert bodies.num_held == 0

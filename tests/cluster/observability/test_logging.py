@@ -11,6 +11,7 @@ import pytest
 from harness import GREEDY
 from ray._common.formatters import JSONFormatter
 from ray.serve._private.constants import SERVE_LOGGER_NAME
+from running_router import new_scheduler, running
 from scripted_chain import ScriptedChain
 from stage_driver import SAMPLING
 from starlette.applications import Starlette
@@ -37,9 +38,6 @@ from tramontane.proto.request import (
 )
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 logger = logging.getLogger("tramontane.cluster.test")
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
@@ -186,21 +184,19 @@ async def _through_a_router(num_failures: int, *requests: TokenRequest) -> list[
         if failures:
             raise failures.pop()
 
-    limits = SchedulerLimits(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000
-    )
-    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     channels = TokenStreams("replica")
-    tasks = [asyncio.create_task(router.run()), asyncio.create_task(_read(channels))]
-    while not (router.is_attached and channels.num_open):
-        await asyncio.sleep(0)
-    said = [
-        await channels.generate(router, "/ingress", i, wire.encode_request(request), model_key(""))
-        for i, request in enumerate(requests)
-    ]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with running(Router(new_scheduler(CACHE), ScriptedChain(gate))) as router:
+        reading = asyncio.create_task(_read(channels))
+        while not (router.is_attached and channels.num_open):
+            await asyncio.sleep(0)
+        said = [
+            await channels.generate(
+                router, "/ingress", i, wire.encode_request(request), model_key("")
+            )
+            for i, request in enumerate(requests)
+        ]
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
     return said
 
 

@@ -3,12 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running_router import new_scheduler, running
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.observability.exporters import PipelineMetrics, RequestMetrics
@@ -27,9 +28,6 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import FinishReason, Request, SamplingParams
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.request_context import REFUSALS, RequestStats
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 
 class StandIn:
@@ -168,17 +166,18 @@ def chain() -> Iterator[LocalStageChain]:
 async def _running(
     chain: LocalStageChain, *, enable_prefix_caching: bool = False
 ) -> AsyncIterator[Router]:
-    limits = SchedulerLimits(
-        8, 32, 64, ARGS.vocab_size, enable_prefix_caching=enable_prefix_caching
+    scheduler = new_scheduler(
+        PLAN.cache,
+        budget=32,
+        max_len=64,
+        vocab_size=ARGS.vocab_size,
+        in_flight=2,
+        enable_prefix_caching=enable_prefix_caching,
     )
-    router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), chain)
-    running = asyncio.create_task(router.run())
-    while not router.is_ready:
-        await asyncio.sleep(0)
-    yield router
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    async with running(Router(scheduler, chain)) as router:
+        while not router.is_ready:
+            await asyncio.sleep(0)
+        yield router
 
 
 async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:

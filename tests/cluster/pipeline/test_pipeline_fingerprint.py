@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_loops import in_event_loop
 from local_expert_actors import expert_plan
 from ray.exceptions import ActorUnavailableError
 from tiny_models import tiny_args, tiny_plan
@@ -227,44 +228,40 @@ def _chain(
     return ObjectStoreStageChain(actors, actors[0], "router", spec=spec)
 
 
-def test_a_stage_that_comes_back_on_an_unlike_node_changes_it(
+@in_event_loop
+async def test_a_stage_that_comes_back_on_an_unlike_node_changes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scenario() -> None:
-        stages = [_Actor(ALIKE), _Actor(ALIKE)]
-        chain = _chain(monkeypatch, stages, [])
-        before = await chain.fingerprint()
-        assert before == await chain.fingerprint() != ""
-        stages[1].answer = OTHER
-        assert await chain.fingerprint() not in ("", before)
-        for unknown in (None, ActorUnavailableError("it restarts", b"a" * 16)):
-            stages[1].answer = unknown
-            assert await chain.fingerprint() == ""
-        stages[1].answer = ALIKE
+    stages = [_Actor(ALIKE), _Actor(ALIKE)]
+    chain = _chain(monkeypatch, stages, [])
+    before = await chain.fingerprint()
+    assert before == await chain.fingerprint() != ""
+    stages[1].answer = OTHER
+    assert await chain.fingerprint() not in ("", before)
+    for unknown in (None, ActorUnavailableError("it restarts", b"a" * 16)):
+        stages[1].answer = unknown
+        assert await chain.fingerprint() == ""
+    stages[1].answer = ALIKE
+    assert await chain.fingerprint() == before
+
+
+@in_event_loop
+async def test_an_expert_actor_that_restarts_counts_as_before_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experts = [_Actor(EXPERT), _Actor(None)]
+    chain = _chain(monkeypatch, [_Actor(ALIKE)], experts)
+    assert await chain.fingerprint() == "", "the second has not loaded yet"
+    experts[1].answer = EXPERT
+    before = await chain.fingerprint()
+    assert before == await _chain(monkeypatch, [_Actor(ALIKE)], []).fingerprint(), (
+        "alike and invariant"
+    )
+    for away in (ActorUnavailableError("it restarts", b"a" * 16), None):
+        experts[0].answer = away
         assert await chain.fingerprint() == before
-
-    asyncio.run(scenario())
-
-
-def test_an_expert_actor_that_restarts_counts_as_before_until_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def scenario() -> None:
-        experts = [_Actor(EXPERT), _Actor(None)]
-        chain = _chain(monkeypatch, [_Actor(ALIKE)], experts)
-        assert await chain.fingerprint() == "", "the second has not loaded yet"
-        experts[1].answer = EXPERT
-        before = await chain.fingerprint()
-        assert before == await _chain(monkeypatch, [_Actor(ALIKE)], []).fingerprint(), (
-            "alike and invariant"
-        )
-        for away in (ActorUnavailableError("it restarts", b"a" * 16), None):
-            experts[0].answer = away
-            assert await chain.fingerprint() == before
-        experts[0].answer = OTHER
-        assert await chain.fingerprint() not in ("", before)
-
-    asyncio.run(scenario())
+    experts[0].answer = OTHER
+    assert await chain.fingerprint() not in ("", before)
 
 
 def test_without_a_specification_nothing_is_known() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from event_loops import in_event_loop
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from tramontane.cluster.common.node_watch import NodeLossDetector
@@ -157,47 +158,42 @@ def _stages(num_stages: int, may_return: threading.Event, error: Exception | Non
 
 @KINDS
 @pytest.mark.parametrize("num_stages", [1, 4, 64])
-def test_no_call_of_a_stage_is_made_on_the_event_loop(
+@in_event_loop
+async def test_no_call_of_a_stage_is_made_on_the_event_loop(
     kind: type[ObjectStoreStageChain], num_stages: int
 ) -> None:
     """Calls that block for as long as the loop has not done other work, and then return in the
     order of submission.
     """
-
-    async def scenario() -> None:
-        may_return = threading.Event()
-        stages = _stages(num_stages, may_return)
-        chain = kind(stages, stages[0], "router")
-        results = [
-            asyncio.ensure_future(chain.submit(MicroBatch(EPOCH, step_id, ())))
-            for step_id in range(5)
-        ]
-        await asyncio.sleep(0)
-        assert not any(stage.called for stage in stages)
-        may_return.set()  # by the loop, which is free
-        assert [result.step_id for result in await asyncio.gather(*results)] == [*range(5)]
-        assert all(stage.called == [*range(5)] for stage in stages)
-
-    asyncio.run(scenario())
+    may_return = threading.Event()
+    stages = _stages(num_stages, may_return)
+    chain = kind(stages, stages[0], "router")
+    results = [
+        asyncio.ensure_future(chain.submit(MicroBatch(EPOCH, step_id, ()))) for step_id in range(5)
+    ]
+    await asyncio.sleep(0)
+    assert not any(stage.called for stage in stages)
+    may_return.set()  # by the loop, which is free
+    assert [result.step_id for result in await asyncio.gather(*results)] == [*range(5)]
+    assert all(stage.called == [*range(5)] for stage in stages)
 
 
 @KINDS
-def test_a_call_that_cannot_be_made_fails_its_step(kind: type[ObjectStoreStageChain]) -> None:
-    async def scenario() -> None:
-        may_return = threading.Event()
-        may_return.set()
-        stages = _stages(3, may_return, ActorUnavailableError("it restarts", None))
-        with pytest.raises(PipelineError, match=r"a stage failed: .*it restarts"):
-            await kind(stages, stages[0], "router").submit(MicroBatch(EPOCH, 0, ()))
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_call_that_cannot_be_made_fails_its_step(kind: type[ObjectStoreStageChain]) -> None:
+    may_return = threading.Event()
+    may_return.set()
+    stages = _stages(3, may_return, ActorUnavailableError("it restarts", None))
+    with pytest.raises(PipelineError, match=r"a stage failed: .*it restarts"):
+        await kind(stages, stages[0], "router").submit(MicroBatch(EPOCH, 0, ()))
 
 
 # ---- nodes
 
 
 @pytest.mark.parametrize(("died", "has_lost"), [({"b"}, True), ({"z"}, False), (set(), False)])
-def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(
+@in_event_loop
+async def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(
     died: set[str], has_lost: bool
 ) -> None:
     used, dead = {"a", "b"}, {"y"}
@@ -205,24 +201,22 @@ def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(
     supervisor.calls.append("replace")
     handle: Any = supervisor
 
-    async def scenario() -> None:
-        chain = ObjectStoreStageChain(
-            [], handle, "router", NodeLossDetector(lambda: set(used), lambda: set(dead))
-        )
-        await chain.fence()
-        assert not chain.has_lost_node
-        dead.update(died)
-        used.difference_update(died)
-        used.add("c")
-        await chain.fence()
-        assert chain.has_lost_node == has_lost
-        await chain.fence()
-        assert not chain.has_lost_node, "not since the last fence"
-
-    asyncio.run(scenario())
+    chain = ObjectStoreStageChain(
+        [], handle, "router", NodeLossDetector(lambda: set(used), lambda: set(dead))
+    )
+    await chain.fence()
+    assert not chain.has_lost_node
+    dead.update(died)
+    used.difference_update(died)
+    used.add("c")
+    await chain.fence()
+    assert chain.has_lost_node == has_lost
+    await chain.fence()
+    assert not chain.has_lost_node, "not since the last fence"
 
 
-def test_a_fence_does_not_wait_for_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_fence_does_not_wait_for_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_chain, "NODES_TIMEOUT_S", 0.01)
     supervisor, is_over, answers = _Supervisor(GetTimeoutError()), threading.Event(), []
     supervisor.calls.append("replace")
@@ -233,11 +227,8 @@ def test_a_fence_does_not_wait_for_the_head_node(monkeypatch: pytest.MonkeyPatch
         answers.append(is_over.is_set())
         return set()
 
-    async def scenario() -> None:
-        chain = ObjectStoreStageChain([], handle, "router", NodeLossDetector(silent, set))
-        assert await chain.fence() == EPOCH
-        assert not chain.has_lost_node
-        assert not answers
-        is_over.set()
-
-    asyncio.run(scenario())
+    chain = ObjectStoreStageChain([], handle, "router", NodeLossDetector(silent, set))
+    assert await chain.fence() == EPOCH
+    assert not chain.has_lost_node
+    assert not answers
+    is_over.set()

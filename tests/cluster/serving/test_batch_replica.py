@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from batch_jobs import pieces, requests
+from event_loops import in_event_loop
 from http_fuzz import check_error
 from starlette.applications import Starlette
 
@@ -73,7 +74,8 @@ def test_no_job_may_be_larger_than_what_a_key_may_have() -> None:
     assert (limits.max_lines, limits.max_bytes) == (1000, 2**20)
 
 
-def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(
+@in_event_loop
+async def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(
     tmp_path: Path,
 ) -> None:
     num_machines, requested, now = 1, [], 0.0
@@ -82,51 +84,39 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(
         requested.append(now)
         return num_machines
 
-    async def scenario() -> None:
-        nonlocal num_machines, now
-        config = EngineConfig.build(
-            None,
-            {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)},
-        )
-        service = SingleNodeBatchService(job_settings(config), machines, lambda: now)
-        app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
-            form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
-            file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
-            order = {
-                "input_file_id": file,
-                "endpoint": "/v1/completions",
-                "completion_window": "24h",
-            }
-            batch = (await client.post("/v1/batches", json=order)).json()["id"]
-            assert requested == [0.0], "once for both"
-            num_machines, now = 2, NODE_CHECK_INTERVAL_S
-            for refused in (
-                await client.post("/v1/batches", json=order),
-                await client.post("/v1/files", **form),
-            ):  # type: ignore[arg-type]
-                assert refused.status_code == 503
-                assert (
-                    "--jobs-database postgresql://HOST/NAME"
-                    in check_error(refused.content)["message"]
-                )
-            options = JobOptions(endpoint="/v1/completions")
-            for over_grpc in (
-                service.submit(pieces(requests(2)), options),
-                service.submit_url("file:///in", options),
-            ):
-                with pytest.raises(PipelineError, match="this cluster has 2 machines"):
-                    await over_grpc
-            assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
-            assert (await client.post(f"/v1/batches/{batch}/cancel")).json()[
-                "status"
-            ] == "cancelling"
-            num_machines, now = 1, 2 * NODE_CHECK_INTERVAL_S
-            assert (await client.post("/v1/batches", json=order)).status_code == 200
-        service.close()
-
-    asyncio.run(scenario())
+    config = EngineConfig.build(
+        None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)}
+    )
+    service = SingleNodeBatchService(job_settings(config), machines, lambda: now)
+    app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+        form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
+        order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=order)).json()["id"]
+        assert requested == [0.0], "once for both"
+        num_machines, now = 2, NODE_CHECK_INTERVAL_S
+        for refused in (
+            await client.post("/v1/batches", json=order),
+            await client.post("/v1/files", **form),
+        ):  # type: ignore[arg-type]
+            assert refused.status_code == 503
+            assert (
+                "--jobs-database postgresql://HOST/NAME" in check_error(refused.content)["message"]
+            )
+        options = JobOptions(endpoint="/v1/completions")
+        for over_grpc in (
+            service.submit(pieces(requests(2)), options),
+            service.submit_url("file:///in", options),
+        ):
+            with pytest.raises(PipelineError, match="this cluster has 2 machines"):
+                await over_grpc
+        assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
+        assert (await client.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
+        num_machines, now = 1, 2 * NODE_CHECK_INTERVAL_S
+        assert (await client.post("/v1/batches", json=order)).status_code == 200
+    service.close()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +200,8 @@ def test_the_collector_continues_after_every_error(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("ended", [None, 0, 1])
 @pytest.mark.parametrize("how", ["returns", "fails", "is cancelled"])
-def test_a_replica_of_which_a_task_has_ended_is_not_healthy(
+@in_event_loop
+async def test_a_replica_of_which_a_task_has_ended_is_not_healthy(
     ended: int | None, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(BatchReplica, "__del__")  # which needs all of it
@@ -221,23 +212,20 @@ def test_a_replica_of_which_a_task_has_ended_is_not_healthy(
         if how == "is cancelled":
             raise asyncio.CancelledError
 
-    async def scenario() -> None:
-        replica = object.__new__(BatchReplica)
-        forever = asyncio.Event()
-        tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(end() if number == ended else forever.wait()) for number in range(2)
-        ]
-        replica._tasks = tasks
-        await asyncio.sleep(0)
-        if ended is None:
+    replica = object.__new__(BatchReplica)
+    forever = asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(end() if number == ended else forever.wait()) for number in range(2)
+    ]
+    replica._tasks = tasks
+    await asyncio.sleep(0)
+    if ended is None:
+        await replica.check_health()
+    else:
+        name = ("runner of batch jobs", "collector of old jobs and files")[ended]
+        with pytest.raises(PipelineError, match=f"the {name} has ended"):
             await replica.check_health()
-        else:
-            name = ("runner of batch jobs", "collector of old jobs and files")[ended]
-            with pytest.raises(PipelineError, match=f"the {name} has ended"):
-                await replica.check_health()
-            assert ("a defect" in caplog.text) is (how == "fails")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(scenario())
+        assert ("a defect" in caplog.text) is (how == "fails")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from event_loops import in_event_loop
 from ray import serve
 from scripted_chain import no_gate
 from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_for
@@ -27,61 +28,55 @@ from tramontane.cluster.serving.pipeline_client import PipelineClient
 from tramontane.proto.errors import DrainingError, PipelineError
 
 
-def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
-    async def scenario() -> None:
-        release = asyncio.Event()
+@in_event_loop
+async def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
+    release = asyncio.Event()
 
-        async def gate(_batch: object) -> None:
-            await release.wait()
+    async def gate(_batch: object) -> None:
+        await release.wait()
 
-        replica = Replica("a", gate)
-        async with harness([replica], running="a") as routers:
-            running = asyncio.create_task(request_tokens(routers))
-            while not replica.router.num_requests:
-                await asyncio.sleep(0)
-            assert routers.drain() == 1
-            with pytest.raises(DrainingError):
-                routers.check_capacity(1)
-            with pytest.raises(DrainingError):
-                await request_tokens(routers)
-            release.set()
-            assert await running == 5
-            assert routers.drain() == 0
-            assert replica.call_counts["generate"] == 2, (
-                "the one that runs: without a stream, and with it"
-            )
-
-    asyncio.run(scenario())
-
-
-def test_a_server_that_is_no_longer_to_stop_accepts_requests() -> None:
-    async def scenario() -> None:
-        async with harness([Replica("a")], running="a") as routers:
-            routers.drain()
-            routers.resume()
+    replica = Replica("a", gate)
+    async with harness([replica], running="a") as routers:
+        running = asyncio.create_task(request_tokens(routers))
+        while not replica.router.num_requests:
+            await asyncio.sleep(0)
+        assert routers.drain() == 1
+        with pytest.raises(DrainingError):
             routers.check_capacity(1)
-            assert await routers.is_ready()
-            assert await request_tokens(routers) == 5
+        with pytest.raises(DrainingError):
+            await request_tokens(routers)
+        release.set()
+        assert await running == 5
+        assert routers.drain() == 0
+        assert replica.call_counts["generate"] == 2, (
+            "the one that runs: without a stream, and with it"
+        )
 
-    asyncio.run(scenario())
+
+@in_event_loop
+async def test_a_server_that_is_no_longer_to_stop_accepts_requests() -> None:
+    async with harness([Replica("a")], running="a") as routers:
+        routers.drain()
+        routers.resume()
+        routers.check_capacity(1)
+        assert await routers.is_ready()
+        assert await request_tokens(routers) == 5
 
 
-def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> None:
-    async def scenario() -> None:
-        replica = Replica("a", stuck)
-        async with harness([replica], running="a") as routers:
-            running = asyncio.create_task(request_tokens(routers))
-            while not replica.router.num_requests:
-                await asyncio.sleep(0)
-            routers.drain()
-            routers.end_all()
-            with pytest.raises(DrainingError, match="has stopped before this request ended"):
-                await running
-            while replica.router.num_requests:
-                await asyncio.sleep(0)
-            assert routers.drain() == 0
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> None:
+    replica = Replica("a", stuck)
+    async with harness([replica], running="a") as routers:
+        running = asyncio.create_task(request_tokens(routers))
+        while not replica.router.num_requests:
+            await asyncio.sleep(0)
+        routers.drain()
+        routers.end_all()
+        with pytest.raises(DrainingError, match="has stopped before this request ended"):
+            await running
+        while replica.router.num_requests:
+            await asyncio.sleep(0)
+        assert routers.drain() == 0
 
 
 @pytest.mark.parametrize(
@@ -131,18 +126,14 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
-def test_a_stream_that_is_ended_gets_the_reason(fails_at: int) -> None:
-    async def scenario() -> None:
-        source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
-        async with client_for(http_app_for(source).app()) as client:
-            response = await client.post(
-                "/v1/completions", json={"prompt": "ROMEO:", "stream": True}
-            )
-            assert response.status_code == (200 if fails_at else 503)
-            assert "the server has stopped" in response.text
-            assert '"code":"draining"' in response.text.replace(" ", "")
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_stream_that_is_ended_gets_the_reason(fails_at: int) -> None:
+    source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
+    async with client_for(http_app_for(source).app()) as client:
+        response = await client.post("/v1/completions", json={"prompt": "ROMEO:", "stream": True})
+        assert response.status_code == (200 if fails_at else 503)
+        assert "the server has stopped" in response.text
+        assert '"code":"draining"' in response.text.replace(" ", "")
 
 
 @pytest.fixture

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from event_loops import in_event_loop
 from harness import merge_outputs
-from scripted_chain import ReportingChain, answer
+from running_router import new_scheduler
+from scripted_chain import StatefulChain, answer
+from simulated_routers import Response
 
 from tramontane.cluster.serving import retry_policy, token_stream
 from tramontane.cluster.serving import router_queries as router_questions
@@ -35,7 +38,6 @@ from tramontane.proto.errors import (
     RouterLostError,
     TramontaneError,
 )
-from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
@@ -51,11 +53,6 @@ from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.request_output import ResumableRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.request_context import RequestTokenSource
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
-
-CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 
 class Replica:
@@ -64,10 +61,8 @@ class Replica:
     def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
         self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
         self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
-        self.router = Router(
-            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
-            ReportingChain(self._gate),
-        )
+        chain = StatefulChain(self._gate, experts={3: 0}, logprobs=True)
+        self.router = Router(new_scheduler(), chain)
         self.channels = TokenStreams(name)
         self._running = asyncio.create_task(self.router.run())
 
@@ -101,8 +96,10 @@ class Routing:
         ]
         replica = self._rng.choice(wished or self.replicas)
         if wish["method_name"] == "is_ready":
-            return ReadyResponse(replica)
-        return _until_killed(replica, *args) if wish["stream"] else Response(replica, args)
+            return Response(asyncio.ensure_future(_is_ready(replica)))
+        if wish["stream"]:
+            return _until_killed(replica, *args)
+        return Response(asyncio.ensure_future(_or_death(replica, lambda: _answer(replica, args))))
 
 
 async def _until_killed(replica: Replica, *args: str) -> AsyncIterator[bytes]:
@@ -127,32 +124,15 @@ async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any
         await asyncio.gather(task, death, return_exceptions=True)
 
 
-class ReadyResponse:
-    def __init__(self, replica: Replica) -> None:
-        self._name = replica.name
-
-    def cancel(self) -> None:
-        pass
-
-    def __await__(self) -> Any:
-        yield from asyncio.sleep(0).__await__()
-        return True, self._name
+async def _is_ready(replica: Replica) -> tuple[bool, str]:
+    await asyncio.sleep(0)
+    return True, replica.name
 
 
-class Response:
-    def __init__(self, replica: Replica, args: Any) -> None:
-        self._task = asyncio.ensure_future(_or_death(replica, lambda: self._answer(replica, args)))
-        self.cancel = self._task.cancel
-
-    async def _answer(self, replica: Replica, args: Any) -> bytes:
-        if replica.is_superseded:
-            return replica.channels.refusal(
-                PipelineSupersededError("a newer version has the pipeline")
-            )
-        return await replica.channels.generate(replica.router, *args)
-
-    def __await__(self) -> Any:
-        return self._task.__await__()
+async def _answer(replica: Replica, args: Any) -> bytes:
+    if replica.is_superseded:
+        return replica.channels.refusal(PipelineSupersededError("a newer version has the pipeline"))
+    return await replica.channels.generate(replica.router, *args)
 
 
 def _accepted_by(routers: PipelineClient) -> set[str]:
@@ -219,62 +199,59 @@ def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_requests_continue_however_often_a_router_is_lost(
+@in_event_loop
+async def test_requests_continue_however_often_a_router_is_lost(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     rng = random.Random(seed)
     requests = _requests(rng, 12)
 
-    async def scenario() -> None:
-        async with _harness(2, rng) as (routing, routers):
-            requested = [asyncio.create_task(_output(routers, each)) for each in requests]
-            num_killed = 0
-            while num_killed < 6 and not all(task.done() for task in requested):
-                victim = routing.replicas[rng.randrange(2)]
-                while victim.num_steps < 12 and not all(task.done() for task in requested):
-                    await asyncio.sleep(0)
-                await victim.kill()
-                num_killed += 1
-                routing.replicas = [each for each in routing.replicas if each is not victim]
-                routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
-            assert num_killed >= 3
-            for request, task in zip(requests, requested, strict=True):
-                _check(request, await task)
-            assert routers.num_requests == 0
-            assert not routers._streams.calls
-            assert not routers._window._waiting
-
-    asyncio.run(scenario())
+    async with _harness(2, rng) as (routing, routers):
+        requested = [asyncio.create_task(_output(routers, each)) for each in requests]
+        num_killed = 0
+        while num_killed < 6 and not all(task.done() for task in requested):
+            victim = routing.replicas[rng.randrange(2)]
+            while victim.num_steps < 12 and not all(task.done() for task in requested):
+                await asyncio.sleep(0)
+            await victim.kill()
+            num_killed += 1
+            routing.replicas = [each for each in routing.replicas if each is not victim]
+            routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
+        assert num_killed >= 3
+        for request, task in zip(requests, requested, strict=True):
+            _check(request, await task)
+        assert routers.num_requests == 0
+        assert not routers._streams.calls
+        assert not routers._window._waiting
 
 
-def test_a_request_that_every_router_is_lost_with_is_given_up(
+@in_event_loop
+async def test_a_request_that_every_router_is_lost_with_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        async with _harness(0, random.Random(0)) as (routing, routers):
-            routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
-            requested = asyncio.create_task(
-                _output(routers, Request.of((1,), SamplingParams(max_tokens=1)))
-            )
-            num_killed = 0
-            while not requested.done():
-                # which is known to work on it
-                if routing.replicas[0].name in _accepted_by(routers):
-                    await routing.replicas[0].kill()
-                    num_killed += 1
-                    routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
-                await asyncio.sleep(0)
-            with pytest.raises(PipelineError, match="10 routers were lost with this request"):
-                await requested
-            assert num_killed == retry_policy.MAX_LOSSES
-
-    asyncio.run(scenario())
+    async with _harness(0, random.Random(0)) as (routing, routers):
+        routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
+        requested = asyncio.create_task(
+            _output(routers, Request.of((1,), SamplingParams(max_tokens=1)))
+        )
+        num_killed = 0
+        while not requested.done():
+            # which is known to work on it
+            if routing.replicas[0].name in _accepted_by(routers):
+                await routing.replicas[0].kill()
+                num_killed += 1
+                routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
+            await asyncio.sleep(0)
+        with pytest.raises(PipelineError, match="10 routers were lost with this request"):
+            await requested
+        assert num_killed == retry_policy.MAX_LOSSES
 
 
-def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
+@in_event_loop
+async def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither because many come at once nor because no pipeline can take it now: it had been
@@ -284,103 +261,93 @@ def test_what_another_ingress_has_begun_is_not_refused_by_the_next(
     new = Request.of((1, 2), SamplingParams(max_tokens=5))
     tokens = answer((1, 2), 5)
 
-    async def scenario() -> None:
-        async with _harness(1, random.Random(0)) as (routing, others):
-            routing.replicas[0]._running.cancel()
-            with pytest.raises(PipelineUnavailableError):
-                await _output(others, new)
-            routers = PipelineClient(routing, max_unaccepted=1)
-            # another request's sequence is on its way
-            routers._window.add(WaitingRequest(1, 0.0))
-            with pytest.raises(OverloadedError):
-                await _output(routers, new)
-            output, fresh = (
-                Request((replace(new.sequences[0], output_ids=tuple(tokens[:2])),)),
-                replace(new, already_admitted=True),
-            )
-            requested = [asyncio.create_task(_output(routers, each)) for each in (output, fresh)]
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert not any(each.done() for each in requested)
-            routing.replicas.append(Replica("r1", random.Random(0)))
-            for each, expected in zip(requested, (tokens[2:], tokens), strict=True):
-                assert [
-                    event.token_id for batch in await each for event in batch.events
-                ] == expected
-            routers.close()
-
-    asyncio.run(scenario())
+    async with _harness(1, random.Random(0)) as (routing, others):
+        routing.replicas[0]._running.cancel()
+        with pytest.raises(PipelineUnavailableError):
+            await _output(others, new)
+        routers = PipelineClient(routing, max_unaccepted=1)
+        # another request's sequence is on its way
+        routers._window.add(WaitingRequest(1, 0.0))
+        with pytest.raises(OverloadedError):
+            await _output(routers, new)
+        output, fresh = (
+            Request((replace(new.sequences[0], output_ids=tuple(tokens[:2])),)),
+            replace(new, already_admitted=True),
+        )
+        requested = [asyncio.create_task(_output(routers, each)) for each in (output, fresh)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not any(each.done() for each in requested)
+        routing.replicas.append(Replica("r1", random.Random(0)))
+        for each, expected in zip(requested, (tokens[2:], tokens), strict=True):
+            assert [event.token_id for batch in await each for event in batch.events] == expected
+        routers.close()
 
 
-def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_time_with_a_router_does_not_count_as_failing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each loss comes after a time with a router that is longer than every retry budget, and one
     request survives them.
     """
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        loop, now = asyncio.get_running_loop(), 0.0
-        monkeypatch.setattr(loop, "time", lambda: now)
-        lasting = RouterFailoverBudget()
-        for _ in range(retry_policy.MAX_LOSSES - 1):
-            lasting.on_error(RouterLostError("lost"))
-            assert lasting.without_router_since == now
-            now += retry_policy.LOAD_TIMEOUT_S - 1
-            lasting.on_error(PipelineUnavailableError("is being started"))
-            now += retry_policy.LOAD_TIMEOUT_S
-        with pytest.raises(PipelineError, match="no router could continue"):
-            lasting.on_error(PipelineUnavailableError("is being started"))
-
-    asyncio.run(scenario())
+    loop, now = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: now)
+    lasting = RouterFailoverBudget()
+    for _ in range(retry_policy.MAX_LOSSES - 1):
+        lasting.on_error(RouterLostError("lost"))
+        assert lasting.without_router_since == now
+        now += retry_policy.LOAD_TIMEOUT_S - 1
+        lasting.on_error(PipelineUnavailableError("is being started"))
+        now += retry_policy.LOAD_TIMEOUT_S
+    with pytest.raises(PipelineError, match="no router could continue"):
+        lasting.on_error(PipelineUnavailableError("is being started"))
 
 
-def test_losses_do_not_add_up_where_tokens_came_between() -> None:
+@in_event_loop
+async def test_losses_do_not_add_up_where_tokens_came_between() -> None:
     """A long answer may lose more routers than the bound: the bound is for one that makes no
     progress.
     """
-
-    async def scenario() -> None:
-        lasting = RouterFailoverBudget()
-        for _ in range(3 * retry_policy.MAX_LOSSES):
-            lasting.on_error(RouterLostError("lost"))
-            lasting.reset()
-        for _ in range(retry_policy.MAX_LOSSES - 1):
-            lasting.on_error(RouterLostError("lost"))
-        with pytest.raises(PipelineError, match="10 routers were lost with this request"):
-            lasting.on_error(RouterLostError("lost"))
-
-    asyncio.run(scenario())
+    lasting = RouterFailoverBudget()
+    for _ in range(3 * retry_policy.MAX_LOSSES):
+        lasting.on_error(RouterLostError("lost"))
+        lasting.reset()
+    for _ in range(retry_policy.MAX_LOSSES - 1):
+        lasting.on_error(RouterLostError("lost"))
+    with pytest.raises(PipelineError, match="10 routers were lost with this request"):
+        lasting.on_error(RouterLostError("lost"))
 
 
-def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     monkeypatch.setattr(token_stream, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
     request = Request.of((1, 2), SamplingParams(max_tokens=40))
     num_lost = retry_policy.MAX_LOSSES + 2
 
-    async def scenario() -> None:
-        async with _harness(1, random.Random(0)) as (routing, routers):
-            received: list[int] = []
+    async with _harness(1, random.Random(0)) as (routing, routers):
+        received: list[int] = []
 
-            async def read() -> None:
-                async with aclosing(routers.generate(request)) as batches:
-                    async for batch in batches:
-                        received.extend(event.token_id for event in batch.events)
+        async def read() -> None:
+            async with aclosing(routers.generate(request)) as batches:
+                async for batch in batches:
+                    received.extend(event.token_id for event in batch.events)
 
-            reading = asyncio.create_task(read())
-            for number in range(num_lost):
-                (victim,) = routing.replicas
-                before = len(received)
-                while len(received) == before and not reading.done():
-                    await asyncio.sleep(0)
-                assert not reading.done()
-                routing.replicas = [Replica(f"next{number}", random.Random(0))]
-                await victim.kill()
-            await reading
-            assert received == answer((1, 2), 40)
-
-    asyncio.run(scenario())
+        reading = asyncio.create_task(read())
+        for number in range(num_lost):
+            (victim,) = routing.replicas
+            before = len(received)
+            while len(received) == before and not reading.done():
+                await asyncio.sleep(0)
+            assert not reading.done()
+            routing.replicas = [Replica(f"next{number}", random.Random(0))]
+            await victim.kill()
+        await reading
+        assert received == answer((1, 2), 40)
 
 
 OTHER_MODEL = ModelMismatchError("another model or version")
@@ -403,25 +370,23 @@ SILENT = PipelineError("no router has answered in time")
         (False, OTHER_MODEL, -1.0),
     ],
 )
-def test_retries_last_as_long_as_they_help(
+@in_event_loop
+async def test_retries_last_as_long_as_they_help(
     was_accepted: bool, error: TramontaneError, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        loop, now = asyncio.get_running_loop(), 1000.0
-        monkeypatch.setattr(loop, "time", lambda: now)
-        trying = RouterFailoverBudget(was_accepted=was_accepted)
-        if limit_s > 0:
-            trying.on_error(error)
-            now += limit_s
-            trying.on_error(error)
-            now += 1.0
-        with pytest.raises(PipelineError) as refused:
-            trying.on_error(error)
-        assert isinstance(refused.value, PipelineUnavailableError) is not was_accepted, (
-            "it has not begun, and may try elsewhere"
-        )
-
-    asyncio.run(scenario())
+    loop, now = asyncio.get_running_loop(), 1000.0
+    monkeypatch.setattr(loop, "time", lambda: now)
+    trying = RouterFailoverBudget(was_accepted=was_accepted)
+    if limit_s > 0:
+        trying.on_error(error)
+        now += limit_s
+        trying.on_error(error)
+        now += 1.0
+    with pytest.raises(PipelineError) as refused:
+        trying.on_error(error)
+    assert isinstance(refused.value, PipelineUnavailableError) is not was_accepted, (
+        "it has not begun, and may try elsewhere"
+    )
 
 
 def test_a_router_of_another_model_is_believed_last() -> None:
@@ -452,135 +417,124 @@ async def _left_without_a_router(
     return requested
 
 
-def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(
+@in_event_loop
+async def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        loop, later_s = asyncio.get_running_loop(), 0.0
-        real_time = loop.time
-        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
-        async with _harness(1, random.Random(0)) as (routing, routers):
-            requested = await _left_without_a_router(routing, routers, routers)
-            for _minute in range(9):
-                for _turn in range(20):
-                    await asyncio.sleep(0)
-                later_s += 60.0
-            assert not requested.done()
-            routing.replicas = [Replica("r1", random.Random(0))]
-            assert [
-                event.token_id for batch in await requested for event in batch.events
-            ] == answer((1, 2), 5)
-
-    asyncio.run(scenario())
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+    async with _harness(1, random.Random(0)) as (routing, routers):
+        requested = await _left_without_a_router(routing, routers, routers)
+        for _minute in range(9):
+            for _turn in range(20):
+                await asyncio.sleep(0)
+            later_s += 60.0
+        assert not requested.done()
+        routing.replicas = [Replica("r1", random.Random(0))]
+        assert [event.token_id for batch in await requested for event in batch.events] == answer(
+            (1, 2), 5
+        )
 
 
-def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(
+@in_event_loop
+async def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long it could continue trying."""
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
 
-    async def scenario() -> None:
-        loop, later_s = asyncio.get_running_loop(), 0.0
-        real_time = loop.time
-        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
-        async with _harness(1, random.Random(0)) as (routing, routers):
-            source = RequestTokenSource(routers, Identity(), deadline=loop.time() + 3000.0)
-            requested = await _left_without_a_router(routing, routers, source)
-            monkeypatch.setattr(retry_policy, "LOAD_TIMEOUT_S", 1e6)
-            later_s = 3001.0
-            with pytest.raises(DeadlineExceededError):
-                await requested
-            routing.replicas = [Replica("r1", random.Random(0))]
-            requested = await _left_without_a_router(routing, routers, routers)
-            assert routers.drain() == 1
-            routers.end_all()
-            with pytest.raises(DrainingError):
-                await requested
-            assert routers.drain() == 0
-
-    asyncio.run(scenario())
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+    async with _harness(1, random.Random(0)) as (routing, routers):
+        source = RequestTokenSource(routers, Identity(), deadline=loop.time() + 3000.0)
+        requested = await _left_without_a_router(routing, routers, source)
+        monkeypatch.setattr(retry_policy, "LOAD_TIMEOUT_S", 1e6)
+        later_s = 3001.0
+        with pytest.raises(DeadlineExceededError):
+            await requested
+        routing.replicas = [Replica("r1", random.Random(0))]
+        requested = await _left_without_a_router(routing, routers, routers)
+        assert routers.drain() == 1
+        routers.end_all()
+        with pytest.raises(DrainingError):
+            await requested
+        assert routers.drain() == 0
 
 
-def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(
+@in_event_loop
+async def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No router has it at that time."""
+    waits, may_try = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        waits, may_try = asyncio.Event(), asyncio.Event()
+    async def backoff(_: object) -> None:
+        assert not waits.is_set(), "there is no attempt after the end"
+        waits.set()
+        await may_try.wait()
 
-        async def backoff(_: object) -> None:
-            assert not waits.is_set(), "there is no attempt after the end"
-            waits.set()
-            await may_try.wait()
-
-        monkeypatch.setattr(retry_policy.RouterFailoverBudget, "backoff", backoff)
-        async with _harness(1, random.Random(0)) as (routing, routers):
-            requested = await _left_without_a_router(routing, routers, routers)
-            await waits.wait()
-            routers.end_all()
-            may_try.set()
-            with pytest.raises(DrainingError, match="has stopped before this request ended"):
-                await requested
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(retry_policy.RouterFailoverBudget, "backoff", backoff)
+    async with _harness(1, random.Random(0)) as (routing, routers):
+        requested = await _left_without_a_router(routing, routers, routers)
+        await waits.wait()
+        routers.end_all()
+        may_try.set()
+        with pytest.raises(DrainingError, match="has stopped before this request ended"):
+            await requested
 
 
-def test_new_requests_wait_for_a_newer_version_as_many_as_may(
+@in_event_loop
+async def test_new_requests_wait_for_a_newer_version_as_many_as_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     requests = [Request.of((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
-    async def scenario() -> None:
-        async with _harness(1, random.Random(0)) as (routing, _):
-            routing.replicas[0].is_superseded = True
-            routers = PipelineClient(routing, max_unaccepted=2)
-            requested = [asyncio.create_task(_output(routers, each)) for each in requests[:2]]
-            for turn in range(50):
-                await asyncio.sleep(0)
-                if turn > 10:  # whether they wait for an answer, or for the time to try again
-                    with pytest.raises(OverloadedError):
-                        routers.check_capacity(1)
-            routing.replicas.append(Replica("r1", random.Random(0)))
-            for number, batches in enumerate(await asyncio.gather(*requested)):
-                assert [event.token_id for batch in batches for event in batch.events] == answer(
-                    (number, 2), 5
-                )
-            routers.check_capacity(2)
-            routers.close()
-
-    asyncio.run(scenario())
+    async with _harness(1, random.Random(0)) as (routing, _):
+        routing.replicas[0].is_superseded = True
+        routers = PipelineClient(routing, max_unaccepted=2)
+        requested = [asyncio.create_task(_output(routers, each)) for each in requests[:2]]
+        for turn in range(50):
+            await asyncio.sleep(0)
+            if turn > 10:  # whether they wait for an answer, or for the time to try again
+                with pytest.raises(OverloadedError):
+                    routers.check_capacity(1)
+        routing.replicas.append(Replica("r1", random.Random(0)))
+        for number, batches in enumerate(await asyncio.gather(*requested)):
+            assert [event.token_id for batch in batches for event in batch.events] == answer(
+                (number, 2), 5
+            )
+        routers.check_capacity(2)
+        routers.close()
 
 
-def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_another(
+@in_event_loop
+async def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(retry_policy, "ADMISSION_RETRY_INTERVAL_S", 0.0)
     request = Request.of((1, 2), SamplingParams(max_tokens=5))
 
-    async def scenario() -> None:
-        async with _harness(1, random.Random(0)) as (routing, _):
-            (leaving,) = routing.replicas
-            leaving.is_stuck = True
-            routers = PipelineClient(routing, max_unaccepted=10, handover_grace_s=0.0)
-            requested = asyncio.create_task(_output(routers, request))
-            for _turn in range(100):
-                await asyncio.sleep(0)
-            assert leaving.router.num_requests == 1, "where there is no other it stays"
-            routing.replicas = [Replica("r1", random.Random(0))]
-            assert [
-                event.token_id for batch in await requested for event in batch.events
-            ] == answer((1, 2), 5)
-            assert leaving.router.num_requests == 0, "and can be stopped"
-            await leaving.kill()
-            routers.close()
-
-    asyncio.run(scenario())
+    async with _harness(1, random.Random(0)) as (routing, _):
+        (leaving,) = routing.replicas
+        leaving.is_stuck = True
+        routers = PipelineClient(routing, max_unaccepted=10, handover_grace_s=0.0)
+        requested = asyncio.create_task(_output(routers, request))
+        for _turn in range(100):
+            await asyncio.sleep(0)
+        assert leaving.router.num_requests == 1, "where there is no other it stays"
+        routing.replicas = [Replica("r1", random.Random(0))]
+        assert [event.token_id for batch in await requested for event in batch.events] == answer(
+            (1, 2), 5
+        )
+        assert leaving.router.num_requests == 0, "and can be stopped"
+        await leaving.kill()
+        routers.close()
 
 
 def test_the_rest_of_a_request_is_numbered_anew() -> None:

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from activity_records import log_of
+from event_loops import in_event_loop
 from local_expert_actors import expert_plan
-from past_activity import log_of
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -244,22 +245,20 @@ def _run(around: Surroundings, scenario: Callable[[Any], Awaitable[None]]) -> li
     return asyncio.run(run())
 
 
-def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making(
+@in_event_loop
+async def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making(
     around: Surroundings,
 ) -> None:
     around.has_room = False
 
-    async def scenario() -> None:
-        replica, start = _new()
-        starting = asyncio.create_task(start)
-        while not around.is_entered:
-            await asyncio.sleep(0)
-        await replica.__del__()
-        assert around.removed == ["the pipeline"]
-        await asyncio.gather(starting, return_exceptions=True)
-        assert starting.cancelled()
-
-    asyncio.run(scenario())
+    replica, start = _new()
+    starting = asyncio.create_task(start)
+    while not around.is_entered:
+        await asyncio.sleep(0)
+    await replica.__del__()
+    assert around.removed == ["the pipeline"]
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled()
 
 
 def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove(
@@ -278,19 +277,17 @@ def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_rem
     assert around.removed == []
 
 
-def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_why(
+@in_event_loop
+async def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_why(
     around: Surroundings,
 ) -> None:
     """Ray Serve would not: it was never ready."""
     around.next_router = {"is_ready": False, "failure": PipelineError("a stage cannot load")}
 
-    async def scenario() -> None:
-        _, start = _new()
-        with pytest.raises(PipelineError, match="a stage cannot load"):
-            await start
-        assert around.removed == ["the pipeline"]
-
-    asyncio.run(scenario())
+    _, start = _new()
+    with pytest.raises(PipelineError, match="a stage cannot load"):
+        await start
+    assert around.removed == ["the pipeline"]
 
 
 def test_metrics_are_those_of_the_router_that_drives_the_pipeline_now(around: Surroundings) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, pieces, request, requests
+from event_loops import in_event_loop
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,8 @@ async def _whole(
     return await service.get(job.job_id), reported
 
 
-def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
     """It is in the files of results. One that fails ten times while it runs has 503."""
     num_failed = 0
 
@@ -102,39 +104,28 @@ def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness)
             raise PipelineError("a stage died")
         return {}
 
-    async def scenario() -> None:
-        service = harness.service()
-        job = await service.submit(pieces(requests(3)), JobOptions())
-        async with harness.running(harness.runner(answer)):
-            await all_results(service, job.job_id)
-        stored = service._jobs.get(job.job_id)
-        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [
-            200,
-            400,
-            503,
-        ]
-        assert num_failed == 10
-
-    asyncio.run(scenario())
+    service = harness.service()
+    job = await service.submit(pieces(requests(3)), JobOptions())
+    async with harness.running(harness.runner(answer)):
+        await all_results(service, job.job_id)
+    stored = service._jobs.get(job.job_id)
+    assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400, 503]
+    assert num_failed == 10
 
 
 @pytest.mark.parametrize(
     ("length", "is_refused"), [(0, True), (1, False), (256, False), (257, True)]
 )
-def test_a_request_key_has_1_to_256_characters(
+@in_event_loop
+async def test_a_request_key_has_1_to_256_characters(
     harness: BatchHarness, length: int, is_refused: bool
 ) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        with (
-            pytest.raises(JobRefusedError, match="1 to 256 characters")
-            if is_refused
-            else nullcontext()
-        ):
-            await service.submit(pieces(GOOD), JobOptions(), "k" * length)
-        assert len(await service.list(9)) == (not is_refused)
-
-    asyncio.run(scenario())
+    service = harness.service()
+    with (
+        pytest.raises(JobRefusedError, match="1 to 256 characters") if is_refused else nullcontext()
+    ):
+        await service.submit(pieces(GOOD), JobOptions(), "k" * length)
+    assert len(await service.list(9)) == (not is_refused)
 
 
 def test_what_ends_leaves_no_thread_and_no_connection(harness: BatchHarness) -> None:
@@ -200,60 +191,54 @@ def test_bad_lines_are_reported_by_number_and_affect_no_other(
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_job_without_one_good_line_has_failed_and_says_why(
+@in_event_loop
+async def test_a_job_without_one_good_line_has_failed_and_says_why(
     harness: BatchHarness, keeps_order: bool
 ) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
-        job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
-        assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (
-            JobState.FAILED,
-            1200,
-            1200,
-            1200,
-        )
-        assert job.ended_at == harness.clock.now
-        assert job.error is not None
-        assert job.error.startswith(
-            "none of the 1200 lines is a request: line 2: url is '/v1/embeddings'"
-        )
-        assert job.error.count("/v1/embeddings") == 1, "what is wrong with all of them is said once"
-        assert job.error.endswith("; and 1199 more")
-        assert harness.claims().claim(5) == [], "there is nothing to run"
-        assert [line.line for line in await all_results(service, job.job_id)] == list(
-            range(2, 1202)
-        )
-        one = await service.submit(pieces(b"x\n"), JobOptions())
-        assert one.error is not None
-        assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
-        two = (await service.submit(pieces(b"x\n[]\n"), JobOptions())).error
-        assert two is not None
-        assert two.startswith("none of the 2 lines is a request: line 1: it is not JSON")
-        assert "; line 2: " in two
-        assert not two.endswith(" more")
-        mixed = (
-            b"x\n"
-            + request("a", 1, url="/v1/embeddings") * 2
-            + request("a", 1, method="GET")
-            + b"[]\n"
-        )
-        several = (await service.submit(pieces(mixed), JobOptions())).error
-        assert several is not None
-        assert [
-            each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")
-        ] == [1, 1, 0, 1, 0]
-        assert several.endswith("; and 2 more")
-        many = await service.submit(pieces(b"x\n" * 21), JobOptions())
-        shown = (await service.get_stored(many.job_id)).problems
-        assert [problem.line for problem in shown] == list(range(1, 21)), (
-            "the first twenty, one by one"
-        )
-
-    asyncio.run(scenario())
+    service = harness.service()
+    text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
+    job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
+    assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (
+        JobState.FAILED,
+        1200,
+        1200,
+        1200,
+    )
+    assert job.ended_at == harness.clock.now
+    assert job.error is not None
+    assert job.error.startswith(
+        "none of the 1200 lines is a request: line 2: url is '/v1/embeddings'"
+    )
+    assert job.error.count("/v1/embeddings") == 1, "what is wrong with all of them is said once"
+    assert job.error.endswith("; and 1199 more")
+    assert harness.claims().claim(5) == [], "there is nothing to run"
+    assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
+    one = await service.submit(pieces(b"x\n"), JobOptions())
+    assert one.error is not None
+    assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
+    two = (await service.submit(pieces(b"x\n[]\n"), JobOptions())).error
+    assert two is not None
+    assert two.startswith("none of the 2 lines is a request: line 1: it is not JSON")
+    assert "; line 2: " in two
+    assert not two.endswith(" more")
+    mixed = (
+        b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
+    )
+    several = (await service.submit(pieces(mixed), JobOptions())).error
+    assert several is not None
+    assert [
+        each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")
+    ] == [1, 1, 0, 1, 0]
+    assert several.endswith("; and 2 more")
+    many = await service.submit(pieces(b"x\n" * 21), JobOptions())
+    shown = (await service.get_stored(many.job_id)).problems
+    assert [problem.line for problem in shown] == list(range(1, 21)), "the first twenty, one by one"
 
 
-def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(
+    harness: BatchHarness,
+) -> None:
     async def breaks_off() -> AsyncIterator[bytes]:
         yield requests(1500)
         raise ConnectionError("the client has left")
@@ -262,56 +247,48 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: Batc
         for _ in range(LIMITS.max_lines + 1):
             yield b"x\n"
 
-    async def scenario() -> None:
-        service = harness.service()
-        for unknown in (service.get("batch_x"), service.cancel("batch_x")):
-            with pytest.raises(UnknownJobError):
-                await unknown
-        assert await service.list(5) == []
-        assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), (
-            "looking makes nothing"
-        )
-        with pytest.raises(ConnectionError):
-            await service.submit(breaks_off(), JobOptions())
-        for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
-            with pytest.raises(RequestError):
-                await service.submit(text, JobOptions())
-        with pytest.raises(RequestError, match="endpoint"):
-            await service.submit(pieces(GOOD), JobOptions(endpoint="/v1/chat/completions"))
-        with pytest.raises(RequestError, match="metadata"):
-            await service.submit(pieces(GOOD), JobOptions(metadata={"k": "v" * 513}))
-        assert await service.list(5) == []
-        with service._database.reading() as connection:
-            assert [
-                connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar()
-                for t in ("jobs", "lines")
-            ] == [
-                0,
-                0,
-            ]
-
-    asyncio.run(scenario())
+    service = harness.service()
+    for unknown in (service.get("batch_x"), service.cancel("batch_x")):
+        with pytest.raises(UnknownJobError):
+            await unknown
+    assert await service.list(5) == []
+    assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), (
+        "looking makes nothing"
+    )
+    with pytest.raises(ConnectionError):
+        await service.submit(breaks_off(), JobOptions())
+    for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
+        with pytest.raises(RequestError):
+            await service.submit(text, JobOptions())
+    with pytest.raises(RequestError, match="endpoint"):
+        await service.submit(pieces(GOOD), JobOptions(endpoint="/v1/chat/completions"))
+    with pytest.raises(RequestError, match="metadata"):
+        await service.submit(pieces(GOOD), JobOptions(metadata={"k": "v" * 513}))
+    assert await service.list(5) == []
+    with service._database.reading() as connection:
+        assert [
+            connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar()
+            for t in ("jobs", "lines")
+        ] == [0, 0]
 
 
-def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        begun = service._submissions.create(JobOptions(), request_key="k")
-        await service.collect_garbage()
-        with pytest.raises(OverloadedError):
-            service._submissions.create(JobOptions(), request_key="k")
-        harness.clock.now += 600
-        await service.collect_garbage()
-        assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], (
-            "it may still go on"
-        )
-        harness.clock.now += 1
-        await service.collect_garbage()
-        with pytest.raises(RequestError, match="made no progress"):
-            await asyncio.to_thread(service._submissions.accept, begun)
+@in_event_loop
+async def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> None:
+    service = harness.service()
+    begun = service._submissions.create(JobOptions(), request_key="k")
+    await service.collect_garbage()
+    with pytest.raises(OverloadedError):
         service._submissions.create(JobOptions(), request_key="k")
-
-    asyncio.run(scenario())
+    harness.clock.now += 600
+    await service.collect_garbage()
+    assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], (
+        "it may still go on"
+    )
+    harness.clock.now += 1
+    await service.collect_garbage()
+    with pytest.raises(RequestError, match="made no progress"):
+        await asyncio.to_thread(service._submissions.accept, begun)
+    service._submissions.create(JobOptions(), request_key="k")
 
 
 def test_a_request_that_comes_again_takes_over_what_stands_still(harness: BatchHarness) -> None:
@@ -355,16 +332,14 @@ def test_a_slow_submission_does_not_stand_still(harness: BatchHarness, text: byt
     assert job.num_lines == max(1, text.count(b"\n"))
 
 
-def test_a_full_service_says_when_to_retry(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        for _ in range(LIMITS.max_open_jobs):
-            await service.submit(pieces(GOOD), JobOptions())
-        with pytest.raises(OverloadedError):
-            await service.submit(pieces(GOOD), JobOptions())
-        assert len({job.job_id for job in await service.list(100)}) == LIMITS.max_open_jobs
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_full_service_says_when_to_retry(harness: BatchHarness) -> None:
+    service = harness.service()
+    for _ in range(LIMITS.max_open_jobs):
+        await service.submit(pieces(GOOD), JobOptions())
+    with pytest.raises(OverloadedError):
+        await service.submit(pieces(GOOD), JobOptions())
+    assert len({job.job_id for job in await service.list(100)}) == LIMITS.max_open_jobs
 
 
 def test_overload_and_failures_are_tried_again_and_refusals_are_not(
@@ -405,10 +380,7 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(
         name: body["message"]
         for _, name, is_error, body in reported
         if is_error and name != "defect"
-    } == {
-        "refused": "no such thing",
-        "hopeless": "a stage died again",
-    }
+    } == {"refused": "no such thing", "hopeless": "a stage died again"}
     assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
     logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert logged == ["'x'"] * MAX_TRIES, "only defects are logged with where they come from"
@@ -452,42 +424,39 @@ def test_a_line_waits_as_long_as_it_is_asked_to(
     assert slept == waits
 
 
-def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(
+@in_event_loop
+async def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(
     harness: BatchHarness,
 ) -> None:
     """Its line was cancelled, or its job lost, while the outcome was on its way to the disk."""
+    service, claims, threads = harness.service(), harness.claims(), JobThreadPool(1)
+    job = await service.submit(pieces(requests(3)), JobOptions())
+    (claim,) = claims.claim(1)
+    there, go_on, real = threading.Event(), threading.Event(), claims.finish
 
-    async def scenario() -> None:
-        service, claims, threads = harness.service(), harness.claims(), JobThreadPool(1)
-        job = await service.submit(pieces(requests(3)), JobOptions())
-        (claim,) = claims.claim(1)
-        there, go_on, real = threading.Event(), threading.Event(), claims.finish
+    def finish(claim: Claim, outcomes: Sequence[Outcome]) -> None:
+        there.set()
+        go_on.wait()
+        real(claim, outcomes)
 
-        def finish(claim: Claim, outcomes: Sequence[Outcome]) -> None:
-            there.set()
-            go_on.wait()
-            real(claim, outcomes)
-
-        claims.finish = finish  # type: ignore[method-assign]
-        writer = OutcomeWriter(claims, asyncio.sleep, threads)
-        running = asyncio.create_task(writer.run())
-        waiting = [
-            asyncio.create_task(writer.write(claim, Outcome(place, False, 200, "{}")))
-            for place in range(2)
-        ]
-        await asyncio.to_thread(there.wait)
-        waiting[0].cancel()
-        await asyncio.wait([waiting[0]])
-        go_on.set()
-        waiting.append(asyncio.create_task(writer.write(claim, Outcome(2, False, 200, "{}"))))
-        for task in waiting[1:]:
-            await asyncio.wait([task, running], return_when=asyncio.FIRST_COMPLETED)
-            assert not running.done(), running.exception()
-        running.cancel()
-        threads.close()
-        assert (await service.get(job.job_id)).num_done == 3
-
-    asyncio.run(scenario())
+    claims.finish = finish  # type: ignore[method-assign]
+    writer = OutcomeWriter(claims, asyncio.sleep, threads)
+    running = asyncio.create_task(writer.run())
+    waiting = [
+        asyncio.create_task(writer.write(claim, Outcome(place, False, 200, "{}")))
+        for place in range(2)
+    ]
+    await asyncio.to_thread(there.wait)
+    waiting[0].cancel()
+    await asyncio.wait([waiting[0]])
+    go_on.set()
+    waiting.append(asyncio.create_task(writer.write(claim, Outcome(2, False, 200, "{}"))))
+    for task in waiting[1:]:
+        await asyncio.wait([task, running], return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done(), running.exception()
+    running.cancel()
+    threads.close()
+    assert (await service.get(job.job_id)).num_done == 3
 
 
 def test_the_order_of_results_is_the_inputs_or_that_of_answers(harness: BatchHarness) -> None:
@@ -591,7 +560,8 @@ def test_no_more_lines_are_in_progress_than_were_allowed(harness: BatchHarness) 
     assert (job.num_done, most) == (300, 7)
 
 
-def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarness) -> None:
     """Those of one job are refused until another job is done; no more of them wait than may be in
     progress.
     """
@@ -604,23 +574,20 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarnes
             raise OverloadedError("later", 1)
         return {}
 
-    async def scenario() -> None:
-        service = harness.service()
-        waits = await service.submit(pieces(requests(40)), JobOptions())
-        runner = harness.runner(answer, concurrency=3)
-        async with harness.running(runner):
-            while len(refused) < 3:
-                await asyncio.sleep(0)
-            fine = await service.submit(
-                pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions()
-            )
-            assert len(await asyncio.wait_for(all_results(service, fine.job_id), 20)) == 9
-            assert refused == {0, 1, 2}
-            is_room.set()
-            assert len(await all_results(service, waits.job_id)) == 40
-        assert runner._slots.num_free == 3
-
-    asyncio.run(scenario())
+    service = harness.service()
+    waits = await service.submit(pieces(requests(40)), JobOptions())
+    runner = harness.runner(answer, concurrency=3)
+    async with harness.running(runner):
+        while len(refused) < 3:
+            await asyncio.sleep(0)
+        fine = await service.submit(
+            pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions()
+        )
+        assert len(await asyncio.wait_for(all_results(service, fine.job_id), 20)) == 9
+        assert refused == {0, 1, 2}
+        is_room.set()
+        assert len(await all_results(service, waits.job_id)) == 40
+    assert runner._slots.num_free == 3
 
 
 TEXTS = {name: name * 2 * COMPARED_CHARACTERS for name in "abc"}
@@ -654,13 +621,9 @@ def test_lines_that_begin_alike_come_together_in_the_order_of_the_first() -> Non
     ]
     assert _places(_lines(*behind)) == [0, 2, 1, 4, 3]
     far_behind = [{"suffix": each["suffix"] * 2, "prompt": each["prompt"]} for each in behind]
-    assert _places(_lines(*far_behind)) == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ], "so long a line is not searched to its end"
+    assert _places(_lines(*far_behind)) == [0, 1, 2, 3, 4], (
+        "so long a line is not searched to its end"
+    )
     assert by_prefix(_lines()) == []
 
 
@@ -732,192 +695,169 @@ def test_an_answer_is_for_the_tenant_of_the_job(harness: BatchHarness) -> None:
     assert sorted(tenants) == sorted([KEYLESS, "own"])
 
 
-def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
     """Lines of it end together, and others take their slots in the turn in which their job turns
     out to be another runner's.
     """
+    claims, go_on = harness.claims(), asyncio.Event()
+    begun = 0
 
-    async def scenario() -> None:
-        claims, go_on = harness.claims(), asyncio.Event()
-        begun = 0
+    async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        nonlocal begun
+        begun += 1
+        await go_on.wait()
+        return {}
 
-        async def answer(
-            _endpoint: str, _body: dict[str, Any], _tenant: str = ""
-        ) -> dict[str, Any]:
-            nonlocal begun
-            begun += 1
-            await go_on.wait()
-            return {}
-
-        service = harness.service()
-        runner = harness.runner(answer, concurrency=16, claims=claims)
-        lost = await service.submit(pieces(requests(600)), JobOptions())
-        async with harness.running(runner):
-            while begun < 16:
-                await asyncio.sleep(0)
-            elsewhere = harness.claims()
-            elsewhere.clock = lambda: harness.clock.now + 2 * JOB_LEASE_S
-            assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
-            go_on.set()
-            while runner._runs:
-                await asyncio.sleep(0)
+    service = harness.service()
+    runner = harness.runner(answer, concurrency=16, claims=claims)
+    lost = await service.submit(pieces(requests(600)), JobOptions())
+    async with harness.running(runner):
+        while begun < 16:
             await asyncio.sleep(0)
-            assert runner._slots.num_free == 16
-            another = await service.submit(pieces(requests(40)), JobOptions())
-            assert len(await all_results(service, another.job_id)) == 40
-
-    asyncio.run(scenario())
+        elsewhere = harness.claims()
+        elsewhere.clock = lambda: harness.clock.now + 2 * JOB_LEASE_S
+        assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
+        go_on.set()
+        while runner._runs:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert runner._slots.num_free == 16
+        another = await service.submit(pieces(requests(40)), JobOptions())
+        assert len(await all_results(service, another.job_id)) == 40
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_cancelled_job_ends_each_of_its_lines(harness: BatchHarness, keeps_order: bool) -> None:
+@in_event_loop
+async def test_a_cancelled_job_ends_each_of_its_lines(
+    harness: BatchHarness, keeps_order: bool
+) -> None:
     """Two have begun and end well; one that is overloaded has not begun, and is not tried again."""
+    go_on, has_begun = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        go_on, has_begun = asyncio.Event(), asyncio.Event()
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        if body["prompt"] == 2:
+            has_begun.set()
+            raise OverloadedError("later", 1)
+        await go_on.wait()
+        return {}
 
-        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
-            if body["prompt"] == 2:
-                has_begun.set()
-                raise OverloadedError("later", 1)
-            await go_on.wait()
-            return {}
-
-        service = harness.service()
-        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=keeps_order))
-        runner = harness.runner(answer, concurrency=3)
-        async with harness.running(runner):
-            await has_begun.wait()
-            assert (await service.cancel(job.job_id)).state == JobState.CANCELLING
-            while not all(run.is_cancelled for run in runner._runs.values()):
-                await asyncio.sleep(0)
-            go_on.set()
-            states = [each.state async for each in service.watch(job.job_id)]
-            results = await all_results(service, job.job_id)
-        assert states[-1] == JobState.CANCELLED
-        assert sorted(line.line for line in results) == list(range(1, 41))
-        assert sorted(line.line for line in results if not line.is_error) == [1, 2]
-        ended = await service.cancel(job.job_id)
-        assert (ended.state, ended.num_done, ended.num_failed) == (JobState.CANCELLED, 2, 38)
-
-    asyncio.run(scenario())
-
-
-def test_a_job_that_has_not_begun_can_be_cancelled(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        job = await service.submit(pieces(requests(3)), JobOptions())
-        await service.cancel(job.job_id)
-        async with harness.running(harness.runner(echo)):
-            results = await all_results(service, job.job_id)
-        assert [line.is_error for line in results] == [True] * 3
-        assert [json.loads(line.body)["code"] for line in results] == ["batch_cancelled"] * 3
-        stored = service._jobs.get(job.job_id)
-        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [None] * 3
-
-    asyncio.run(scenario())
-
-
-def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarness) -> None:
-    """Neither what others do in threads, nor a runner's lease for its lines."""
-
-    async def scenario() -> None:
-        service, go_on, has_renewed = harness.service(), threading.Event(), asyncio.Event()
-        job = await service.submit(pieces(requests(3)), JobOptions())
-        real, loop = harness.claims(), asyncio.get_running_loop()
-        claims = harness.claims()
-        claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
-        held = claims.claimed
-
-        def renewed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
-            found = held(running, renew)
-            if len(found) > 2 * THREADS:
-                loop.call_soon_threadsafe(has_renewed.set)
-            return found
-
-        claims.claimed = renewed  # type: ignore[method-assign]
-        service._jobs.cancel = lambda job_id: go_on.wait() and service._jobs.get(job_id)  # type: ignore[assignment, method-assign]
-        try:
-            waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]
+    service = harness.service()
+    job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=keeps_order))
+    runner = harness.runner(answer, concurrency=3)
+    async with harness.running(runner):
+        await has_begun.wait()
+        assert (await service.cancel(job.job_id)).state == JobState.CANCELLING
+        while not all(run.is_cancelled for run in runner._runs.values()):
             await asyncio.sleep(0)
-            assert await asyncio.wait_for(asyncio.to_thread(lambda: "tokens"), 20) == "tokens"
-            others = harness.service()
-            for _ in range(2 * THREADS):
-                await others.submit(pieces(GOOD), JobOptions())
-            async with harness.running(harness.runner(claims=claims)):
-                await asyncio.wait_for(has_renewed.wait(), 20)
-                go_on.set()
-                await all_results(others, job.job_id)
-        finally:
+        go_on.set()
+        states = [each.state async for each in service.watch(job.job_id)]
+        results = await all_results(service, job.job_id)
+    assert states[-1] == JobState.CANCELLED
+    assert sorted(line.line for line in results) == list(range(1, 41))
+    assert sorted(line.line for line in results if not line.is_error) == [1, 2]
+    ended = await service.cancel(job.job_id)
+    assert (ended.state, ended.num_done, ended.num_failed) == (JobState.CANCELLED, 2, 38)
+
+
+@in_event_loop
+async def test_a_job_that_has_not_begun_can_be_cancelled(harness: BatchHarness) -> None:
+    service = harness.service()
+    job = await service.submit(pieces(requests(3)), JobOptions())
+    await service.cancel(job.job_id)
+    async with harness.running(harness.runner(echo)):
+        results = await all_results(service, job.job_id)
+    assert [line.is_error for line in results] == [True] * 3
+    assert [json.loads(line.body)["code"] for line in results] == ["batch_cancelled"] * 3
+    stored = service._jobs.get(job.job_id)
+    assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [None] * 3
+
+
+@in_event_loop
+async def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarness) -> None:
+    """Neither what others do in threads, nor a runner's lease for its lines."""
+    service, go_on, has_renewed = harness.service(), threading.Event(), asyncio.Event()
+    job = await service.submit(pieces(requests(3)), JobOptions())
+    real, loop = harness.claims(), asyncio.get_running_loop()
+    claims = harness.claims()
+    claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
+    held = claims.claimed
+
+    def renewed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+        found = held(running, renew)
+        if len(found) > 2 * THREADS:
+            loop.call_soon_threadsafe(has_renewed.set)
+        return found
+
+    claims.claimed = renewed  # type: ignore[method-assign]
+    service._jobs.cancel = lambda job_id: go_on.wait() and service._jobs.get(job_id)  # type: ignore[assignment, method-assign]
+    try:
+        waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "tokens"), 20) == "tokens"
+        others = harness.service()
+        for _ in range(2 * THREADS):
+            await others.submit(pieces(GOOD), JobOptions())
+        async with harness.running(harness.runner(claims=claims)):
+            await asyncio.wait_for(has_renewed.wait(), 20)
             go_on.set()
-        await asyncio.gather(*waiting)
+            await all_results(others, job.job_id)
+    finally:
+        go_on.set()
+    await asyncio.gather(*waiting)
 
-    asyncio.run(scenario())
 
-
-def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(
+@in_event_loop
+async def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(
     harness: BatchHarness,
 ) -> None:
     """The documentation says how many an ingress replica and the Batch replica have: 12 and 18."""
-
-    async def scenario() -> None:
-        service, runner, go_on = harness.service(), harness.runner(), threading.Event()
-        pools = (
-            service._threads,
-            service._writes,
-            runner._threads,
-            runner._lease_thread,
-            runner._file_thread,
-        )
-        tenants = itertools.cycle("abcd")
-        counts, waiting = list[int](), list[asyncio.Task[bool]]()
-        for pool in pools:
-            before = set(threading.enumerate())
-            if isinstance(pool, StorageThreads):
-                waiting += [
-                    asyncio.create_task(pool.run(next(tenants), go_on.wait)) for _ in range(20)
-                ]
-            else:
-                waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
-            await asyncio.sleep(0)
-            counts.append(len(set(threading.enumerate()) - before))
-        go_on.set()
-        await asyncio.gather(*waiting)
-        for pool in pools:
-            pool.close()
-        assert counts == [8, 4, 4, 1, 1]
-
-    asyncio.run(scenario())
+    service, runner, go_on = harness.service(), harness.runner(), threading.Event()
+    pools = (
+        service._threads,
+        service._writes,
+        runner._threads,
+        runner._lease_thread,
+        runner._file_thread,
+    )
+    tenants = itertools.cycle("abcd")
+    counts, waiting = list[int](), list[asyncio.Task[bool]]()
+    for pool in pools:
+        before = set(threading.enumerate())
+        if isinstance(pool, StorageThreads):
+            waiting += [asyncio.create_task(pool.run(next(tenants), go_on.wait)) for _ in range(20)]
+        else:
+            waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
+        await asyncio.sleep(0)
+        counts.append(len(set(threading.enumerate()) - before))
+    go_on.set()
+    await asyncio.gather(*waiting)
+    for pool in pools:
+        pool.close()
+    assert counts == [8, 4, 4, 1, 1]
 
 
-def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
-    async def scenario() -> None:
-        pool, begun, go_on, made = (
-            JobThreadPool(1),
-            threading.Event(),
-            threading.Event(),
-            list[str](),
-        )
+@in_event_loop
+async def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
+    pool, begun, go_on, made = (JobThreadPool(1), threading.Event(), threading.Event(), list[str]())
 
-        def first() -> None:
-            begun.set()
-            go_on.wait()
-            made.append("first")
+    def first() -> None:
+        begun.set()
+        go_on.wait()
+        made.append("first")
 
-        calls = [
-            asyncio.create_task(pool.run(first)),
-            asyncio.create_task(pool.run(made.append, "second")),
-        ]
-        await asyncio.to_thread(begun.wait)
-        closing = asyncio.create_task(asyncio.to_thread(pool.close))
-        await asyncio.wait([calls[1]], timeout=20)
-        go_on.set()
-        await closing
-        await calls[0]
-        assert calls[1].cancelled()
-        assert made == ["first"]
-
-    asyncio.run(scenario())
+    calls = [
+        asyncio.create_task(pool.run(first)),
+        asyncio.create_task(pool.run(made.append, "second")),
+    ]
+    await asyncio.to_thread(begun.wait)
+    closing = asyncio.create_task(asyncio.to_thread(pool.close))
+    await asyncio.wait([calls[1]], timeout=20)
+    go_on.set()
+    await closing
+    await calls[0]
+    assert calls[1].cancelled()
+    assert made == ["first"]
 
 
 def test_512_streams_are_open_at_most(harness: BatchHarness) -> None:
@@ -931,20 +871,16 @@ def test_512_streams_are_open_at_most(harness: BatchHarness) -> None:
                 streams.enter_context(service.for_tenant(tenant).streaming())
 
 
-def test_metadata_has_16_keys_of_64_characters_with_values_of_512(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        most = {f"{number:064}": "v" * 512 for number in range(16)}
-        assert (
-            await service.submit(pieces(GOOD), JobOptions(metadata=most))
-        ).options.metadata == most
-        for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, most | {"k": ""}):
-            with pytest.raises(
-                JobRefusedError, match="16 keys of 64 characters, with texts of 512"
-            ):
-                await service.submit(pieces(GOOD), JobOptions(metadata=metadata))
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_metadata_has_16_keys_of_64_characters_with_values_of_512(
+    harness: BatchHarness,
+) -> None:
+    service = harness.service()
+    most = {f"{number:064}": "v" * 512 for number in range(16)}
+    assert (await service.submit(pieces(GOOD), JobOptions(metadata=most))).options.metadata == most
+    for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, most | {"k": ""}):
+        with pytest.raises(JobRefusedError, match="16 keys of 64 characters, with texts of 512"):
+            await service.submit(pieces(GOOD), JobOptions(metadata=metadata))
 
 
 def test_a_list_has_100_jobs_at_most(harness: BatchHarness) -> None:
@@ -957,33 +893,29 @@ def test_a_list_has_100_jobs_at_most(harness: BatchHarness) -> None:
         assert [job.job_id for job in asyncio.run(service.list(limit))] == newest[:count]
 
 
-def test_streams_are_bounded(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_streams_are_bounded(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 2)
 
-    async def scenario() -> None:
-        service = harness.service()
-        job = await service.submit(pieces(GOOD), JobOptions())
-        watch = service.watch(job.job_id)
-        await anext(watch)
-        async with harness.running(harness.runner()):
-            results = service.results(job.job_id)
-            await anext(results)
-            for late in (service.watch(job.job_id), service.results(job.job_id)):
-                with pytest.raises(OverloadedError):
-                    await anext(late)
-            await results.aclose()  # type: ignore[attr-defined]
-            assert len(await all_results(service, job.job_id)) == 1
-
-    asyncio.run(scenario())
+    service = harness.service()
+    job = await service.submit(pieces(GOOD), JobOptions())
+    watch = service.watch(job.job_id)
+    await anext(watch)
+    async with harness.running(harness.runner()):
+        results = service.results(job.job_id)
+        await anext(results)
+        for late in (service.watch(job.job_id), service.results(job.job_id)):
+            with pytest.raises(OverloadedError):
+                await anext(late)
+        await results.aclose()  # type: ignore[attr-defined]
+        assert len(await all_results(service, job.job_id)) == 1
 
 
-def test_queues_do_not_see_each_other(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        job = await harness.service("mixtral").submit(pieces(GOOD), JobOptions())
-        assert harness.claims("tiny").claim(5) == []
-        assert await harness.service("tiny").list(5) == []
-        with pytest.raises(UnknownJobError):
-            await harness.service("tiny").cancel(job.job_id)
-        assert len(harness.claims("mixtral").claim(5)) == 1
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_queues_do_not_see_each_other(harness: BatchHarness) -> None:
+    job = await harness.service("mixtral").submit(pieces(GOOD), JobOptions())
+    assert harness.claims("tiny").claim(5) == []
+    assert await harness.service("tiny").list(5) == []
+    with pytest.raises(UnknownJobError):
+        await harness.service("tiny").cancel(job.job_id)
+    assert len(harness.claims("mixtral").claim(5)) == 1

@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
+from event_loops import in_event_loop
 
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
@@ -235,28 +236,26 @@ def test_a_custom_id_has_1_to_256_characters() -> None:
         assert is_valid or line.problem == "line 7: custom_id must be a text of 1 to 256 characters"
 
 
-def test_a_service_that_accepts_nothing_now_still_reads_what_is_there(
+@in_event_loop
+async def test_a_service_that_accepts_nothing_now_still_reads_what_is_there(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        file = await service.upload("in.jsonl", "batch", iter([requests(2)]))
-        job = await service.submit_file(file.file_id, JobOptions())
+    service = harness.service()
+    file = await service.upload("in.jsonl", "batch", iter([requests(2)]))
+    job = await service.submit_file(file.file_id, JobOptions())
 
-        async def refuse() -> NoReturn:
-            raise PipelineError("not now")
+    async def refuse() -> NoReturn:
+        raise PipelineError("not now")
 
-        monkeypatch.setattr(service, "require_accepting", refuse)
-        for refused in (
-            service.submit(pieces(requests(1)), JobOptions()),
-            service.submit_url("file:///in.jsonl", JobOptions()),
-            service.submit_file(file.file_id, JobOptions()),
-            service.check_upload(1),
-            service.upload("in.jsonl", "batch", iter([requests(1)])),
-        ):
-            with pytest.raises(PipelineError, match="not now"):
-                await refused
-        assert [each.job_id for each in await service.list(10)] == [job.job.job_id]
-        assert await service.file(file.file_id) == file
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(service, "require_accepting", refuse)
+    for refused in (
+        service.submit(pieces(requests(1)), JobOptions()),
+        service.submit_url("file:///in.jsonl", JobOptions()),
+        service.submit_file(file.file_id, JobOptions()),
+        service.check_upload(1),
+        service.upload("in.jsonl", "batch", iter([requests(1)])),
+    ):
+        with pytest.raises(PipelineError, match="not now"):
+            await refused
+    assert [each.job_id for each in await service.list(10)] == [job.job.job_id]
+    assert await service.file(file.file_id) == file

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from batch_jobs import BatchHarness, all_results, new_batch_harness, pieces, requests
+from event_loops import in_event_loop
 from postgres import new_database
 from sqlalchemy import Connection, inspect
 
@@ -60,51 +61,43 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHar
     harness.close()
 
 
-def test_its_jobs_are_those_of_clients_without_a_key(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        assert [job.job_id for job in await service.list(9)] == [QUEUED, DONE]
-        done = await service.get_stored(DONE)
-        assert (done.job.state, done.job.num_done, done.job.num_failed) == (
-            JobState.COMPLETED,
-            2,
-            2,
-        )
-        assert [done.error_file, done.output_file, done.input_file] == [*FILES, UPLOAD]
-        results = await all_results(service, DONE)
-        assert [(line.custom_id, line.is_error) for line in results] == [
-            ("r0", False),
-            ("r1", False),
-            ("", True),
-            ("r0", True),
-        ]
-        assert [file.file_id for file in await service.list_files(9)] == [*FILES, UPLOAD]
-        other_key = service.for_tenant("digest")
-        assert (await other_key.list(9), await other_key.list_files(9)) == ([], [])
-        with pytest.raises(UnknownJobError):
-            await other_key.get(DONE)
-        with pytest.raises(UnknownFileError):
-            await other_key.file(UPLOAD)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_its_jobs_are_those_of_clients_without_a_key(harness: BatchHarness) -> None:
+    service = harness.service()
+    assert [job.job_id for job in await service.list(9)] == [QUEUED, DONE]
+    done = await service.get_stored(DONE)
+    assert (done.job.state, done.job.num_done, done.job.num_failed) == (JobState.COMPLETED, 2, 2)
+    assert [done.error_file, done.output_file, done.input_file] == [*FILES, UPLOAD]
+    results = await all_results(service, DONE)
+    assert [(line.custom_id, line.is_error) for line in results] == [
+        ("r0", False),
+        ("r1", False),
+        ("", True),
+        ("r0", True),
+    ]
+    assert [file.file_id for file in await service.list_files(9)] == [*FILES, UPLOAD]
+    other_key = service.for_tenant("digest")
+    assert (await other_key.list(9), await other_key.list_files(9)) == ([], [])
+    with pytest.raises(UnknownJobError):
+        await other_key.get(DONE)
+    with pytest.raises(UnknownFileError):
+        await other_key.file(UPLOAD)
 
 
-def test_its_jobs_go_on_and_its_request_keys_are_known(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        unordered = JobOptions(keeps_order=False)
-        assert (await service.submit(pieces(requests(2)), unordered, "nightly-2")).job_id == QUEUED
-        with pytest.raises(JobRefusedError, match="other options"):
-            await service.submit(pieces(requests(2)), JobOptions(), "nightly-2")
-        async with harness.running(harness.runner()):
-            assert [line.custom_id for line in await all_results(service, QUEUED)] == ["r0", "r1"]
-            new = await service.submit(pieces(requests(3)), JobOptions())
-            assert len(await all_results(service, new.job_id)) == 3
-        harness.clock.now += 2 * ABANDONED_TIMEOUT_S
-        await service.collect_garbage()
-        assert (await service.submit(pieces(requests(1)), JobOptions(), "half")).num_lines == 1
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_its_jobs_go_on_and_its_request_keys_are_known(harness: BatchHarness) -> None:
+    service = harness.service()
+    unordered = JobOptions(keeps_order=False)
+    assert (await service.submit(pieces(requests(2)), unordered, "nightly-2")).job_id == QUEUED
+    with pytest.raises(JobRefusedError, match="other options"):
+        await service.submit(pieces(requests(2)), JobOptions(), "nightly-2")
+    async with harness.running(harness.runner()):
+        assert [line.custom_id for line in await all_results(service, QUEUED)] == ["r0", "r1"]
+        new = await service.submit(pieces(requests(3)), JobOptions())
+        assert len(await all_results(service, new.job_id)) == 3
+    harness.clock.now += 2 * ABANDONED_TIMEOUT_S
+    await service.collect_garbage()
+    assert (await service.submit(pieces(requests(1)), JobOptions(), "half")).num_lines == 1
 
 
 def test_its_schema_becomes_that_of_a_new_database(

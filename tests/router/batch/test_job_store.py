@@ -30,6 +30,7 @@ from batch_jobs import (
     requests,
     run_until_killed,
 )
+from event_loops import in_event_loop
 from postgres import new_database
 from sqlalchemy import event, select, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -179,43 +180,36 @@ def _rows(service: BatchService) -> tuple[int, int]:
         ("accept", False, (1, 5)),
     ],
 )
-def test_a_client_that_leaves_while_the_database_works(
+@in_event_loop
+async def test_a_client_that_leaves_while_the_database_works(
     harness: BatchHarness, step: str, is_late: bool, left: tuple[int, int]
 ) -> None:
     """The thread continues, and writes before that is noticed or after. A job has all of its lines
     or is not there.
     """
+    service = harness.service()
+    work, there, go_on = (getattr(service._submissions, step), threading.Event(), threading.Event())
 
-    async def scenario() -> None:
-        service = harness.service()
-        work, there, go_on = (
-            getattr(service._submissions, step),
-            threading.Event(),
-            threading.Event(),
-        )
+    def defer_signals(*arguments: Any) -> Any:
+        done = None if is_late else work(*arguments)
+        there.set()
+        go_on.wait()
+        return work(*arguments) if is_late else done
 
-        def defer_signals(*arguments: Any) -> Any:
-            done = None if is_late else work(*arguments)
-            there.set()
-            go_on.wait()
-            return work(*arguments) if is_late else done
-
-        setattr(service._submissions, step, defer_signals)
-        client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
-        await asyncio.to_thread(there.wait)
-        client.cancel()
-        if step == "accept":  # what it left is removed at the same time
-            await asyncio.wait([client])
-        else:
-            await asyncio.wait([client], timeout=0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await client
-        await asyncio.to_thread(service._threads.close)
-        assert _rows(service) == left
-        assert [claim.epoch for claim in harness.claims().claim(5)] == [1] * left[0]
-
-    asyncio.run(scenario())
+    setattr(service._submissions, step, defer_signals)
+    client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
+    await asyncio.to_thread(there.wait)
+    client.cancel()
+    if step == "accept":  # what it left is removed at the same time
+        await asyncio.wait([client])
+    else:
+        await asyncio.wait([client], timeout=0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    await asyncio.to_thread(service._threads.close)
+    assert _rows(service) == left
+    assert [claim.epoch for claim in harness.claims().claim(5)] == [1] * left[0]
 
 
 def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continued_stays(
@@ -256,43 +250,40 @@ def test_numbers_of_jobs_are_not_used_again(harness: BatchHarness) -> None:
         store.add_lines(first, 0, [ParsedLine(1, "a", "{}", None)])
 
 
-def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
     """Its request is cancelled again while what it left is being deleted, as by a server that
     stops.
     """
+    service, there, go_on, gone = (
+        harness.service(),
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
+    create, delete = service._submissions.create, service._submissions.delete
 
-    async def scenario() -> None:
-        service, there, go_on, gone = (
-            harness.service(),
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        create, delete = service._submissions.create, service._submissions.delete
+    def slow_create(*arguments: Any) -> Any:
+        there.set()
+        go_on.wait()
+        return create(*arguments)
 
-        def slow_create(*arguments: Any) -> Any:
-            there.set()
-            go_on.wait()
-            return create(*arguments)
+    def noted_delete(*arguments: Any) -> None:
+        delete(*arguments)
+        gone.set()
 
-        def noted_delete(*arguments: Any) -> None:
-            delete(*arguments)
-            gone.set()
-
-        service._submissions.create = slow_create  # type: ignore[method-assign]
-        service._submissions.delete = noted_delete  # type: ignore[method-assign]
-        client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
-        await asyncio.to_thread(there.wait)
-        for _ in range(2):
-            client.cancel()
-            await asyncio.wait([client], timeout=0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await client
-        assert await asyncio.to_thread(gone.wait, 20), "it is deleted all the same"
-        assert _rows(service) == (0, 0)
-
-    asyncio.run(scenario())
+    service._submissions.create = slow_create  # type: ignore[method-assign]
+    service._submissions.delete = noted_delete  # type: ignore[method-assign]
+    client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
+    await asyncio.to_thread(there.wait)
+    for _ in range(2):
+        client.cancel()
+        await asyncio.wait([client], timeout=0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    assert await asyncio.to_thread(gone.wait, 20), "it is deleted all the same"
+    assert _rows(service) == (0, 0)
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
@@ -509,110 +500,102 @@ def test_what_sqlite_has_committed_survives_a_loss_of_power(tmp_path: Path) -> N
     assert dict(zip(_PRAGMAS, found, strict=True)) == _PRAGMAS
 
 
-def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
     """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
+    runs: Counter[int] = Counter()
 
-    async def scenario() -> None:
-        runs: Counter[int] = Counter()
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        runs[body["prompt"]] += 1
+        if random.random() < 0.05:
+            harness.clock.now += 2 * JOB_LEASE_S
+        return {"said": body["prompt"], "run": runs[body["prompt"]]}
 
-        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
-            runs[body["prompt"]] += 1
-            if random.random() < 0.05:
-                harness.clock.now += 2 * JOB_LEASE_S
-            return {"said": body["prompt"], "run": runs[body["prompt"]]}
-
-        service = harness.service()
-        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=False))
-        async with harness.running(harness.runner(answer)), harness.running(harness.runner(answer)):
-            results = await all_results(service, job.job_id)
-        assert [line.offset for line in results] == list(range(40))
-        assert sorted(line.line for line in results) == list(range(1, 41))
-        assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
-        ended = await service.get_stored(job.job_id)
-        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (
-            JobState.COMPLETED,
-            40,
-            0,
-        )
-        assert ended.error_file is None
-        assert ended.output_file is not None
-        output = b"".join([piece async for piece in await service.content(ended.output_file)])
-        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
-            f"r{i}" for i in range(40)
-        )
-
-    asyncio.run(scenario())
+    service = harness.service()
+    job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=False))
+    async with harness.running(harness.runner(answer)), harness.running(harness.runner(answer)):
+        results = await all_results(service, job.job_id)
+    assert [line.offset for line in results] == list(range(40))
+    assert sorted(line.line for line in results) == list(range(1, 41))
+    assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
+    ended = await service.get_stored(job.job_id)
+    assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (
+        JobState.COMPLETED,
+        40,
+        0,
+    )
+    assert ended.error_file is None
+    assert ended.output_file is not None
+    output = b"".join([piece async for piece in await service.content(ended.output_file)])
+    assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
+        f"r{i}" for i in range(40)
+    )
 
 
-def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
-    async def scenario() -> None:
-        service = harness.service()
-        made = [
-            await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)
-        ]
-        assert [file.num_bytes for file in made] == [1, 2, 3, 4]
-        with pytest.raises(RequestError, match="larger"):
-            await service.upload("x", "batch", iter([b"x" * 2**20, b"x"]))
-        largest = await service.upload("x", "batch", iter([b"x" * 2**20]))
-        await service.delete_file(largest.file_id)
-        ids = [file.file_id for file in made]
-        assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
-        assert [
-            file.file_id for file in await service.list_files(2, ids[1], newest_first=False)
-        ] == ids[2:]
-        assert [file.file_id for file in await service.list_files(9, ids[2])] == ids[1::-1]
-        assert await service.list_files(9, purpose="batch_output") == []
-        assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
-        await service.delete_file(ids[2])
-        for removed in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
-            with pytest.raises(RequestError):
-                await removed
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
+    service = harness.service()
+    made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
+    assert [file.num_bytes for file in made] == [1, 2, 3, 4]
+    with pytest.raises(RequestError, match="larger"):
+        await service.upload("x", "batch", iter([b"x" * 2**20, b"x"]))
+    largest = await service.upload("x", "batch", iter([b"x" * 2**20]))
+    await service.delete_file(largest.file_id)
+    ids = [file.file_id for file in made]
+    assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
+    assert [
+        file.file_id for file in await service.list_files(2, ids[1], newest_first=False)
+    ] == ids[2:]
+    assert [file.file_id for file in await service.list_files(9, ids[2])] == ids[1::-1]
+    assert await service.list_files(9, purpose="batch_output") == []
+    assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
+    await service.delete_file(ids[2])
+    for removed in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
+        with pytest.raises(RequestError):
+            await removed
 
 
-def test_what_ended_long_ago_is_removed_with_its_lines_and_files(harness: BatchHarness) -> None:
+@in_event_loop
+async def test_what_ended_long_ago_is_removed_with_its_lines_and_files(
+    harness: BatchHarness,
+) -> None:
     """And what has not ended stays, however old it is."""
-
-    async def scenario() -> None:
-        service = harness.service(keep_s=1000.0)
-        upload = await service.upload("in.jsonl", "batch", iter([requests(3)]))
-        done = await service.submit_file(upload.file_id, JobOptions(), "k")
-        async with harness.running(harness.runner()):
-            await all_results(service, done.job.job_id)
-            async for _ in service.watch(done.job.job_id):
-                pass
-        bad = await service.submit(pieces(b"x\n"), JobOptions())
-        ended = await service.get_stored(done.job.job_id)
-        assert ended.output_file is not None
-        harness.clock.now += 1000
-        waiting = await service.submit(pieces(requests(2)), JobOptions())
-        await service.collect_garbage()
-        assert len(await service.list(9)) == 3, "it is not late yet"
-        assert len(await service.list_files(9)) == 2
-        harness.clock.now += 1
-        await service.collect_garbage()
-        assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
-        assert _rows(service) == (1, 2)
-        assert await service.list_files(9) == []
-        for removed in (
-            service.get(done.job.job_id),
-            service.get(bad.job_id),
-            service.content(ended.output_file),
-        ):
-            with pytest.raises(RequestError):
-                await removed
-        keeping_all = harness.service()
-        harness.clock.now += 1e9
-        await keeping_all.collect_garbage()
-        async with harness.running(harness.runner()):
-            assert len(await all_results(service, waiting.job_id)) == 2
-        again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
-        assert (
-            await service.submit_file(again.file_id, JobOptions(), "k")
-        ).job.job_id != done.job.job_id
-
-    asyncio.run(scenario())
+    service = harness.service(keep_s=1000.0)
+    upload = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+    done = await service.submit_file(upload.file_id, JobOptions(), "k")
+    async with harness.running(harness.runner()):
+        await all_results(service, done.job.job_id)
+        async for _ in service.watch(done.job.job_id):
+            pass
+    bad = await service.submit(pieces(b"x\n"), JobOptions())
+    ended = await service.get_stored(done.job.job_id)
+    assert ended.output_file is not None
+    harness.clock.now += 1000
+    waiting = await service.submit(pieces(requests(2)), JobOptions())
+    await service.collect_garbage()
+    assert len(await service.list(9)) == 3, "it is not late yet"
+    assert len(await service.list_files(9)) == 2
+    harness.clock.now += 1
+    await service.collect_garbage()
+    assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
+    assert _rows(service) == (1, 2)
+    assert await service.list_files(9) == []
+    for removed in (
+        service.get(done.job.job_id),
+        service.get(bad.job_id),
+        service.content(ended.output_file),
+    ):
+        with pytest.raises(RequestError):
+            await removed
+    keeping_all = harness.service()
+    harness.clock.now += 1e9
+    await keeping_all.collect_garbage()
+    async with harness.running(harness.runner()):
+        assert len(await all_results(service, waiting.job_id)) == 2
+    again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+    assert (
+        await service.submit_file(again.file_id, JobOptions(), "k")
+    ).job.job_id != done.job.job_id
 
 
 def test_a_removal_that_was_killed_half_way_is_finished(harness: BatchHarness) -> None:
@@ -667,16 +650,14 @@ def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
             asyncio.run(read(url, *prefixes))
 
 
-def test_a_job_of_a_url(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_job_of_a_url(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
     harness = new_batch_harness(tmp_path)
 
-    async def scenario() -> None:
-        service = harness.service(url_prefixes=(f"file://{tmp_path}",))
-        job = await service.submit_url(f"file://{tmp_path}/in.jsonl", JobOptions())
-        assert job.num_lines == 3
-
-    asyncio.run(scenario())
+    service = harness.service(url_prefixes=(f"file://{tmp_path}",))
+    job = await service.submit_url(f"file://{tmp_path}/in.jsonl", JobOptions())
+    assert job.num_lines == 3
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "mysql://h/d", "sqlite://", "sqlite:///:memory:"])

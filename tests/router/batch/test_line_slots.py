@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+from event_loops import in_event_loop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,53 +100,47 @@ class _Tenants:
         max_size=60,
     ),
 )
-def test_no_slot_is_lost_and_none_is_given_twice(
+@in_event_loop
+async def test_no_slot_is_lost_and_none_is_given_twice(
     num_slots: int, steps: list[tuple[str, int]]
 ) -> None:
-    async def scenario() -> None:
-        tenants = _Tenants(num_slots)
-        for what, number in steps:
-            await tenants.step(what, number)
-            assert tenants.slots.num_free >= 0
-        await _settle()
-        now = tenants.holding()
-        assert len(now) + tenants.slots.num_free == num_slots
-        assert not (tenants.waiting() and tenants.slots.num_free), "one waits while a slot is free"
-        assert tenants.slots._held == Counter(task.result()._tenant for task in now)
-        for task in tenants.waiting():
-            task.cancel()
-        await _settle()
-        for task in now:
-            tenants.release(task)
-        assert (tenants.slots.num_free, tenants.slots._waiting) == (num_slots, {})
-
-    asyncio.run(scenario())
+    tenants = _Tenants(num_slots)
+    for what, number in steps:
+        await tenants.step(what, number)
+        assert tenants.slots.num_free >= 0
+    await _settle()
+    now = tenants.holding()
+    assert len(now) + tenants.slots.num_free == num_slots
+    assert not (tenants.waiting() and tenants.slots.num_free), "one waits while a slot is free"
+    assert tenants.slots._held == Counter(task.result()._tenant for task in now)
+    for task in tenants.waiting():
+        task.cancel()
+    await _settle()
+    for task in now:
+        tenants.release(task)
+    assert (tenants.slots.num_free, tenants.slots._waiting) == (num_slots, {})
 
 
-def test_who_is_cancelled_when_its_slot_was_just_granted_gives_it_back() -> None:
-    async def scenario() -> None:
-        slots = LineSlots(1)
-        slot = await slots.acquire("a")
-        first, second = [asyncio.create_task(slots.acquire(tenant)) for tenant in "bc"]
-        await _settle()
-        slot.release()
-        first.cancel()  # before it runs again
-        assert isinstance(await second, LineSlot)
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        assert slots._held == Counter({"c": 1})
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_who_is_cancelled_when_its_slot_was_just_granted_gives_it_back() -> None:
+    slots = LineSlots(1)
+    slot = await slots.acquire("a")
+    first, second = [asyncio.create_task(slots.acquire(tenant)) for tenant in "bc"]
+    await _settle()
+    slot.release()
+    first.cancel()  # before it runs again
+    assert isinstance(await second, LineSlot)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert slots._held == Counter({"c": 1})
 
 
-def test_a_waiting_one_that_is_cancelled_is_passed_over_at_once() -> None:
-    async def scenario() -> None:
-        slots = LineSlots(1)
-        slot = await slots.acquire("a")
-        first, second = [asyncio.create_task(slots.acquire(tenant)) for tenant in "bc"]
-        await _settle()
-        first.cancel()
-        slot.release()  # before the cancelled one has run
-        assert isinstance(await second, LineSlot)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_waiting_one_that_is_cancelled_is_passed_over_at_once() -> None:
+    slots = LineSlots(1)
+    slot = await slots.acquire("a")
+    first, second = [asyncio.create_task(slots.acquire(tenant)) for tenant in "bc"]
+    await _settle()
+    first.cancel()
+    slot.release()  # before the cancelled one has run
+    assert isinstance(await second, LineSlot)

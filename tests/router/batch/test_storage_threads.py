@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from batch_jobs import new_batch_harness, requests
+from event_loops import in_event_loop
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tramontane.proto.errors import JobRefusedError, JobStoreError
@@ -67,59 +68,51 @@ async def _read(threads: StorageThreads, tenant: str, pieces: Pieces) -> bytes:
     return b"".join([piece async for piece in threads.read(tenant, pieces)])
 
 
-def test_a_tenant_has_some_of_the_threads_only(gate: Gate) -> None:
-    async def scenario() -> None:
-        threads = StorageThreads(5, 2)
-        own = [
-            asyncio.create_task(_read(threads, "own", HangingFile(gate).pieces())) for _ in range(9)
-        ]
-        await gate.until(2)
-        assert await threads.run("other", lambda: "done") == "done"
-        assert gate.num_waiting == 2
-        gate.open.set()
-        assert await asyncio.gather(*own) == [b"piece"] * 9
-        threads.close()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_tenant_has_some_of_the_threads_only(gate: Gate) -> None:
+    threads = StorageThreads(5, 2)
+    own = [asyncio.create_task(_read(threads, "own", HangingFile(gate).pieces())) for _ in range(9)]
+    await gate.until(2)
+    assert await threads.run("other", lambda: "done") == "done"
+    assert gate.num_waiting == 2
+    gate.open.set()
+    assert await asyncio.gather(*own) == [b"piece"] * 9
+    threads.close()
 
 
-def test_a_call_whose_caller_has_gone_counts_until_it_returns(gate: Gate) -> None:
-    async def scenario() -> None:
-        threads = StorageThreads(5, 2)
-        files = [HangingFile(gate), HangingFile(gate)]
-        hanging = [asyncio.create_task(_read(threads, "own", file.pieces())) for file in files]
-        await gate.until(2)
-        for task in hanging:
-            task.cancel()
-        await asyncio.gather(*hanging, return_exceptions=True)
-        third = asyncio.create_task(threads.run("own", gate.wait))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert gate.num_waiting == 2
-        assert not any(file.is_closed.is_set() for file in files), "their reads still run"
-        gate.open.set()
-        await third
-        assert all(file.is_closed.wait(WAIT_TIMEOUT_S) for file in files)
-        threads.close()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_call_whose_caller_has_gone_counts_until_it_returns(gate: Gate) -> None:
+    threads = StorageThreads(5, 2)
+    files = [HangingFile(gate), HangingFile(gate)]
+    hanging = [asyncio.create_task(_read(threads, "own", file.pieces())) for file in files]
+    await gate.until(2)
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    third = asyncio.create_task(threads.run("own", gate.wait))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert gate.num_waiting == 2
+    assert not any(file.is_closed.is_set() for file in files), "their reads still run"
+    gate.open.set()
+    await third
+    assert all(file.is_closed.wait(WAIT_TIMEOUT_S) for file in files)
+    threads.close()
 
 
-def test_a_file_is_closed_wherever_its_reader_stops(gate: Gate) -> None:
-    async def scenario() -> None:
-        gate.open.set()
-        threads = StorageThreads(5, 2)
-        broken, whole = HangingFile(gate), HangingFile(gate)
-        reading = threads.read("own", broken.pieces(3))
-        assert await anext(reading) == b"piece"
-        assert not broken.is_closed.is_set()
-        await reading.aclose()
-        assert await _read(threads, "own", whole.pieces(3)) == b"piece" * 3
-        assert await asyncio.to_thread(broken.is_closed.wait, WAIT_TIMEOUT_S)
-        assert whole.is_closed.is_set()
-        threads.close()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_file_is_closed_wherever_its_reader_stops(gate: Gate) -> None:
+    gate.open.set()
+    threads = StorageThreads(5, 2)
+    broken, whole = HangingFile(gate), HangingFile(gate)
+    reading = threads.read("own", broken.pieces(3))
+    assert await anext(reading) == b"piece"
+    assert not broken.is_closed.is_set()
+    await reading.aclose()
+    assert await _read(threads, "own", whole.pieces(3)) == b"piece" * 3
+    assert await asyncio.to_thread(broken.is_closed.wait, WAIT_TIMEOUT_S)
+    assert whole.is_closed.is_set()
+    threads.close()
 
 
 def test_the_limit_is_of_a_whole_file_and_not_of_each_piece() -> None:
@@ -145,19 +138,16 @@ def test_the_limit_is_of_a_whole_file_and_not_of_each_piece() -> None:
     assert passed_s[0] < 60.0
 
 
-def test_all_the_waiting_for_a_file_is_bounded(gate: Gate) -> None:
+@in_event_loop
+async def test_all_the_waiting_for_a_file_is_bounded(gate: Gate) -> None:
     """Also the waiting for a thread."""
-
-    async def scenario() -> None:
-        threads = StorageThreads(3, 2, timeout_s=0.0)
-        file = HangingFile(gate)
-        for pieces in (file.pieces(), HangingFile(gate).pieces(), HangingFile(gate).pieces()):
-            with pytest.raises(TimeoutError):
-                await _read(threads, "own", pieces)
-        gate.open.set()
-        threads.close()
-
-    asyncio.run(scenario())
+    threads = StorageThreads(3, 2, timeout_s=0.0)
+    file = HangingFile(gate)
+    for pieces in (file.pieces(), HangingFile(gate).pieces(), HangingFile(gate).pieces()):
+        with pytest.raises(TimeoutError):
+            await _read(threads, "own", pieces)
+    gate.open.set()
+    threads.close()
 
 
 def test_time_that_a_reader_takes_for_itself_does_not_count() -> None:
@@ -193,17 +183,15 @@ def test_time_that_a_reader_takes_for_itself_does_not_count() -> None:
             runner.run(read(loop, loop))
 
 
-def test_tenants_that_are_gone_leave_nothing() -> None:
-    async def scenario() -> None:
-        threads = StorageThreads()
-        for number in range(100):
-            await threads.run(f"tenant {number}", lambda: None)
-        await asyncio.sleep(0)
-        gc.collect()
-        assert len(threads._free) <= 1
-        threads.close()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_tenants_that_are_gone_leave_nothing() -> None:
+    threads = StorageThreads()
+    for number in range(100):
+        await threads.run(f"tenant {number}", lambda: None)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert len(threads._free) <= 1
+    threads.close()
 
 
 def _hanging_filesystem(gate: Gate) -> None:
@@ -222,72 +210,61 @@ def _hanging_filesystem(gate: Gate) -> None:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
 
 
-def test_prompts_do_not_wait_for_slow_urls(gate: Gate) -> None:
+async def _tokenize() -> None:
+    """Let a long prompt be tokenized, without waiting forever."""
+    work = offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens")
+    assert await asyncio.wait_for(work, WAIT_TIMEOUT_S) == "tokens"
+
+
+@in_event_loop
+async def test_prompts_do_not_wait_for_slow_urls(gate: Gate) -> None:
     _hanging_filesystem(gate)
 
     async def read(reader: UrlReader, tenant: str) -> None:
         with suppress(JobRefusedError):
             assert [piece async for piece in reader.read("hanging://in/missing", tenant)] == []
 
-    async def scenario() -> None:
-        reader = UrlReader(["hanging://in"])
-        reads = [
-            asyncio.create_task(read(reader, str(number % 16))) for number in range(NUM_HANGING)
-        ]
-        await gate.until(32)
-        assert (
-            await asyncio.wait_for(
-                offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S
-            )
-            == "tokens"
-        )
-        assert gate.num_waiting == 32
-        assert all(name.startswith("storage") for name in gate.names)
-        gate.open.set()
-        await asyncio.gather(*reads)
-
-    asyncio.run(scenario())
+    reader = UrlReader(["hanging://in"])
+    reads = [asyncio.create_task(read(reader, str(number % 16))) for number in range(NUM_HANGING)]
+    await gate.until(32)
+    await _tokenize()
+    assert gate.num_waiting == 32
+    assert all(name.startswith("storage") for name in gate.names)
+    gate.open.set()
+    await asyncio.gather(*reads)
 
 
-def test_prompts_and_other_keys_do_not_wait_for_slow_storage(gate: Gate, tmp_path: Path) -> None:
+@in_event_loop
+async def test_prompts_and_other_keys_do_not_wait_for_slow_storage(
+    gate: Gate, tmp_path: Path
+) -> None:
     _hanging_filesystem(gate)
     harness = new_batch_harness(tmp_path)
     harness.storage = "hanging://jobs"
 
-    async def scenario() -> None:
-        shared = harness.service()
-        own, other = shared.for_tenant("own"), shared.for_tenant("other")
-        files = [
-            await service.upload("in.jsonl", "batch", iter([requests(1)]))
-            for service in (own, other)
-        ]
-        reads = [asyncio.create_task(own.content(files[0].file_id)) for _ in range(NUM_HANGING)]
-        await gate.until(4)
-        reads.append(asyncio.create_task(other.content(files[1].file_id)))
-        await gate.until(5)
-        assert (
-            await asyncio.wait_for(
-                offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S
-            )
-            == "tokens"
-        )
-        assert gate.num_waiting == 5
-        gate.open.set()
-        for pieces in await asyncio.gather(*reads):
-            assert b"".join([piece async for piece in pieces]) == requests(1)
-        shared.close()
-
-    asyncio.run(scenario())
+    shared = harness.service()
+    own, other = shared.for_tenant("own"), shared.for_tenant("other")
+    files = [
+        await service.upload("in.jsonl", "batch", iter([requests(1)])) for service in (own, other)
+    ]
+    reads = [asyncio.create_task(own.content(files[0].file_id)) for _ in range(NUM_HANGING)]
+    await gate.until(4)
+    reads.append(asyncio.create_task(other.content(files[1].file_id)))
+    await gate.until(5)
+    await _tokenize()
+    assert gate.num_waiting == 5
+    gate.open.set()
+    for pieces in await asyncio.gather(*reads):
+        assert b"".join([piece async for piece in pieces]) == requests(1)
+    shared.close()
 
 
-def test_a_file_that_takes_too_long_is_an_error_of_the_storage(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service = new_batch_harness(tmp_path).service()
-        file = await service.upload("in.jsonl", "batch", iter([requests(1)]))
-        service._reads.close()
-        service._reads = StorageThreads(timeout_s=0.0)
-        with pytest.raises(JobStoreError, match=r"has not delivered a file within 3600 s"):
-            await service.content(file.file_id)
-        service.close()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_file_that_takes_too_long_is_an_error_of_the_storage(tmp_path: Path) -> None:
+    service = new_batch_harness(tmp_path).service()
+    file = await service.upload("in.jsonl", "batch", iter([requests(1)]))
+    service._reads.close()
+    service._reads = StorageThreads(timeout_s=0.0)
+    with pytest.raises(JobStoreError, match=r"has not delivered a file within 3600 s"):
+        await service.content(file.file_id)
+    service.close()

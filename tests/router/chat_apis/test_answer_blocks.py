@@ -2,36 +2,25 @@
 messages of both APIs.
 """
 
-import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+from event_loops import in_event_loop
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_token_source import ScriptedSource
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.proto.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    RequestTimings,
-    TokenEvent,
-)
 from tramontane.router.chat_apis.block_formatter import BlockFormatter
 from tramontane.router.chat_apis.blocks import AnswerPiece, Block, BlockEvent, Blocks
 from tramontane.router.chat_apis.messages_answer import parse_input, prepare_message
 from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
-from tramontane.router.chat_apis.responses_answer import (
-    error_event,
-    next_number,
-    prepare_response,
-)
+from tramontane.router.chat_apis.responses_answer import error_event, next_number, prepare_response
 from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.response_models import Event
 from tramontane.router.openai.resume_state import ResumeState
@@ -98,31 +87,6 @@ def _check_steps(steps: list[BlockEvent], blocks: list[Block]) -> None:
     assert texts == [block.content for block in blocks]
 
 
-class BatchedSource:
-    """A source that yields tokens in batches of these sizes, after those that are known."""
-
-    def __init__(self, token_ids: Sequence[int], sizes: Sequence[int]) -> None:
-        self._token_ids, self._sizes = token_ids, sizes
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Accept every request."""
-
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        [spec] = request.sequences
-        ids = self._token_ids[: spec.sampling.max_tokens]
-        start, sizes = len(spec.output_ids), [*self._sizes, *[1] * len(ids)]
-        finish = FinishReason.LENGTH if len(ids) == spec.sampling.max_tokens else FinishReason.STOP
-        for size in sizes:
-            end = min(start + size, len(ids))
-            events = tuple(
-                TokenEvent(0, ids[i], finish if i == len(ids) - 1 else None)
-                for i in range(start, end)
-            )
-            if events:
-                yield RequestOutput(events, RequestTimings(0.0, 0.0, 0.0))
-            start = end
-
-
 def _ids(text: str) -> tuple[int, ...]:
     return TOKENIZER.encode(text)[1:]
 
@@ -170,7 +134,7 @@ async def _streamed(
     for life in (dies_after, 1000):
         answer = await _prepared(api, state, max_tokens)
         is_first = True
-        async for changes in answer.generation.stream(BatchedSource(token_ids, sizes)):
+        async for changes in answer.generation.stream(ScriptedSource(token_ids, sizes=sizes)):
             if not life:
                 break
             events += [*(answer.opening() if is_first else ()), *answer.events(changes)]
@@ -189,93 +153,65 @@ async def _streamed(
     st.integers(0, 12),
     st.sampled_from([100, 3, 21]),
 )
-def test_the_last_event_has_the_whole_answer_whatever_way_tokens_arrive(
+@in_event_loop
+async def test_the_last_event_has_the_whole_answer_whatever_way_tokens_arrive(
     api: str, name: str, sizes: list[int], dies_after: int, max_tokens: int
 ) -> None:
-    async def scenario() -> None:
-        events = await _streamed(api, ANSWERS[name], sizes, dies_after, max_tokens)
-        whole = await (await _prepared(api, STATE(), max_tokens)).run(
-            BatchedSource(ANSWERS[name], [])
-        )
-        if api == "responses":
-            assert events[-1].data["response"] == whole
-            numbers = [event.data["sequence_number"] for event in events]
-            assert numbers == sorted(set(numbers))
-            return
-        texts: dict[int, str] = {}
-        for event in events:
-            for kind, text in (
-                event.data.get("delta", {}).items() if event.name == "content_block_delta" else ()
-            ):
-                texts[event.data["index"]] = texts.get(event.data["index"], "") + text * (
-                    kind != "type"
-                )
-        blocks = [
-            event.data["content_block"] for event in events if event.name == "content_block_start"
-        ]
-        assert events[-2].data["delta"] == {
-            key: whole[key] for key in ("stop_reason", "stop_sequence")
-        }
-        for index, block in enumerate(whole["content"]):
-            assert block.keys() == blocks[index].keys()
-            given_text = texts.get(index, "")
-            assert block == blocks[index] | (
-                {"text": given_text}
-                if block["type"] == "text"
-                else {"input": json.loads(given_text)}
+    events = await _streamed(api, ANSWERS[name], sizes, dies_after, max_tokens)
+    whole = await (await _prepared(api, STATE(), max_tokens)).run(ScriptedSource(ANSWERS[name]))
+    if api == "responses":
+        assert events[-1].data["response"] == whole
+        numbers = [event.data["sequence_number"] for event in events]
+        assert numbers == sorted(set(numbers))
+        return
+    texts: dict[int, str] = {}
+    for event in events:
+        for kind, text in (
+            event.data.get("delta", {}).items() if event.name == "content_block_delta" else ()
+        ):
+            texts[event.data["index"]] = texts.get(event.data["index"], "") + text * (
+                kind != "type"
             )
+    blocks = [
+        event.data["content_block"] for event in events if event.name == "content_block_start"
+    ]
+    assert events[-2].data["delta"] == {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+    for index, block in enumerate(whole["content"]):
+        assert block.keys() == blocks[index].keys()
+        given_text = texts.get(index, "")
+        assert block == blocks[index] | (
+            {"text": given_text} if block["type"] == "text" else {"input": json.loads(given_text)}
+        )
 
-    asyncio.run(scenario())
 
-
-def test_what_an_answer_repeats_of_its_request_counts_for_the_events_that_have_it() -> None:
+@in_event_loop
+async def test_what_an_answer_repeats_of_its_request_counts_for_the_events_that_have_it() -> None:
     """The first ones, and the last one; so that a large one is written in another thread."""
     function = {"type": "function", "name": "f", "description": "d" * 100_000}
     body = {"input": "Hello!", "tools": [function], "tool_choice": "none", "stream": True}
 
-    async def scenario() -> None:
-        conversation = parse_responses(json.dumps(body).encode())
-        answer = await prepare_response(MODEL, FORMAT, conversation, 0.0, STATE())
-        sizes: list[int] = []
-        async for changes in answer.generation.stream(BatchedSource(ANSWERS["text"], [])):
-            sizes.append(answer.change_bytes)
-            answer.opening()
-            answer.events(changes)
-        assert [size > 100_000 for size in sizes] == [True, *[False] * (len(sizes) - 2), True]
-
-    asyncio.run(scenario())
-
-
-class WatchedSource(BatchedSource):
-    """Knows whether its answer is being generated."""
-
-    is_open = False
-
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        self.is_open = True
-        try:
-            async with aclosing(super().generate(request)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self.is_open = False
+    conversation = parse_responses(json.dumps(body).encode())
+    answer = await prepare_response(MODEL, FORMAT, conversation, 0.0, STATE())
+    sizes: list[int] = []
+    async for changes in answer.generation.stream(ScriptedSource(ANSWERS["text"])):
+        sizes.append(answer.change_bytes)
+        answer.opening()
+        answer.events(changes)
+    assert [size > 100_000 for size in sizes] == [True, *[False] * (len(sizes) - 2), True]
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: int) -> None:
+@in_event_loop
+async def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: int) -> None:
     """And not when the event loop gets to it: its slot is another request's then."""
-
-    async def scenario() -> None:
-        source = WatchedSource(ANSWERS["text"], [])
-        changes = (await _prepared(api, STATE(), 100)).generation.stream(source)
-        for _ in range(num_read):
-            await anext(changes)
-        assert source.is_open
-        await changes.aclose()
-        assert not source.is_open
-
-    asyncio.run(scenario())
+    source = ScriptedSource(ANSWERS["text"])
+    changes = (await _prepared(api, STATE(), 100)).generation.stream(source)
+    for _ in range(num_read):
+        await anext(changes)
+    assert source.num_open
+    await changes.aclose()
+    assert not source.num_open
 
 
 @given(PIECES, st.lists(st.integers(1, 4), max_size=12))

@@ -1,24 +1,20 @@
 """The activity log that the router fills, and the data that it returns."""
 
-import asyncio
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_chain import ScriptedChain, no_gate
+from event_loops import in_event_loop
+from running_router import new_scheduler, running
+from scripted_chain import ScriptedChain
 
-from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine import activity_log as activity_module
 from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.activity_log import ActivityLog, Percentiles
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 
 class Clock:
@@ -174,29 +170,19 @@ def test_percentiles(num: int, p50: int, p95: int) -> None:
     assert log.as_data(0)["inter_token_s"] == Percentiles(p50=p50, p95=p95)
 
 
-def test_the_router_notes_what_comes_back() -> None:
-    async def scenario() -> None:
-        scheduler = Scheduler(
-            CachePlan(16, (WindowClass(64, 5, 10),)),
-            SchedulerLimits(8, 4, 256, 1000),
-            FixedInFlightPolicy(3, 4),
-        )
-        log = ActivityLog()
-        router = Router(scheduler, ScriptedChain(no_gate), activity=log)
-        running = asyncio.create_task(router.run())
+@in_event_loop
+async def test_the_router_notes_what_comes_back() -> None:
+    log = ActivityLog()
+    driven = Router(new_scheduler(budget=4), ScriptedChain(), activity=log)
+    async with running(driven) as router:
         async for _ in router.generate(Request.of((1,) * 10, SamplingParams(max_tokens=4))):
             pass
         data = log.as_data(2)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        assert [(b.prefill_tokens, b.decodes) for b in data["micro_batches"]] == [
-            (4, 0),
-            (4, 0),
-            (2, 0),
-        ] + [(0, 1)] * 3
-        assert len(log._first_tokens) == 1
-        assert len(log._later_tokens) == 3
-        assert data["tokens_per_s"] > 0
-
-    asyncio.run(scenario())
+    assert [(b.prefill_tokens, b.decodes) for b in data["micro_batches"]] == [
+        (4, 0),
+        (4, 0),
+        (2, 0),
+    ] + [(0, 1)] * 3
+    assert len(log._first_tokens) == 1
+    assert len(log._later_tokens) == 3
+    assert data["tokens_per_s"] > 0

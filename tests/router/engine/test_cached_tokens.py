@@ -3,12 +3,13 @@ whatever is lost or merged.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
-from scripted_chain import PAGE_SIZE, StatefulChain, no_gate
+from event_loops import in_event_loop
+from running_router import new_scheduler, running
+from scripted_chain import PAGE_SIZE, StatefulChain
 
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
@@ -25,8 +26,6 @@ from tramontane.proto.request import (
 )
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest, split_output
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 TIMES = RequestTimings(0.5, 0.25, 0.125)
@@ -42,16 +41,14 @@ def _output(
     )
 
 
-def test_outputs_that_are_merged_have_the_sum() -> None:
-    async def scenario() -> None:
-        queue = OutputQueue()
-        for output in (_output(0, num_cached=16), _output(1), _output(2, num_cached=48)):
-            queue.put(output)
-        assert (await queue.get()).num_cached == 64
-        queue.put(_output(0))
-        assert (await queue.get()).num_cached == 0, "what was read is not read again"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_outputs_that_are_merged_have_the_sum() -> None:
+    queue = OutputQueue()
+    for output in (_output(0, num_cached=16), _output(1), _output(2, num_cached=48)):
+        queue.put(output)
+    assert (await queue.get()).num_cached == 64
+    queue.put(_output(0))
+    assert (await queue.get()).num_cached == 0, "what was read is not read again"
 
 
 def test_an_output_in_parts_has_its_cached_tokens_once() -> None:
@@ -87,15 +84,9 @@ def test_a_request_that_continues_elsewhere_keeps_them() -> None:
     assert (continued.events[0].seq_id, continued.num_cached) == (2, 16)
 
 
-@asynccontextmanager
-async def _running(chain: StatefulChain, model: str = "", **limits: bool) -> AsyncIterator[Router]:
-    settings = SchedulerLimits(8, 64, 256, 1000, enable_prefix_caching=True, model=model, **limits)
-    router = Router(Scheduler(CACHE, settings, FixedInFlightPolicy(2, 64)), chain)
-    task = asyncio.create_task(router.run())
-    yield router
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+def _running(chain: StatefulChain, **limits: bool) -> AbstractAsyncContextManager[Router]:
+    scheduler = new_scheduler(CACHE, in_flight=2, enable_prefix_caching=True, **limits)
+    return running(Router(scheduler, chain))
 
 
 async def _num_cached(router: Router, request: Request) -> list[int]:
@@ -114,32 +105,28 @@ def _two_prompts() -> Request:
     return Request((sequence, replace(sequence, prompt_ids=(*PROMPT[:40], 1))))
 
 
-def test_a_router_reports_what_a_request_finds() -> None:
-    async def scenario() -> None:
-        async with _running(StatefulChain(no_gate)) as router:
-            assert sum(await _num_cached(router, _request(PROMPT, num_choices=2))) == 0, (
-                "one choice finds the other's"
-            )
-            assert router.scheduler.allocator.num_hit == 64
-            assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
-            assert sum(await _num_cached(router, _request(PROMPT, num_choices=3))) == 64
-            assert sum(await _num_cached(router, _two_prompts())) == 64 + 32
-            assert sum(await _num_cached(router, _request(PROMPT, output=(7, 7)))) == 0, (
-                "another router has counted it"
-            )
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_router_reports_what_a_request_finds() -> None:
+    async with _running(StatefulChain()) as router:
+        assert sum(await _num_cached(router, _request(PROMPT, num_choices=2))) == 0, (
+            "one choice finds the other's"
+        )
+        assert router.scheduler.allocator.num_hit == 64
+        assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
+        assert sum(await _num_cached(router, _request(PROMPT, num_choices=3))) == 64
+        assert sum(await _num_cached(router, _two_prompts())) == 64 + 32
+        assert sum(await _num_cached(router, _request(PROMPT, output=(7, 7)))) == 0, (
+            "another router has counted it"
+        )
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None:
-    async def scenario() -> None:
-        async with _running(StatefulChain(no_gate), share_prefixes=shares) as router:
-            await _num_cached(router, _request(PROMPT, "mine"))
-            for tenant, expected in (("mine", 64), ("theirs", 64 * shares), ("", 64 * shares)):
-                assert sum(await _num_cached(router, _request(PROMPT, tenant))) == expected
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None:
+    async with _running(StatefulChain(), share_prefixes=shares) as router:
+        await _num_cached(router, _request(PROMPT, "mine"))
+        for tenant, expected in (("mine", 64), ("theirs", 64 * shares), ("", 64 * shares)):
+            assert sum(await _num_cached(router, _request(PROMPT, tenant))) == expected
 
 
 def test_the_model_is_a_part_of_every_key() -> None:
@@ -163,26 +150,23 @@ def test_the_model_is_a_part_of_every_key() -> None:
     )
 
 
-def test_a_failure_does_not_count_twice_what_was_cached() -> None:
+@in_event_loop
+async def test_a_failure_does_not_count_twice_what_was_cached() -> None:
     """The pipeline fails before the first token: all is computed again, and the first start
     counts.
     """
+    chain = StatefulChain()
+    async with _running(chain) as router:
+        await _num_cached(router, _request(PROMPT))
+        failures = iter([PipelineError("stage 1 died")])
 
-    async def scenario() -> None:
-        chain = StatefulChain(no_gate)
-        async with _running(chain) as router:
-            await _num_cached(router, _request(PROMPT))
-            failures = iter([PipelineError("stage 1 died")])
+        async def fail_once(_batch: object) -> None:
+            for failure in failures:
+                raise failure
 
-            async def fail_once(_batch: object) -> None:
-                for failure in failures:
-                    raise failure
-
-            chain.gate = fail_once
-            assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
-            assert chain.num_failed == 1
-            assert router.scheduler.allocator.num_hit == 64, (
-                "after the failure there was nothing to find"
-            )
-
-    asyncio.run(scenario())
+        chain.gate = fail_once
+        assert await _num_cached(router, _request(PROMPT)) == [64, 0, 0, 0]
+        assert chain.num_failed == 1
+        assert router.scheduler.allocator.num_hit == 64, (
+            "after the failure there was nothing to find"
+        )

@@ -3,12 +3,13 @@ merged, split or lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 
 import pytest
+from event_loops import in_event_loop
 from guessing_drafter import guess
-from scripted_chain import PAGE_SIZE, Gate, VerifyingChain, no_gate
+from running_router import new_scheduler, running
+from scripted_chain import PAGE_SIZE, Gate, ScriptedChain, no_gate
 
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, TramontaneError
@@ -27,10 +28,7 @@ from tramontane.proto.request import (
 from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest, split_output
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 TIMES = RequestTimings(0.5, 0.25, 0.125)
 CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),), 19)
@@ -94,20 +92,18 @@ def test_without_speculation_no_output_has_any() -> None:
     assert made.drafts == [(), ()]
 
 
-def test_outputs_that_are_merged_have_the_sums() -> None:
-    async def scenario() -> None:
-        queue = OutputQueue()
-        for output in (
-            _output(0, drafts=((0, 4, 2),)),
-            _output(1),
-            _output(0, 1, drafts=((1, 3, 0), (0, 4, 4))),
-        ):
-            queue.put(output)
-        assert (await queue.get()).drafts == ((0, 8, 6), (1, 3, 0))
-        queue.put(_output(0))
-        assert (await queue.get()).drafts == (), "what was read is not read again"
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_outputs_that_are_merged_have_the_sums() -> None:
+    queue = OutputQueue()
+    for output in (
+        _output(0, drafts=((0, 4, 2),)),
+        _output(1),
+        _output(0, 1, drafts=((1, 3, 0), (0, 4, 4))),
+    ):
+        queue.put(output)
+    assert (await queue.get()).drafts == ((0, 8, 6), (1, 3, 0))
+    queue.put(_output(0))
+    assert (await queue.get()).drafts == (), "what was read is not read again"
 
 
 def test_an_output_in_parts_has_its_drafts_once() -> None:
@@ -143,17 +139,11 @@ def test_a_request_that_continues_elsewhere_keeps_them() -> None:
     assert continued.drafts == ((2, 3, 0), (0, 1, 1))
 
 
-@asynccontextmanager
-async def _running(
+def _running(
     gate: Gate, speculative: SpeculativeConfig | None = FOUR
-) -> AsyncIterator[Router]:
-    settings = SchedulerLimits(8, 64, 256, 1000, speculative=speculative)
-    router = Router(Scheduler(CACHE, settings, FixedInFlightPolicy(2, 64)), VerifyingChain(gate))
-    task = asyncio.create_task(router.run())
-    yield router
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+) -> AbstractAsyncContextManager[Router]:
+    scheduler = new_scheduler(CACHE, in_flight=2, speculative=speculative)
+    return running(Router(scheduler, ScriptedChain(gate)))
 
 
 async def _drafts(router: Router, *sequences: SequenceRequest) -> list[SequenceDrafts]:
@@ -165,32 +155,33 @@ def _spec(max_tokens: int, output: tuple[int, ...] = ()) -> SequenceRequest:
     return SequenceRequest((5, 6), SamplingParams(max_tokens=max_tokens), output_ids=output)
 
 
-def test_a_router_reports_the_drafts_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_router_reports_the_drafts_of_each_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guess(monkeypatch, lambda _: 7, 0.6)
 
-    async def scenario() -> None:
-        async with _running(no_gate) as router:
-            found = await _drafts(router, _spec(60), _spec(1), _spec(60))
-            counts = router.scheduler.draft_counts
-            assert {index for index, *_ in found} == {0, 1, 2}
-            assert (1, 0, 0) in found, "a sequence of one token"
-            for index in (0, 2):
-                own = [each for each in found if each[0] == index]
-                assert sum(num for _, num, _ in own) - 3 > sum(right for *_, right in own) > 3
-            assert sum(num for _, num, _ in found) == counts.num_draft_tokens
-            assert sum(right for *_, right in found) == counts.num_accepted_tokens
-            again = await _drafts(router, _spec(9, output=(7,) * 7))
-            assert (
-                sum(num for _, num, _ in again) + sum(num for _, num, _ in found)
-                == counts.num_draft_tokens
-            )
-        async with _running(no_gate, speculative=None) as router:
-            assert await _drafts(router, _spec(60)) == []
-
-    asyncio.run(scenario())
+    async with _running(no_gate) as router:
+        found = await _drafts(router, _spec(60), _spec(1), _spec(60))
+        counts = router.scheduler.draft_counts
+        assert {index for index, *_ in found} == {0, 1, 2}
+        assert (1, 0, 0) in found, "a sequence of one token"
+        for index in (0, 2):
+            own = [each for each in found if each[0] == index]
+            assert sum(num for _, num, _ in own) - 3 > sum(right for *_, right in own) > 3
+        assert sum(num for _, num, _ in found) == counts.num_draft_tokens
+        assert sum(right for *_, right in found) == counts.num_accepted_tokens
+        again = await _drafts(router, _spec(9, output=(7,) * 7))
+        assert (
+            sum(num for _, num, _ in again) + sum(num for _, num, _ in found)
+            == counts.num_draft_tokens
+        )
+    async with _running(no_gate, speculative=None) as router:
+        assert await _drafts(router, _spec(60)) == []
 
 
-def test_a_failure_neither_loses_drafts_nor_counts_them_twice(
+@in_event_loop
+async def test_a_failure_neither_loses_drafts_nor_counts_them_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guess(monkeypatch, lambda _: 7, 0.6)
@@ -203,12 +194,9 @@ def test_a_failure_neither_loses_drafts_nor_counts_them_twice(
         if num_steps == 9:
             raise PipelineError("stage 1 died")
 
-    async def scenario() -> None:
-        async with _running(fail_once) as router:
-            found = await _drafts(router, _spec(60))
-            assert router.health.num_recoveries == 1
-            counts = router.scheduler.draft_counts
-            assert sum(num for _, num, _ in found) == counts.num_draft_tokens
-            assert sum(right for *_, right in found) == counts.num_accepted_tokens
-
-    asyncio.run(scenario())
+    async with _running(fail_once) as router:
+        found = await _drafts(router, _spec(60))
+        assert router.health.num_recoveries == 1
+        counts = router.scheduler.draft_counts
+        assert sum(num for _, num, _ in found) == counts.num_draft_tokens
+        assert sum(right for *_, right in found) == counts.num_accepted_tokens

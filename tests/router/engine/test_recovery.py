@@ -6,42 +6,27 @@ import asyncio
 import itertools
 import math
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 
 import pytest
-from scripted_chain import ScriptedChain, StatefulChain, all_chunks, answer, no_gate
+from event_loops import in_event_loop
+from running_router import new_scheduler, running
+from scripted_chain import ScriptedChain, StatefulChain, all_chunks, answer
 
 from tramontane.proto.errors import LeaseError, PipelineError, PoisonRequestError
-from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import Request, SamplingParams
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import in_flight
 from tramontane.router.engine.in_flight import StepDeadline
 from tramontane.router.engine.router import MAX_CONSECUTIVE_POISON, Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
-CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
 
 
-@asynccontextmanager
-async def _running(
+def _running(
     chain: ScriptedChain, num_places: int = 8, in_flight: int = 3
-) -> AsyncIterator[Router]:
-    router = Router(
-        Scheduler(
-            CACHE, SchedulerLimits(num_places, 64, 256, 1000), FixedInFlightPolicy(in_flight, 64)
-        ),
-        chain,
-    )
-    task = asyncio.create_task(router.run())
-    yield router
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+) -> AbstractAsyncContextManager[Router]:
+    return running(Router(new_scheduler(num_seqs=num_places, in_flight=in_flight), chain))
 
 
 async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
@@ -56,7 +41,8 @@ def _prompts(rng: random.Random, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> None:
+@in_event_loop
+async def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> None:
     """More requests than places, so that some wait while others are computed again."""
     rng = random.Random(seed)
     prompts = _prompts(rng, 20)
@@ -70,22 +56,19 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
 
     router: Router
 
-    async def scenario() -> None:
-        nonlocal router
-        chain = StatefulChain(often)
-        async with _running(chain) as router:
-            results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
-            assert results == [answer(prompt, 60) for prompt in prompts]
-            assert len(chain.epochs) == 1 + router.health.num_recoveries
-            assert router.health.num_recoveries > 3
-            router.scheduler.check_integrity()
-            assert router.scheduler.is_idle
-
-    asyncio.run(scenario())
+    chain = StatefulChain(often)
+    async with _running(chain) as router:
+        results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
+        assert results == [answer(prompt, 60) for prompt in prompts]
+        assert len(chain.epochs) == 1 + router.health.num_recoveries
+        assert router.health.num_recoveries > 3
+        router.scheduler.check_integrity()
+        assert router.scheduler.is_idle
 
 
 @pytest.mark.parametrize("poisonous", [0, 17])
-def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_continue(
+@in_event_loop
+async def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_continue(
     poisonous: int,
 ) -> None:
     """A prompt that no stage survives, or an answer of which none survives its 18th token."""
@@ -93,79 +76,67 @@ def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_contin
     poison = (*prompts[0], *answer(prompts[0], poisonous))
     position = len(poison) - 1
 
-    async def scenario() -> None:
-        def is_poison(batch: MicroBatch) -> bool:
-            return any(
-                chain.known[c.seq_id][: len(poison)] == list(poison)
-                and c.start <= position < c.start + c.num_tokens
-                for c in all_chunks(batch)
-            )
+    def is_poison(batch: MicroBatch) -> bool:
+        return any(
+            chain.known[c.seq_id][: len(poison)] == list(poison)
+            and c.start <= position < c.start + c.num_tokens
+            for c in all_chunks(batch)
+        )
 
-        async def dies_of_it(batch: MicroBatch) -> None:
-            await asyncio.sleep(0)
-            if batch.epoch == chain.epochs[-1] and is_poison(batch):
-                raise PipelineError("stage 1 died")
+    async def dies_of_it(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.epoch == chain.epochs[-1] and is_poison(batch):
+            raise PipelineError("stage 1 died")
 
-        chain = StatefulChain(dies_of_it)
-        async with _running(chain) as router:
-            requested = [_tokens(router, prompt, 60) for prompt in prompts]
-            refused, *results = await asyncio.gather(*requested, return_exceptions=True)
-            assert isinstance(refused, PoisonRequestError)
-            assert "stage 1 died" in str(refused)
-            assert results == [answer(prompt, 60) for prompt in prompts[1:]]
-            # what was in flight at the same time has failed as well
-            assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3
-            assert router.health.num_recoveries <= MOST_FAILURES_OF_ONE
-            router.scheduler.check_integrity()
-            assert router.scheduler.is_idle
-
-    asyncio.run(scenario())
+    chain = StatefulChain(dies_of_it)
+    async with _running(chain) as router:
+        requested = [_tokens(router, prompt, 60) for prompt in prompts]
+        refused, *results = await asyncio.gather(*requested, return_exceptions=True)
+        assert isinstance(refused, PoisonRequestError)
+        assert "stage 1 died" in str(refused)
+        assert results == [answer(prompt, 60) for prompt in prompts[1:]]
+        # what was in flight at the same time has failed as well
+        assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3
+        assert router.health.num_recoveries <= MOST_FAILURES_OF_ONE
+        router.scheduler.check_integrity()
+        assert router.scheduler.is_idle
 
 
 @pytest.mark.parametrize("faults", [1, 2])
-def test_two_independent_faults_within_one_token_convict_no_request(faults: int) -> None:
+@in_event_loop
+async def test_two_independent_faults_within_one_token_convict_no_request(faults: int) -> None:
     """The only request of its pipeline: nothing distinguishes the faults from its own until it runs
     once more.
     """
 
-    async def scenario() -> None:
-        async def dies(batch: MicroBatch) -> None:
-            await asyncio.sleep(0)
-            if batch.epoch < faults:
-                raise PipelineError("stage 1 died")
+    async def dies(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.epoch < faults:
+            raise PipelineError("stage 1 died")
 
-        async with _running(StatefulChain(dies)) as router:
-            assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
-            assert router.health.num_recoveries == faults
-
-    asyncio.run(scenario())
+    async with _running(StatefulChain(dies)) as router:
+        assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
+        assert router.health.num_recoveries == faults
 
 
-def test_deaths_of_nodes_do_not_count_against_a_request() -> None:
+@in_event_loop
+async def test_deaths_of_nodes_do_not_count_against_a_request() -> None:
     """Five nodes die one after the other under one request, whose first token comes from the sixth;
     then it fails twice.
     """
 
-    class OnDyingNodes(StatefulChain):
-        async def fence(self) -> int:
-            epoch = await super().fence()
-            self.has_lost_node = 0 < epoch <= 5
-            return epoch
+    async def dies(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.epoch < 7:
+            raise PipelineError("stage 1 died")
 
-    async def scenario() -> None:
-        async def dies(batch: MicroBatch) -> None:
-            await asyncio.sleep(0)
-            if batch.epoch < 7:
-                raise PipelineError("stage 1 died")
-
-        async with _running(OnDyingNodes(dies)) as router:
-            assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
-            assert router.health.num_recoveries == 7
-
-    asyncio.run(scenario())
+    async with _running(StatefulChain(dies, lost_node_before=range(1, 6))) as router:
+        assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
+        assert router.health.num_recoveries == 7
 
 
-def test_two_poisons_in_company_are_both_found() -> None:
+@in_event_loop
+async def test_two_poisons_in_company_are_both_found() -> None:
     prompts = [(666, 1, 2), (5,) * 40, (666, 3), (7,) * 9]
 
     async def dies_of_it(batch: MicroBatch) -> None:
@@ -173,218 +144,166 @@ def test_two_poisons_in_company_are_both_found() -> None:
         if any(666 in c.token_ids for c in batch.chunks):
             raise PipelineError("stage 0 died")
 
-    async def scenario() -> None:
-        async with _running(StatefulChain(dies_of_it)) as router:
-            requested = [_tokens(router, prompt, 9) for prompt in prompts]
-            results = await asyncio.gather(*requested, return_exceptions=True)
-            assert [isinstance(result, PoisonRequestError) for result in results] == [
-                True,
-                False,
-                True,
-                False,
-            ]
-            assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
-
-    asyncio.run(scenario())
+    async with _running(StatefulChain(dies_of_it)) as router:
+        requested = [_tokens(router, prompt, 9) for prompt in prompts]
+        results = await asyncio.gather(*requested, return_exceptions=True)
+        assert [isinstance(result, PoisonRequestError) for result in results] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+        assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
 
 
-def test_a_suspect_that_is_aborted_does_not_block_others() -> None:
+@in_event_loop
+async def test_a_suspect_that_is_aborted_does_not_block_others() -> None:
     """It is being tried alone when its client goes."""
     is_stuck = asyncio.Event()
 
-    async def scenario() -> None:
-        async def dies_twice(batch: MicroBatch) -> None:
-            await asyncio.sleep(0)
-            if len(chain.epochs) <= 2:
-                raise PipelineError("stage 0 died")
-            if 666 in batch.chunks[0].token_ids if batch.chunks else False:
-                is_stuck.set()
-                await leaves.wait()
+    async def dies_twice(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if len(chain.epochs) <= 2:
+            raise PipelineError("stage 0 died")
+        if 666 in batch.chunks[0].token_ids if batch.chunks else False:
+            is_stuck.set()
+            await leaves.wait()
 
-        leaves = asyncio.Event()
-        chain = StatefulChain(dies_twice)
-        async with _running(chain) as router:
-            suspect = asyncio.create_task(_tokens(router, (666,), 9))
-            other = asyncio.create_task(_tokens(router, (3, 4), 9))
-            await is_stuck.wait()
-            assert router.scheduler.num_running == 1
-            suspect.cancel()
-            await asyncio.sleep(0)
-            leaves.set()
-            assert await other == answer((3, 4), 9)
-
-    asyncio.run(scenario())
+    leaves = asyncio.Event()
+    chain = StatefulChain(dies_twice)
+    async with _running(chain) as router:
+        suspect = asyncio.create_task(_tokens(router, (666,), 9))
+        other = asyncio.create_task(_tokens(router, (3, 4), 9))
+        await is_stuck.wait()
+        assert router.scheduler.num_running == 1
+        suspect.cancel()
+        await asyncio.sleep(0)
+        leaves.set()
+        assert await other == answer((3, 4), 9)
 
 
-def test_a_pipeline_that_always_fails_blames_few_requests() -> None:
+@in_event_loop
+async def test_a_pipeline_that_always_fails_blames_few_requests() -> None:
     async def broken(_batch: MicroBatch) -> None:
         raise PipelineError("the disk is full")
 
-    async def scenario() -> None:
-        async with _running(ScriptedChain(broken)) as router:
-            results = await asyncio.gather(
-                *(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True
-            )
-            assert (
-                sum(isinstance(result, PoisonRequestError) for result in results)
-                == MAX_CONSECUTIVE_POISON - 1
-            )
-            others = [
-                str(result) for result in results if not isinstance(result, PoisonRequestError)
-            ]
-            assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (
-                8 - MAX_CONSECUTIVE_POISON + 1
-            )
-            with pytest.raises(PipelineError, match="disk is full"):
-                await _tokens(router, (1,), 1)
-
-    asyncio.run(scenario())
-
-
-class LostChain(ScriptedChain):
-    """Fails once, and cannot be fenced again."""
-
-    def __init__(self, error: PipelineError) -> None:
-        super().__init__(no_gate)
-        self._error = error
-
-    async def fence(self) -> int:
-        if self.epochs:
-            raise self._error
-        return await super().fence()
-
-    async def _run(self, batch: MicroBatch) -> StepResult:
-        if batch.step_id == 2:
-            raise PipelineError("stage 1 died")
-        return await super()._run(batch)
+    async with _running(ScriptedChain(broken)) as router:
+        results = await asyncio.gather(
+            *(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True
+        )
+        assert (
+            sum(isinstance(result, PoisonRequestError) for result in results)
+            == MAX_CONSECUTIVE_POISON - 1
+        )
+        others = [str(result) for result in results if not isinstance(result, PoisonRequestError)]
+        assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (
+            8 - MAX_CONSECUTIVE_POISON + 1
+        )
+        with pytest.raises(PipelineError, match="disk is full"):
+            await _tokens(router, (1,), 1)
 
 
 @pytest.mark.parametrize(
     "error", [PipelineError("stage 1 is gone for good"), LeaseError("driven by another")]
 )
-def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(
+@in_event_loop
+async def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(
     error: PipelineError,
 ) -> None:
-    async def scenario() -> None:
-        async with _running(LostChain(error)) as router:
-            results = await asyncio.gather(
-                *(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True
-            )
-            assert [str(result) for result in results] == [str(error)] * 3
-            assert not router.is_ready
+    async def dies(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.step_id == 2:
+            raise PipelineError("stage 1 died")
 
-    asyncio.run(scenario())
+    chain = ScriptedChain(dies)
+    chain.fence_error = error
+    async with _running(chain) as router:
+        results = await asyncio.gather(
+            *(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True
+        )
+        assert [str(result) for result in results] == [str(error)] * 3
+        assert not router.is_ready
 
 
-def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
-    fenced = asyncio.Event()
+@in_event_loop
+async def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
+    async def dies_once(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.epoch == 0 and batch.step_id == 3:
+            chain.may_fence.clear()
+            raise PipelineError("stage 1 died")
 
-    class SlowChain(StatefulChain):
-        async def fence(self) -> int:
-            if self.epochs:
-                await fenced.wait()
-            return await super().fence()
-
-    async def scenario() -> None:
-        async def dies_once(batch: MicroBatch) -> None:
+    chain = StatefulChain(dies_once)
+    async with _running(chain) as router:
+        early = asyncio.create_task(_tokens(router, (1, 2), 9))
+        while not router.health.num_recoveries:
             await asyncio.sleep(0)
-            if batch.epoch == 0 and batch.step_id == 3:
-                raise PipelineError("stage 1 died")
-
-        async with _running(SlowChain(dies_once)) as router:
-            early = asyncio.create_task(_tokens(router, (1, 2), 9))
-            while not router.health.num_recoveries:
-                await asyncio.sleep(0)
-            late = asyncio.create_task(_tokens(router, (3,), 9))
-            await asyncio.sleep(0)
-            assert not router.is_ready
-            fenced.set()
-            assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
-
-    asyncio.run(scenario())
-
-
-class StuckChain(StatefulChain):
-    """The first micro-batches of the first epoch never return; records the limits of its checks and
-    returns the given reasons.
-    """
-
-    def __init__(self, reasons: list[str]) -> None:
-        super().__init__(self._stuck_at_first)
-        self.limits: list[float] = []
-        self._reasons, self._freed = reasons, asyncio.Event()
-
-    async def _stuck_at_first(self, batch: MicroBatch) -> None:
-        if batch.epoch == 0 and batch.step_id < 2:
-            await self._freed.wait()
-
-    async def replace_hung_workers(self, limit_s: float) -> str:
-        self.limits.append(limit_s)
-        reason = self._reasons.pop(0) if self._reasons else ""
-        if not self._reasons:
-            self._freed.set()
-        return reason
+        late = asyncio.create_task(_tokens(router, (3,), 9))
+        await asyncio.sleep(0)
+        assert not router.is_ready
+        chain.may_fence.set()
+        assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
 
 
 @pytest.mark.parametrize(
     ("reasons", "num_recoveries"), [(["stage 1 did nothing"], 1), (["", "", ""], 0)]
 )
-def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
+@in_event_loop
+async def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "HANG_WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
-    async def scenario() -> None:
-        now, chain = [0.0], StuckChain(list(reasons))
+    limits, freed, now = list[float](), asyncio.Event(), itertools.count(0.0, 0.01)
 
-        def clock() -> float:
-            now[0] += 0.01
-            return now[0]
+    async def stuck_at_first(batch: MicroBatch) -> None:
+        if batch.epoch == 0 and batch.step_id < 2:
+            await freed.wait()
 
-        router = Router(
-            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
-            chain,
-            clock=clock,
-            step_timeout_s=1.0,
-        )
-        running = asyncio.create_task(router.run())
+    def find_hung(limit_s: float) -> str:
+        limits.append(limit_s)
+        if len(limits) >= len(reasons):
+            freed.set()
+        return reasons[len(limits) - 1] if len(limits) <= len(reasons) else ""
+
+    router = Router(
+        new_scheduler(),
+        StatefulChain(stuck_at_first, find_hung=find_hung),
+        clock=now.__next__,
+        step_timeout_s=1.0,
+    )
+    async with running(router):
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
         assert router.health.num_recoveries == num_recoveries
-        assert chain.limits[: len(reasons)] == [4.0] * len(reasons), (
+        assert limits[: len(reasons)] == [4.0] * len(reasons), (
             "the first micro-batch has four times as long"
         )
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scenario())
 
 
-def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(
+@in_event_loop
+async def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(in_flight, "HANG_WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
-    class Defective(StuckChain):
-        async def replace_hung_workers(self, limit_s: float) -> str:
-            raise ZeroDivisionError
+    def defect(_limit_s: float) -> str:
+        raise ZeroDivisionError
 
-    async def scenario() -> None:
-        times = itertools.count()
-        scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
-        router = Router(
-            scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0
-        )
-        running = asyncio.create_task(router.run())
-        with pytest.raises(PipelineError, match="ZeroDivisionError"):
-            await _tokens(router, (1, 2), 9)
-        await running
+    async def stuck(_batch: MicroBatch) -> None:
+        await asyncio.Event().wait()
 
-    asyncio.run(scenario())
+    times, chain = itertools.count(), ScriptedChain(stuck, find_hung=defect)
+    router = Router(new_scheduler(), chain, clock=lambda: float(next(times)), step_timeout_s=1.0)
+    driving = asyncio.create_task(router.run())
+    with pytest.raises(PipelineError, match="ZeroDivisionError"):
+        await _tokens(router, (1, 2), 9)
+    await driving
 
 
-def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
+@in_event_loop
+async def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
     """A long prompt in many pieces, each of which takes most of its time; then one piece that never
     comes back.
     """
@@ -396,16 +315,14 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         if now[0] > 30.0:
             await gate.wait()
 
-    async def scenario() -> None:
-        limits = SchedulerLimits(8, 8, 256, 1000)
-        router = Router(
-            Scheduler(CACHE, limits, FixedInFlightPolicy(1, 8)),
-            StatefulChain(slowly),
-            clock=lambda: now[0],
-            step_timeout_s=4.0,
-        )
-        assert not router.is_healthy, "nothing has begun"
-        running = asyncio.create_task(router.run())
+    router = Router(
+        new_scheduler(budget=8, in_flight=1),
+        StatefulChain(slowly),
+        clock=lambda: now[0],
+        step_timeout_s=4.0,
+    )
+    assert not router.is_healthy, "nothing has begun"
+    async with running(router):
         requested = asyncio.create_task(_tokens(router, (1,) * 200, 2))
         while now[0] <= 30.0:
             await asyncio.sleep(0)
@@ -416,15 +333,14 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         assert await requested == answer((1,) * 200, 2)
         now[0] += 1e6
         assert router.is_healthy, "there is nothing to do"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert not router.is_healthy
-
-    asyncio.run(scenario())
+    assert not router.is_healthy
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_endless_recoveries_are_no_progress(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step fails, or hangs until its stage is replaced: router follows router, as in a
     replica, until the stage is well.
     """
@@ -438,41 +354,31 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
             await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
             raise PipelineError("a stage failed: no kernel runs any more")
 
-    class Replaced(StatefulChain):
-        async def replace_hung_workers(self, limit_s: float) -> str:
-            return "stage 1 did nothing for too long"
-
     def clock() -> float:
         now[0] += 0.01
         return now[0]
 
-    async def scenario() -> None:
-        nonlocal is_ill
-        chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
-        while not was_ill:
-            scheduler = Scheduler(
-                CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)
-            )
-            router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, previous=before)
-            running = asyncio.create_task(router.run())
-            requested = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
-            while router.failure is None and not was_ill:
-                await asyncio.sleep(0)
-                num_looks += 1
-                was_ill = router.is_attached and not router.is_healthy
-                assert num_looks < 100_000
-            before = router.health
-        assert before is not None
-        assert before.is_failing
-        is_ill = False
-        await asyncio.gather(*requested, return_exceptions=True)
-        assert await _tokens(router, (7,), 5) == answer((7,), 5)
-        assert router.is_healthy, "a micro-batch came back"
-        assert not before.is_failing
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scenario())
+    chain = StatefulChain(ill, find_hung=lambda _: "stage 1 did nothing for too long")
+    before, num_looks, was_ill = None, 0, False
+    while not was_ill:
+        router = Router(new_scheduler(), chain, clock=clock, step_timeout_s=1.0, previous=before)
+        driving = asyncio.create_task(router.run())
+        requested = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
+        while router.failure is None and not was_ill:
+            await asyncio.sleep(0)
+            num_looks += 1
+            was_ill = router.is_attached and not router.is_healthy
+            assert num_looks < 100_000
+        before = router.health
+    assert before is not None
+    assert before.is_failing
+    is_ill = False
+    await asyncio.gather(*requested, return_exceptions=True)
+    assert await _tokens(router, (7,), 5) == answer((7,), 5)
+    assert router.is_healthy, "a micro-batch came back"
+    assert not before.is_failing
+    driving.cancel()
+    await asyncio.gather(driving, return_exceptions=True)
 
 
 def test_a_limit_follows_what_micro_batches_take() -> None:
@@ -491,26 +397,23 @@ def test_a_limit_follows_what_micro_batches_take() -> None:
     assert watch.limit_s == 30.0, "slow ones are forgotten in time"
 
 
-def test_the_most_advanced_are_computed_again_first() -> None:
+@in_event_loop
+async def test_the_most_advanced_are_computed_again_first() -> None:
     """One is through its prompt, the next in the middle of its own, the third has waited for a
     place, and still does.
     """
+    order: list[int] = []
 
-    async def scenario() -> None:
-        order: list[int] = []
+    async def dies_once(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if batch.epoch == 0 and batch.step_id == 2:
+            assert [c.start for c in batch.chunks] == [126]
+            raise PipelineError("stage 1 died")
+        if batch.epoch == 1:
+            order.extend(c.seq_id for c in batch.chunks if c.start == 0)
 
-        async def dies_once(batch: MicroBatch) -> None:
-            await asyncio.sleep(0)
-            if batch.epoch == 0 and batch.step_id == 2:
-                assert [c.start for c in batch.chunks] == [126]
-                raise PipelineError("stage 1 died")
-            if batch.epoch == 1:
-                order.extend(c.seq_id for c in batch.chunks if c.start == 0)
-
-        async with _running(StatefulChain(dies_once), num_places=2, in_flight=1) as router:
-            prompts = [(1,), (9,) * 250, (3,)]
-            results = await asyncio.gather(*(_tokens(router, prompt, 5) for prompt in prompts))
-            assert results == [answer(prompt, 5) for prompt in prompts]
-            assert order == [0, 1, 2]
-
-    asyncio.run(scenario())
+    async with _running(StatefulChain(dies_once), num_places=2, in_flight=1) as router:
+        prompts = [(1,), (9,) * 250, (3,)]
+        results = await asyncio.gather(*(_tokens(router, prompt, 5) for prompt in prompts))
+        assert results == [answer(prompt, 5) for prompt in prompts]
+        assert order == [0, 1, 2]

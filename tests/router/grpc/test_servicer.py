@@ -5,8 +5,8 @@ and any client that leaves.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import grpc
 import pytest
 from batch_jobs import new_batch_harness, requests
+from event_loops import in_event_loop
 from fake_job_service import NEW, FakeJobService, OneKey, some_lines
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from guessing_drafter import guess
-from scripted_chain import VerifyingChain, no_gate
+from running_router import new_scheduler, running
+from scripted_chain import Gate, ScriptedChain, no_gate
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.client import AsyncClient, Client, CompletionTokensDetails, RetryPolicy
@@ -59,9 +61,6 @@ from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.json_limits import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import encode_fim
 
@@ -71,8 +70,6 @@ MODEL = ServedModel(
 )
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),), 1)
 SHORT_RETRY = RetryPolicy(total_s=30, retry_s=0.01)
-
-Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 @dataclass
@@ -116,30 +113,18 @@ async def _harness(
     speculative: SpeculativeConfig | None = None,
     **more: Any,
 ) -> AsyncIterator[Harness]:
-    limits = SchedulerLimits(
-        8,
-        64,
-        CONTEXT,
-        1000,
-        max_queued_seqs=max_queued_seqs,
-        enable_prefix_caching=True,
-        speculative=speculative,
-    )
-    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), VerifyingChain(gate))
-    running = asyncio.create_task(router.run())
-    jobs = FakeJobService()
+    limits = {"max_queued_seqs": max_queued_seqs, "speculative": speculative}
+    scheduler = new_scheduler(CACHE, max_len=CONTEXT, enable_prefix_caching=True, **limits)
+    router, jobs = Router(scheduler, ScriptedChain(gate)), FakeJobService()
     servicer = GrpcServicer(MODEL, router, **{"jobs": lambda _tenant: jobs} | more)
     server = await _server(servicer, "127.0.0.1:0")
     target = f"127.0.0.1:{server.bound_port}"
-    async with AsyncClient(target, key, retry_policy=SHORT_RETRY) as client:
+    async with running(router), AsyncClient(target, key, retry_policy=SHORT_RETRY) as client:
         harness = Harness(target, server, servicer, router, jobs, client)
         try:
             yield harness
         finally:
             await harness.server.stop(None)
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
 
 
 async def _never(_batch: MicroBatch) -> None:
@@ -149,70 +134,64 @@ async def _never(_batch: MicroBatch) -> None:
 # ---- Generate
 
 
-def test_what_made_the_tokens_is_in_the_trailing_metadata() -> None:
-    async def scenario() -> None:
-        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
-            stub = InferenceStub(channel)
+@in_event_loop
+async def test_what_made_the_tokens_is_in_the_trailing_metadata() -> None:
+    async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
+        stub = InferenceStub(channel)
 
-            async def trailers() -> list[str]:
-                generating = stub.Generate(pb.GenerateRequest(text="What news?", max_tokens=3))
-                assert [response async for response in generating]
-                scoring = stub.Score(pb.ScoreRequest(text="What news?"))
-                await scoring
-                pairs = [
-                    pair
-                    for call in (generating, scoring)
-                    for pair in await call.trailing_metadata()
-                ]
-                return [value for key, value in pairs if key == "x-tramontane-fingerprint"]
-
-            assert await trailers() == [], "it is not known"
-            harness.router.fingerprint = "fp_a"
-            assert await trailers() == ["fp_a", "fp_a"]
-
-    asyncio.run(scenario())
-
-
-def test_generate_streams_what_a_completion_is() -> None:
-    async def scenario() -> None:
-        async with _harness() as harness:
-            request = parse_completion(
-                b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids":'
-                b" true}"
-            )
-            whole = await (await prepare_completion(MODEL, request, 0.0)).run(harness.router)
-            pieces = [
-                piece
-                async for piece in harness.client.generate(
-                    "What news?", max_tokens=9, n=2, seed=5, model="tiny"
-                )
+        async def trailers() -> list[str]:
+            generating = stub.Generate(pb.GenerateRequest(text="What news?", max_tokens=3))
+            assert [response async for response in generating]
+            scoring = stub.Score(pb.ScoreRequest(text="What news?"))
+            await scoring
+            pairs = [
+                pair for call in (generating, scoring) for pair in await call.trailing_metadata()
             ]
-            for choice in whole["choices"]:
-                own = [piece for piece in pieces if piece.index == choice["index"]]
-                assert "".join(piece.text for piece in own) == choice["text"]
-                assert (
-                    [token for piece in own for token in piece.token_ids]
-                    == choice["token_ids"]
-                    == [7] * 9
-                )
-                assert [piece.finish_reason for piece in own if piece.finish_reason] == [
-                    FinishReason.LENGTH
-                ]
-            assert len(pieces) > 2, "they are streamed"
-            usage, timings = pieces[-1].usage, pieces[-1].timings
-            assert usage is not None
-            assert timings is not None
-            assert (usage.prompt_tokens, usage.completion_tokens) == (
-                whole["usage"]["prompt_tokens"],
-                18,
-            )
-            assert timings.decode_s >= 0
-            assert {piece.usage for piece in pieces[:-1]} == {None}
-            by_ids = [piece async for piece in harness.client.generate([5, 6], max_tokens=3)]
-            assert by_ids[-1].usage is not None
-            assert by_ids[-1].usage.prompt_tokens == 2
+            return [value for key, value in pairs if key == "x-tramontane-fingerprint"]
 
-    asyncio.run(scenario())
+        assert await trailers() == [], "it is not known"
+        harness.router.fingerprint = "fp_a"
+        assert await trailers() == ["fp_a", "fp_a"]
+
+
+@in_event_loop
+async def test_generate_streams_what_a_completion_is() -> None:
+    async with _harness() as harness:
+        request = parse_completion(
+            b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids":'
+            b" true}"
+        )
+        whole = await (await prepare_completion(MODEL, request, 0.0)).run(harness.router)
+        pieces = [
+            piece
+            async for piece in harness.client.generate(
+                "What news?", max_tokens=9, n=2, seed=5, model="tiny"
+            )
+        ]
+        for choice in whole["choices"]:
+            own = [piece for piece in pieces if piece.index == choice["index"]]
+            assert "".join(piece.text for piece in own) == choice["text"]
+            assert (
+                [token for piece in own for token in piece.token_ids]
+                == choice["token_ids"]
+                == [7] * 9
+            )
+            assert [piece.finish_reason for piece in own if piece.finish_reason] == [
+                FinishReason.LENGTH
+            ]
+        assert len(pieces) > 2, "they are streamed"
+        usage, timings = pieces[-1].usage, pieces[-1].timings
+        assert usage is not None
+        assert timings is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            whole["usage"]["prompt_tokens"],
+            18,
+        )
+        assert timings.decode_s >= 0
+        assert {piece.usage for piece in pieces[:-1]} == {None}
+        by_ids = [piece async for piece in harness.client.generate([5, 6], max_tokens=3)]
+        assert by_ids[-1].usage is not None
+        assert by_ids[-1].usage.prompt_tokens == 2
 
 
 class TwoKeys:
@@ -223,7 +202,8 @@ class TwoKeys:
         return Identity(len(key), key) if key in ("mine", "theirs") else None
 
 
-def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
+@in_event_loop
+async def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
     """Of two pages and eight tokens. With the client, in the message, and as a completion has
     them.
     """
@@ -237,57 +217,48 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
         assert last.timings.cached_tokens == last.usage.prompt_tokens_details.cached_tokens
         return last.usage.prompt_tokens_details.cached_tokens
 
-    async def scenario() -> None:
-        async with (
-            _harness(keys=TwoKeys(), key="mine") as harness,
-            AsyncClient(harness.target, "theirs") as theirs,
-        ):
-            assert [await num_cached(harness.client) for _ in range(2)] == [0, 32]
-            assert [await num_cached(theirs) for _ in range(2)] == [
-                0,
-                32,
-            ], "nothing of another key's"
-            async with grpc.aio.insecure_channel(harness.target) as channel:
-                generating = InferenceStub(channel).Generate(
-                    pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), max_tokens=3),
-                    metadata=[("authorization", "Bearer mine")],
-                )
-                responses = [response async for response in generating]
-            assert responses[-1].usage.prompt_tokens_details.cached_tokens == 32
-
-    asyncio.run(scenario())
+    async with (
+        _harness(keys=TwoKeys(), key="mine") as harness,
+        AsyncClient(harness.target, "theirs") as theirs,
+    ):
+        assert [await num_cached(harness.client) for _ in range(2)] == [0, 32]
+        assert [await num_cached(theirs) for _ in range(2)] == [0, 32], "nothing of another key's"
+        async with grpc.aio.insecure_channel(harness.target) as channel:
+            generating = InferenceStub(channel).Generate(
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), max_tokens=3),
+                metadata=[("authorization", "Bearer mine")],
+            )
+            responses = [response async for response in generating]
+        assert responses[-1].usage.prompt_tokens_details.cached_tokens == 32
 
 
-def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(
+@in_event_loop
+async def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guess(monkeypatch, lambda _: 7, 0.6)
 
-    async def scenario() -> None:
-        async with _harness(speculative=SpeculativeConfig(4, 1, 3)) as harness:
-            [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=60)]
-            assert last.usage is not None
-            counts = harness.router.scheduler.draft_counts
-            num_right, num_wrong = (
-                counts.num_accepted_tokens,
-                counts.num_draft_tokens - counts.num_accepted_tokens,
-            )
-            assert min(num_right, num_wrong) > 3
-            assert last.usage.completion_tokens_details == CompletionTokensDetails(
-                num_right, num_wrong
-            )
-            assert last.usage.completion_tokens == 60
-            score = await harness.client.score([5, 6, 7])
-            assert score.usage.completion_tokens_details == CompletionTokensDetails(0, 0)
-        async with _harness() as harness:
-            [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=9)]
-            assert last.usage is not None
-            assert last.usage.completion_tokens_details is None
-
-    asyncio.run(scenario())
+    async with _harness(speculative=SpeculativeConfig(4, 1, 3)) as harness:
+        [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=60)]
+        assert last.usage is not None
+        counts = harness.router.scheduler.draft_counts
+        num_right, num_wrong = (
+            counts.num_accepted_tokens,
+            counts.num_draft_tokens - counts.num_accepted_tokens,
+        )
+        assert min(num_right, num_wrong) > 3
+        assert last.usage.completion_tokens_details == CompletionTokensDetails(num_right, num_wrong)
+        assert last.usage.completion_tokens == 60
+        score = await harness.client.score([5, 6, 7])
+        assert score.usage.completion_tokens_details == CompletionTokensDetails(0, 0)
+    async with _harness() as harness:
+        [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=9)]
+        assert last.usage is not None
+        assert last.usage.completion_tokens_details is None
 
 
-def test_threads_share_a_synchronous_client() -> None:
+@in_event_loop
+async def test_threads_share_a_synchronous_client() -> None:
     """Each call has its own timeout; a stream that is closed or dropped is cancelled; closing the
     client ends all calls.
     """
@@ -298,30 +269,26 @@ def test_threads_share_a_synchronous_client() -> None:
             chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed)
         )
 
-    async def scenario() -> None:
-        async with _harness() as harness:
-            client = Client(harness.target)
-            texts = await asyncio.gather(*(asyncio.to_thread(use, client, 5) for _ in range(4)))
-            assert len(set(texts)) == 1
-            await harness.becomes_idle()
-            client.close()
-            with pytest.raises(ValueError, match="closed channel"):
-                client.models()
-        async with _harness(_never) as harness:
-            with Client(harness.target) as client:
-                slow = asyncio.create_task(
-                    asyncio.to_thread(list, client.generate("a", max_tokens=9))
-                )
-                with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
-                    await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
-                assert not slow.done()
-            with pytest.raises(TramontaneError):
-                await slow
-
-    asyncio.run(scenario())
+    async with _harness() as harness:
+        client = Client(harness.target)
+        texts = await asyncio.gather(*(asyncio.to_thread(use, client, 5) for _ in range(4)))
+        assert len(set(texts)) == 1
+        await harness.becomes_idle()
+        client.close()
+        with pytest.raises(ValueError, match="closed channel"):
+            client.models()
+    async with _harness(_never) as harness:
+        with Client(harness.target) as client:
+            slow = asyncio.create_task(asyncio.to_thread(list, client.generate("a", max_tokens=9)))
+            with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
+                await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
+            assert not slow.done()
+        with pytest.raises(TramontaneError):
+            await slow
 
 
-def test_the_synchronous_client_gets_the_same() -> None:
+@in_event_loop
+async def test_the_synchronous_client_gets_the_same() -> None:
     def use_client(target: str) -> tuple[list[int], str, list[str]]:
         with Client(target) as client:
             pieces = list(client.generate("What news?", max_tokens=9, stop="nothing like it"))
@@ -336,15 +303,12 @@ def test_the_synchronous_client_gets_the_same() -> None:
                 [model.name for model in client.models()],
             )
 
-    async def scenario() -> None:
-        async with _harness() as harness:
-            tokens, text, names = await asyncio.to_thread(use_client, harness.target)
-            assert tokens == [7] * 9
-            assert text == MODEL.tokenizer.decode(tuple(tokens)) if MODEL.tokenizer else ""
-            assert names == ["tiny"]
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+    async with _harness() as harness:
+        tokens, text, names = await asyncio.to_thread(use_client, harness.target)
+        assert tokens == [7] * 9
+        assert text == MODEL.tokenizer.decode(tuple(tokens)) if MODEL.tokenizer else ""
+        assert names == ["tiny"]
+        await harness.becomes_idle()
 
 
 MISTAKES: list[dict[str, Any]] = [
@@ -363,17 +327,15 @@ MISTAKES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        with pytest.raises(ParameterError) as over_http:
-            parse_completion(json.dumps({"prompt": "a"} | mistake).encode())
-        async with _harness() as harness:
-            with pytest.raises(ParameterError) as over_grpc:
-                await anext(harness.client.generate("a", **mistake))
-            assert str(over_grpc.value) == str(over_http.value)
-            assert over_grpc.value.parameter == over_http.value.parameter
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as over_http:
+        parse_completion(json.dumps({"prompt": "a"} | mistake).encode())
+    async with _harness() as harness:
+        with pytest.raises(ParameterError) as over_grpc:
+            await anext(harness.client.generate("a", **mistake))
+        assert str(over_grpc.value) == str(over_http.value)
+        assert over_grpc.value.parameter == over_http.value.parameter
 
 
 SCHEMA = {
@@ -452,23 +414,21 @@ IN_OTHERS = {
     ],
     ids=str,
 )
-def test_a_field_that_is_not_known_is_not_passed_over(
+@in_event_loop
+async def test_a_field_that_is_not_known_is_not_passed_over(
     method: tuple[str, bool, bool], sent: bytes
 ) -> None:
     """Another server's parameter, or one of a newer version: the answer would not be what was
     requested.
     """
-
-    async def scenario() -> None:
-        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
-            code, details = await end_of(channel, method, sent)
-            assert code == StatusCode.INVALID_ARGUMENT
-            assert "has a field that this server does not know" in details
-
-    asyncio.run(scenario())
+    async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
+        code, details = await end_of(channel, method, sent)
+        assert code == StatusCode.INVALID_ARGUMENT
+        assert "has a field that this server does not know" in details
 
 
-def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn() -> None:
+@in_event_loop
+async def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn() -> None:
     """Requests that wait for a slot would make the writes of all streams rare."""
 
     class Pace:
@@ -485,32 +445,28 @@ def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn
         async def wait_turn(self, _last_write: float) -> None:
             self.counts.append(self.num_streams)
 
-    async def scenario() -> None:
-        gate, pace = asyncio.Event(), Pace()
+    gate, pace = asyncio.Event(), Pace()
 
-        async def wait(_batch: MicroBatch) -> None:
-            await gate.wait()
+    async def wait(_batch: MicroBatch) -> None:
+        await gate.wait()
 
-        async def read() -> int:
-            return len([piece async for piece in harness.client.generate("a", max_tokens=9)])
+    async def read() -> int:
+        return len([piece async for piece in harness.client.generate("a", max_tokens=9)])
 
-        async with _harness(wait, pace=pace) as harness:
-            reading = asyncio.create_task(read())
-            while not harness.router.num_requests:
-                await asyncio.sleep(0)
-            assert pace.num_streams == 0
-            gate.set()
-            num_pieces = await reading
-            assert num_pieces > 1
-            assert pace.counts == [1] * (num_pieces - 1), (
-                "after the last one there is none to wait for"
-            )
-            assert pace.num_streams == 0
-
-    asyncio.run(scenario())
+    async with _harness(wait, pace=pace) as harness:
+        reading = asyncio.create_task(read())
+        while not harness.router.num_requests:
+            await asyncio.sleep(0)
+        assert pace.num_streams == 0
+        gate.set()
+        num_pieces = await reading
+        assert num_pieces > 1
+        assert pace.counts == [1] * (num_pieces - 1), "after the last one there is none to wait for"
+        assert pace.num_streams == 0
 
 
-def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
+@in_event_loop
+async def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
     async def ends(
         harness: Harness,
         request: pb.GenerateRequest,
@@ -519,73 +475,62 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
         async with grpc.aio.insecure_channel(harness.target) as channel:
             return await code_of(channel, (path, False, True), request.SerializeToString())
 
-    async def scenario() -> None:
-        async with _harness() as harness:
-            assert (
-                await ends(harness, pb.GenerateRequest(text="a", model="other"))
-                == StatusCode.NOT_FOUND
-            )
-            assert await ends(harness, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
-            assert (
-                await ends(
-                    harness, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing"
+    async with _harness() as harness:
+        assert (
+            await ends(harness, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
+        )
+        assert await ends(harness, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
+        assert (
+            await ends(harness, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing")
+            == StatusCode.UNIMPLEMENTED
+        )
+        with pytest.raises(ParameterError, match="text or token_ids"):
+            await anext(
+                harness.client._stream(
+                    harness.client._inference.Generate, pb.GenerateRequest(), None
                 )
-                == StatusCode.UNIMPLEMENTED
             )
-            with pytest.raises(ParameterError, match="text or token_ids"):
-                await anext(
-                    harness.client._stream(
-                        harness.client._inference.Generate, pb.GenerateRequest(), None
-                    )
-                )
-            with pytest.raises(RequestError, match="at most 255"):
-                await anext(harness.client.generate([5] * 256))
-            with pytest.raises(
-                ConfigError,
-                match=r"no parameter temprature; did you mean temperature\? There are freq",
-            ):
-                await anext(harness.client.generate("a", temprature=1))
-            with pytest.raises(
-                ConfigError, match=r"^max_tokens is 'many'; it must be a whole number$"
-            ):
-                await anext(harness.client.generate("a", max_tokens="many"))
-            with pytest.raises(ConfigError, match=r"^the prompt must be"):
-                await anext(harness.client.generate(["a"]))  # type: ignore[list-item]
-            with pytest.raises(
-                ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"
-            ):
-                await harness.client.submit_job(Path("not-here.jsonl"))
-            harness.router.failure = PipelineError("stage 1 died")
-            with pytest.raises(PipelineError, match="stage 1 died"):
-                await anext(harness.client.generate("a"))
-        async with _harness(jobs=None) as harness:
-            with pytest.raises(UnimplementedError, match="does not accept batch jobs"):
-                await harness.client.get_job("a")
-        async with AsyncClient(harness.target) as client:
-            with pytest.raises(ConnectionLostError):
-                await client.models()
-
-    asyncio.run(scenario())
+        with pytest.raises(RequestError, match="at most 255"):
+            await anext(harness.client.generate([5] * 256))
+        with pytest.raises(
+            ConfigError, match=r"no parameter temprature; did you mean temperature\? There are freq"
+        ):
+            await anext(harness.client.generate("a", temprature=1))
+        with pytest.raises(ConfigError, match=r"^max_tokens is 'many'; it must be a whole number$"):
+            await anext(harness.client.generate("a", max_tokens="many"))
+        with pytest.raises(ConfigError, match=r"^the prompt must be"):
+            await anext(harness.client.generate(["a"]))  # type: ignore[list-item]
+        with pytest.raises(
+            ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"
+        ):
+            await harness.client.submit_job(Path("not-here.jsonl"))
+        harness.router.failure = PipelineError("stage 1 died")
+        with pytest.raises(PipelineError, match="stage 1 died"):
+            await anext(harness.client.generate("a"))
+    async with _harness(jobs=None) as harness:
+        with pytest.raises(UnimplementedError, match="does not accept batch jobs"):
+            await harness.client.get_job("a")
+    async with AsyncClient(harness.target) as client:
+        with pytest.raises(ConnectionLostError):
+            await client.models()
 
 
-def test_a_full_server_says_when_to_retry() -> None:
-    async def scenario() -> None:
-        gate = asyncio.Event()
+@in_event_loop
+async def test_a_full_server_says_when_to_retry() -> None:
+    gate = asyncio.Event()
 
-        async def wait(_batch: MicroBatch) -> None:
-            await gate.wait()
+    async def wait(_batch: MicroBatch) -> None:
+        await gate.wait()
 
-        async with _harness(wait, max_queued_seqs=0) as harness, asyncio.TaskGroup() as group:
-            running = [group.create_task(_all(harness, max_tokens=2)) for _ in range(8)]
-            while harness.router.num_requests < 8:
-                await asyncio.sleep(0)
-            with pytest.raises(OverloadedError, match="too much is waiting") as refused:
-                await anext(harness.client.generate("a"))
-            assert refused.value.retry_after_s == 1
-            gate.set()
-            assert [len(await task) for task in running] == [2] * 8
-
-    asyncio.run(scenario())
+    async with _harness(wait, max_queued_seqs=0) as harness, asyncio.TaskGroup() as group:
+        running = [group.create_task(_all(harness, max_tokens=2)) for _ in range(8)]
+        while harness.router.num_requests < 8:
+            await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="too much is waiting") as refused:
+            await anext(harness.client.generate("a"))
+        assert refused.value.retry_after_s == 1
+        gate.set()
+        assert [len(await task) for task in running] == [2] * 8
 
 
 async def _all(harness: Harness, **parameters: Any) -> list[int]:
@@ -599,62 +544,57 @@ async def _all(harness: Harness, **parameters: Any) -> list[int]:
 # ---- leaving
 
 
-def test_a_client_that_leaves_frees_its_slots() -> None:
-    async def scenario() -> None:
-        async with _harness() as harness:
-            async with aclosing(harness.client.generate("a", max_tokens=200)) as pieces:
-                await anext(pieces)
-            await harness.becomes_idle()
-        async with _harness(_never) as harness:
-            task = asyncio.create_task(_all(harness))
-            while not harness.router.num_requests:
-                await asyncio.sleep(0)
-            task.cancel()
-            while harness.router.num_requests:
-                await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_client_that_leaves_frees_its_slots() -> None:
+    async with _harness() as harness:
+        async with aclosing(harness.client.generate("a", max_tokens=200)) as pieces:
+            await anext(pieces)
+        await harness.becomes_idle()
+    async with _harness(_never) as harness:
+        task = asyncio.create_task(_all(harness))
+        while not harness.router.num_requests:
+            await asyncio.sleep(0)
+        task.cancel()
+        while harness.router.num_requests:
+            await asyncio.sleep(0)
 
 
-def test_a_deadline_ends_the_work() -> None:
-    async def scenario() -> None:
-        async with _harness(_never) as harness:
-            request_task = asyncio.create_task(_all(harness, timeout_s=0.2))
-            while not harness.router.num_requests:
-                await asyncio.sleep(0)
-            with pytest.raises(DeadlineExceededError, match=r"within timeout_s=0\.2$"):
-                await request_task
-            while harness.router.num_requests:
-                await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_deadline_ends_the_work() -> None:
+    async with _harness(_never) as harness:
+        request_task = asyncio.create_task(_all(harness, timeout_s=0.2))
+        while not harness.router.num_requests:
+            await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceededError, match=r"within timeout_s=0\.2$"):
+            await request_task
+        while harness.router.num_requests:
+            await asyncio.sleep(0)
 
 
 # ---- who may come in
 
 
-def test_without_the_key_nothing_is_done() -> None:
-    async def scenario() -> None:
-        async with _harness(keys=OneKey(), key="right") as harness:
-            assert [model.name for model in await harness.client.models()] == ["tiny"]
-            for key in (None, "wrong", "right "):
-                async with AsyncClient(harness.target, key) as unauthorized:
-                    with pytest.raises(
-                        AuthenticationError, match=r"API key is missing or wrong; give api_key="
-                    ):
-                        await anext(unauthorized.generate("a"))
-            async with grpc.aio.insecure_channel(harness.target) as channel:
-                codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
-            assert set(codes) == {StatusCode.UNAUTHENTICATED}
-            assert harness.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
-        async with _harness(allow_peer=lambda peer: not peer.startswith("ipv4:127.")) as harness:
-            with pytest.raises(AuthenticationError, match="its --host says so"):
-                await harness.client.models()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_without_the_key_nothing_is_done() -> None:
+    async with _harness(keys=OneKey(), key="right") as harness:
+        assert [model.name for model in await harness.client.models()] == ["tiny"]
+        for key in (None, "wrong", "right "):
+            async with AsyncClient(harness.target, key) as unauthorized:
+                with pytest.raises(
+                    AuthenticationError, match=r"API key is missing or wrong; give api_key="
+                ):
+                    await anext(unauthorized.generate("a"))
+        async with grpc.aio.insecure_channel(harness.target) as channel:
+            codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
+        assert set(codes) == {StatusCode.UNAUTHENTICATED}
+        assert harness.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
+    async with _harness(allow_peer=lambda peer: not peer.startswith("ipv4:127.")) as harness:
+        with pytest.raises(AuthenticationError, match="its --host says so"):
+            await harness.client.models()
 
 
-def test_reflection_is_for_those_who_have_a_key() -> None:
+@in_event_loop
+async def test_reflection_is_for_those_who_have_a_key() -> None:
     requested = ServerReflectionRequest(list_services="")
     path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
@@ -676,75 +616,65 @@ def test_reflection_is_for_those_who_have_a_key() -> None:
         code: StatusCode = error.value.code()
         return code
 
-    async def scenario() -> None:
-        async with _harness(keys=OneKey()) as harness:
-            ours = [
-                "grpc.reflection.v1alpha.ServerReflection",
-                "tramontane.v1.BatchJobs",
-                "tramontane.v1.Inference",
-            ]
-            assert sorted(await services(harness, requested.SerializeToString())) == ours
-            assert (
-                await refused(harness, requested.SerializeToString(), key="another")
-                == StatusCode.UNAUTHENTICATED
-            )
-            assert await refused(harness, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
-
-    asyncio.run(scenario())
+    async with _harness(keys=OneKey()) as harness:
+        ours = [
+            "grpc.reflection.v1alpha.ServerReflection",
+            "tramontane.v1.BatchJobs",
+            "tramontane.v1.Inference",
+        ]
+        assert sorted(await services(harness, requested.SerializeToString())) == ours
+        assert (
+            await refused(harness, requested.SerializeToString(), key="another")
+            == StatusCode.UNAUTHENTICATED
+        )
+        assert await refused(harness, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
 
 
 # ---- hostile messages
 
 
-def test_hostile_messages_are_refused_and_the_server_continues() -> None:
-    async def scenario() -> None:
-        async with _harness(max_message=500_000) as harness:
-            async with grpc.aio.insecure_channel(harness.target) as channel:
-                codes = await every_code(channel)
-            assert codes.keys() <= REFUSALS | {StatusCode.OK}, codes
-            assert codes[StatusCode.INVALID_ARGUMENT] > sum(codes.values()) / 2
-            assert await _all(harness, max_tokens=3) == [7] * 3
-            with pytest.raises(RequestError, match="larger than 488 KiB"):
-                await anext(harness.client.generate("x" * 500_001))
-            await harness.becomes_idle()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_hostile_messages_are_refused_and_the_server_continues() -> None:
+    async with _harness(max_message=500_000) as harness:
+        async with grpc.aio.insecure_channel(harness.target) as channel:
+            codes = await every_code(channel)
+        assert codes.keys() <= REFUSALS | {StatusCode.OK}, codes
+        assert codes[StatusCode.INVALID_ARGUMENT] > sum(codes.values()) / 2
+        assert await _all(harness, max_tokens=3) == [7] * 3
+        with pytest.raises(RequestError, match="larger than 488 KiB"):
+            await anext(harness.client.generate("x" * 500_001))
+        await harness.becomes_idle()
 
 
-def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
+@in_event_loop
+async def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
     """It is no message at all. One that is just small enough is parsed, and so is a larger part of
     a batch job.
     """
-
-    async def scenario() -> None:
-        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
-            for num_bytes, reason in (
-                (MAX_MESSAGE_BYTES, "is not a"),
-                (MAX_MESSAGE_BYTES + 1, "larger than 2 MiB"),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as failure:
-                    await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
-                assert failure.value.code() == StatusCode.INVALID_ARGUMENT
-                assert reason in (failure.value.details() or "")
-            part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(
-                iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)])
-            )
+    async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
+        for num_bytes, reason in (
+            (MAX_MESSAGE_BYTES, "is not a"),
+            (MAX_MESSAGE_BYTES + 1, "larger than 2 MiB"),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
-                await part
-            assert "is not a" in (failure.value.details() or "")
+                await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
+            assert failure.value.code() == StatusCode.INVALID_ARGUMENT
+            assert reason in (failure.value.details() or "")
+        part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(
+            iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)])
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await part
+        assert "is not a" in (failure.value.details() or "")
 
-    asyncio.run(scenario())
 
-
-def test_a_defect_is_reported_as_one_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with _harness() as harness:
-            harness.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
-            with pytest.raises(TramontaneError, match=DEFECT):
-                await harness.client.get_job("a")
-        assert "a defect of the server" in caplog.text
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_defect_is_reported_as_one_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with _harness() as harness:
+        harness.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
+        with pytest.raises(TramontaneError, match=DEFECT):
+            await harness.client.get_job("a")
+    assert "a defect of the server" in caplog.text
 
 
 # ---- Score
@@ -791,7 +721,8 @@ def test_a_long_score_is_serialized_in_pieces_as_if_at_once(
 # ---- BatchJobs
 
 
-def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None:
+@in_event_loop
+async def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None:
     def use_client(target: str) -> list[Job]:
         with Client(target) as client:
             (tmp_path / "lines").write_bytes(b"{}\n" * 300_000)  # several messages
@@ -817,26 +748,23 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
                 list(client.results(job.job_id, -1))
             return [job, *client.watch_job(job.job_id), client.cancel(job.job_id)]
 
-    async def scenario() -> None:
-        async with _harness() as harness:
-            job, *seen, cancelled = await asyncio.to_thread(use_client, harness.target)
-            assert harness.jobs.uploads == [b"{}\n" * 300_000]
-            assert job == replace(
-                NEW,
-                options=JobOptions("/v1/chat/completions", False, {"owner": "me"}),
-                num_lines=300_000,
-                error="none",
-                started_at=2.5,
-                ended_at=3.5,
-            )
-            assert [each.state for each in seen] == [
-                JobState.QUEUED,
-                JobState.RUNNING,
-                JobState.COMPLETED,
-            ]
-            assert cancelled == replace(job, state=JobState.CANCELLED)
-
-    asyncio.run(scenario())
+    async with _harness() as harness:
+        job, *seen, cancelled = await asyncio.to_thread(use_client, harness.target)
+        assert harness.jobs.uploads == [b"{}\n" * 300_000]
+        assert job == replace(
+            NEW,
+            options=JobOptions("/v1/chat/completions", False, {"owner": "me"}),
+            num_lines=300_000,
+            error="none",
+            started_at=2.5,
+            ended_at=3.5,
+        )
+        assert [each.state for each in seen] == [
+            JobState.QUEUED,
+            JobState.RUNNING,
+            JobState.COMPLETED,
+        ]
+        assert cancelled == replace(job, state=JobState.CANCELLED)
 
 
 @pytest.mark.parametrize("is_url", [False, True])
@@ -924,7 +852,8 @@ def test_retries_end() -> None:
         RetryPolicy(10, 2).pause(UnknownJobError("no"), 0)
 
 
-def test_what_is_ready_travels_together() -> None:
+@in_event_loop
+async def test_what_is_ready_travels_together() -> None:
     gate = asyncio.Event()
 
     async def source(*sizes: int) -> AsyncGenerator[int, None]:
@@ -938,23 +867,21 @@ def test_what_is_ready_travels_together() -> None:
     async def bunches(*sizes: int) -> list[list[int]]:
         return [bunch async for bunch in coalesce(source(*sizes), lambda size: size, 8)]
 
-    async def scenario() -> None:
-        assert await bunches(3, 4, 5) == [[3, 4], [5]]
-        assert await bunches(9, 1, 7, 1) == [[9], [1, 7], [1]]
-        assert await bunches() == []
-        async with aclosing(coalesce(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
-            assert await anext(slow) == [1, 2]
-            gate.set()
-            assert await anext(slow) == [0, 3]
-        failing = coalesce(source(1, -1), lambda size: size, 8)
-        assert await anext(failing) == [1]
-        with pytest.raises(ZeroDivisionError):
-            await anext(failing)
-
-    asyncio.run(scenario())
+    assert await bunches(3, 4, 5) == [[3, 4], [5]]
+    assert await bunches(9, 1, 7, 1) == [[9], [1, 7], [1]]
+    assert await bunches() == []
+    async with aclosing(coalesce(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
+        assert await anext(slow) == [1, 2]
+        gate.set()
+        assert await anext(slow) == [0, 3]
+    failing = coalesce(source(1, -1), lambda size: size, 8)
+    assert await anext(failing) == [1]
+    with pytest.raises(ZeroDivisionError):
+        await anext(failing)
 
 
-def test_an_upload_that_is_broken_off_is_no_job() -> None:
+@in_event_loop
+async def test_an_upload_that_is_broken_off_is_no_job() -> None:
     """Ray Serve's stream of messages just ends where its client has left."""
 
     class Upload:
@@ -983,16 +910,13 @@ def test_an_upload_that_is_broken_off_is_no_job() -> None:
         ),
     ]
 
-    async def scenario() -> None:
-        jobs = FakeJobService()
-        for upload, message in wrong:
-            with pytest.raises(RequestError, match=message):
-                await submit(jobs, upload)
-        assert not jobs.uploads
-        await submit(jobs, Upload(options, data, data))
-        assert jobs.uploads == [b"{}\n{}\n"]
-
-    asyncio.run(scenario())
+    jobs = FakeJobService()
+    for upload, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            await submit(jobs, upload)
+    assert not jobs.uploads
+    await submit(jobs, Upload(options, data, data))
+    assert jobs.uploads == [b"{}\n{}\n"]
 
 
 def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@ however these are cut.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,14 +15,6 @@ from scripted_token_source import ScriptedSource
 from thinking_models import KINDS, Kind, ThinkingModel, thinking_model
 
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import (
-    FinishReason,
-    Logprobs,
-    Request,
-    RequestOutput,
-    RequestTimings,
-    TokenEvent,
-)
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.response_models import ChatAnswer, to_json
@@ -31,38 +23,6 @@ from tramontane.router.tokenization.reasoning_parser import ReasoningParser
 
 HELLO = {"messages": [{"role": "user", "content": "17 * 23?"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-class _Batches:
-    """A source that yields the tokens of each sequence after those it has already, in batches of
-    these sizes, the last again.
-    """
-
-    def __init__(self, token_ids: Sequence[int], sizes: Sequence[int]) -> None:
-        self._token_ids, self._sizes = token_ids, sizes
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Accept every request."""
-
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        (spec,) = request.sequences
-        whole = self._token_ids[: spec.sampling.max_tokens]
-        at, sizes = len(spec.output_ids), list(self._sizes)
-        while at < len(whole):
-            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            batch = range(at, min(at + size, len(whole)))
-            finish = (
-                FinishReason.LENGTH if len(whole) == spec.sampling.max_tokens else FinishReason.STOP
-            )
-            events = tuple(
-                TokenEvent(0, whole[i], finish if i == len(whole) - 1 else None) for i in batch
-            )
-            logprobs = Logprobs(
-                0, len(spec.prompt_ids) + at, (-0.5,) * len(batch), ((),) * len(batch)
-            )
-            scores = () if spec.sampling.logprobs is None else (logprobs,)
-            yield RequestOutput(events, RequestTimings(0.0, 0.0, 0.0), (), scores)
-            at = batch.stop
 
 
 def _prepare(thinker: ThinkingModel, body: dict[str, Any], state: ResumeState | None = None) -> Any:
@@ -121,7 +81,9 @@ async def _stream(
         if state.choices and all(choice.finish for choice in state.choices.values()):
             break
         answer = await _prepare(thinker, body, state)
-        async with aclosing(answer.generation.stream(_Batches(token_ids, sizes))) as batches:
+        async with aclosing(
+            answer.generation.stream(ScriptedSource(token_ids, sizes=sizes))
+        ) as batches:
             number = 0
             async for changes in batches:
                 for change in changes:
@@ -290,7 +252,7 @@ def test_a_stop_token_has_no_text_and_belongs_to_what_it_ends(thinks: bool) -> N
     text, last = thinker.text_ids("hm"), thinker.text_ids("!")
     ids = (*(thinker.say("<think>") if thinks else ()), *text, *last)
     body = {"stop_token_ids": list(last), "logprobs": True}
-    answer = _whole(thinker, ids, body, _Batches(ids, [1]))
+    answer = _whole(thinker, ids, body, ScriptedSource(ids))
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "stop"
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (

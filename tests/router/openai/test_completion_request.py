@@ -487,54 +487,52 @@ def test_fields_without_effect_are_accepted() -> None:
 # Bodies that are not requests at all
 
 
-@pytest.mark.parametrize(
-    "body", [b"[]", b"null", b"true", b"1", b'"text"', b'[{"prompt": "a"}]', b"1.5", b"NaN"]
-)
-def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
-    error = _refused(body)
-    assert error.parameter is None
-    assert "JSON object" in str(error)
+BAD_BODIES: dict[str, tuple[str, list[bytes]]] = {
+    "no object": (
+        "JSON object",
+        [b"[]", b"null", b"true", b"1", b'"text"', b'[{"prompt": "a"}]', b"1.5", b"NaN"],
+    ),
+    "not JSON": (
+        "not JSON",
+        [
+            b"",
+            b" ",
+            b"\x00",
+            b"prompt=a",
+            b"{",
+            b'{"prompt": "a"',
+            b'{"prompt": "a",}',
+            b"{'prompt': 'a'}",
+            b'{"prompt": "a"} {"prompt": "b"}',
+            b'{"prompt": "line\nbreak"}',
+            b'{"prompt": "\\x"}',
+            b'{"prompt": 01}',
+            b"\xef\xbb\xbf" + b'{"prompt": "a"}',
+            '{"prompt": "a"}'.encode("utf-7") + b"+",
+        ],
+    ),
+    "not UTF-8": (
+        "UTF-8",
+        [
+            b"\xff",
+            b'{"prompt": "\xff"}',
+            b'{"prompt": "\xc3"}',
+            b'{"prompt": "\xed\xa0\x80"}',
+            '{"prompt": "a"}'.encode("utf-16"),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b" ",
-        b"\x00",
-        b"prompt=a",
-        b"{",
-        b'{"prompt": "a"',
-        b'{"prompt": "a",}',
-        b"{'prompt': 'a'}",
-        b'{"prompt": "a"} {"prompt": "b"}',
-        b'{"prompt": "line\nbreak"}',
-        b'{"prompt": "\\x"}',
-        b'{"prompt": 01}',
-        b"\xef\xbb\xbf" + b'{"prompt": "a"}',
-        '{"prompt": "a"}'.encode("utf-7") + b"+",
-    ],
+    ("message", "body"),
+    [(message, body) for message, bodies in BAD_BODIES.values() for body in bodies],
+    ids=[f"{kind} {body[:20]!r}" for kind, (_, bodies) in BAD_BODIES.items() for body in bodies],
 )
-def test_a_body_that_is_not_json_is_refused_with_the_place(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(message: str, body: bytes) -> None:
     error = _refused(body)
     assert error.parameter is None
-    assert "not JSON" in str(error)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"\xff",
-        b'{"prompt": "\xff"}',
-        b'{"prompt": "\xc3"}',
-        b'{"prompt": "\xed\xa0\x80"}',
-        '{"prompt": "a"}'.encode("utf-16"),
-    ],
-)
-def test_invalid_utf8_is_refused_with_the_place(body: bytes) -> None:
-    error = _refused(body)
-    assert error.parameter is None
-    assert "UTF-8" in str(error)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize(

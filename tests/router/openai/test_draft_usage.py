@@ -2,19 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from scripted_token_source import ScriptedSource, Step
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.request import (
     FinishReason,
-    Request,
-    RequestOutput,
     RequestTimings,
-    SequenceDrafts,
-    TokenEvent,
 )
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
@@ -27,33 +23,13 @@ MODEL = ServedModel("demo", TOKENIZER, 256, 8, 1000)
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 SCRIPT = TOKENIZER.encode("Speak, my lord; the hour is late.")[1:]
 NUM_TO_STOP = next(n for n in range(1, 99) if ";" in TOKENIZER.decode(SCRIPT[:n]))
-Step = dict[int, tuple[int, int, int]]  # tokens of sequences, their drafts, and the right ones
 
 
-class DraftingSource:
-    """Gives sequences the next tokens of the script, as each step says."""
-
-    def __init__(self, *steps: Step) -> None:
-        self._steps = steps
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Refuse nothing."""
-
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        places = [0] * len(request.sequences)
-        for step in self._steps:
-            await asyncio.sleep(0)
-            events, drafts = list[TokenEvent](), list[SequenceDrafts]()
-            for index, (num_tokens, num_drafts, num_right) in step.items():
-                drafts.append((index, num_drafts, num_right))
-                for _ in range(num_tokens):
-                    places[index] += 1
-                    finish = FinishReason.LENGTH if places[index] == len(SCRIPT) else None
-                    events.append(TokenEvent(index, SCRIPT[places[index] - 1], finish))
-            yield RequestOutput(tuple(events), TIMES, drafts=tuple(drafts))
+def _drafting(*steps: Step) -> ScriptedSource:
+    return ScriptedSource(SCRIPT, steps=steps, finish=FinishReason.LENGTH)
 
 
-def _usage(source: DraftingSource, **fields: Any) -> dict[str, Any]:
+def _usage(source: ScriptedSource, **fields: Any) -> dict[str, Any]:
     async def scenario() -> dict[str, Any]:
         completion = await prepare_completion(
             MODEL, parse_completion(json.dumps({"prompt": "a"} | fields).encode()), 0.0
@@ -74,7 +50,7 @@ REST = len(SCRIPT) - 6
 
 
 def test_the_counts_of_all_outputs_and_choices_add_up() -> None:
-    source = DraftingSource(
+    source = _drafting(
         {0: (1, 0, 0), 1: (1, 0, 0)},
         {0: (3, 4, 2)},
         {0: (1, 3, 0), 1: (5, 4, 4)},
@@ -88,9 +64,9 @@ def test_the_counts_of_all_outputs_and_choices_add_up() -> None:
 
 
 def test_a_server_that_speculates_says_so_where_nothing_was_drafted() -> None:
-    assert _usage(DraftingSource({0: (len(SCRIPT), 0, 0)}))[
-        "completion_tokens_details"
-    ] == _details(0, 0)
+    assert _usage(_drafting({0: (len(SCRIPT), 0, 0)}))["completion_tokens_details"] == _details(
+        0, 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +76,7 @@ def test_right_drafts_after_a_stop_string_are_rejected(
     num_beyond: int, expected: tuple[int, int]
 ) -> None:
     """Of a step of four tokens the last was not drafted, and so many come after the stop string."""
-    source = DraftingSource({0: (NUM_TO_STOP - 4 + num_beyond, 0, 0)}, {0: (4, 4, 3)})
+    source = _drafting({0: (NUM_TO_STOP - 4 + num_beyond, 0, 0)}, {0: (4, 4, 3)})
     usage = _usage(source, stop=";")
     assert usage["completion_tokens"] == NUM_TO_STOP
     assert usage["completion_tokens_details"] == _details(*expected)
@@ -108,14 +84,14 @@ def test_right_drafts_after_a_stop_string_are_rejected(
 
 def test_drafts_of_a_choice_that_has_finished_do_not_count() -> None:
     """More tokens of it come until the other choice finishes, too."""
-    source = DraftingSource(
+    source = _drafting(
         {0: (NUM_TO_STOP, 5, 4), 1: (1, 0, 0)}, {0: (2, 7, 1)}, {1: (NUM_TO_STOP, 3, 2)}
     )
     assert _usage(source, n=2, stop=";")["completion_tokens_details"] == _details(6, 2)
 
 
 def test_an_answer_without_tokens_has_no_drafts() -> None:
-    usage = _usage(DraftingSource({0: (1, 0, 0)}), max_tokens=0, echo=True)
+    usage = _usage(_drafting({0: (1, 0, 0)}), max_tokens=0, echo=True)
     assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (0, _details(0, 0))
 
 

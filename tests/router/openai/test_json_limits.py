@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+from event_loops import in_event_loop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -110,19 +111,15 @@ def test_counting_ends_where_a_bound_is_exceeded() -> None:
     assert MAX_GROUPS < counts.groups <= 2 * json_limits.SCAN_BYTES
 
 
-def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_the_thread_for_that() -> None:
-    async def scenario() -> None:
-        here = threading.get_ident()
-        assert await run_off_loop(SMALL_BODY, threading.get_ident) == here
-        threads = set(
-            await asyncio.gather(
-                *(run_off_loop(SMALL_BODY + 1, threading.get_ident) for _ in range(9))
-            )
-        )
-        assert len(threads) == 1
-        assert here not in threads
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_its_thread() -> None:
+    here = threading.get_ident()
+    assert await run_off_loop(SMALL_BODY, threading.get_ident) == here
+    threads = set(
+        await asyncio.gather(*(run_off_loop(SMALL_BODY + 1, threading.get_ident) for _ in range(9)))
+    )
+    assert len(threads) == 1
+    assert here not in threads
 
 
 @pytest.mark.parametrize("num_bytes", [SMALL_BODY, SMALL_BODY + 1])

@@ -1,11 +1,11 @@
 """What routers and ingresses count for metrics."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import pytest
+from scripted_token_source import ScriptedSource
 
 from tramontane.proto.errors import (
     DeadlineExceededError,
@@ -173,23 +173,12 @@ def test_a_request_that_does_not(
     assert counts.whole_s.take() == []
 
 
-class TwoTokens:
-    """The second one ends the answer."""
-
-    async def generate(self, _specs: object) -> AsyncGenerator[RequestOutput, None]:
-        yield _tokens(0)
-        yield RequestOutput((TokenEvent(0, 7, FinishReason.LENGTH),), TIMES)
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        pass
-
-
 def test_every_completion_is_counted_by_its_model() -> None:
     model = ServedModel("m", None, max_model_len=64, max_sequences=8, vocab_size=100)
 
     async def complete() -> None:
         request = parse_completion(b'{"prompt": [1, 2, 3], "max_tokens": 2}')
-        await (await prepare_completion(model, request, arrived_at=0.0)).run(TwoTokens())
+        await (await prepare_completion(model, request, arrived_at=0.0)).run(ScriptedSource((7, 7)))
 
     asyncio.run(complete())
     counts = model.counts
@@ -203,23 +192,16 @@ def test_every_completion_is_counted_by_its_model() -> None:
     ] == [1, 1, 1]
 
 
-class FullSource:
-    async def generate(self, _specs: object) -> AsyncGenerator[RequestOutput, None]:
-        yield _tokens(0)
-
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        raise QueueFullError("full", 1)
-
-
 def test_what_an_ingress_refuses_before_it_parses_is_counted_too() -> None:
-    counts = RequestStats()
-    source = RequestTokenSource(FullSource(), Identity(), counts=counts)
+    counts, full = RequestStats(), ScriptedSource((7, 7), refusal=QueueFullError("full", 1))
+    source = RequestTokenSource(full, Identity(), counts=counts)
 
     async def tokens() -> list[RequestOutput]:
         async with aclosing(source.generate(Request.of((1,), SamplingParams()))) as batches:
             return [batch async for batch in batches]
 
-    assert asyncio.run(tokens()) == [_tokens(0)]
+    events = [event for output in asyncio.run(tokens()) for event in output.events]
+    assert events == [TokenEvent(0, 7), TokenEvent(0, 7, FinishReason.STOP)]
     with pytest.raises(QueueFullError):
         source.check_capacity(1)
     assert counts.refused["full"] == 1

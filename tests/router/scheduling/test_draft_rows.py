@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass
 from tramontane.proto.request import FinishReason, SamplingParams
-from tramontane.proto.step import NO_TOKEN
+from tramontane.proto.step import NO_TOKEN, MicroBatch
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import NEVER, FixedInFlightPolicy
 from tramontane.router.scheduling.sequence import Sequence
@@ -53,6 +53,27 @@ def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> F
     pipe = new_pipeline(cache, speculative=config, **settings)  # type: ignore[arg-type]
     pipe.token_at = token_at
     return pipe
+
+
+def certain_pipeline(monkeypatch: pytest.MonkeyPatch, **settings: object) -> FakePipeline:
+    """Return a pipeline whose tokens are all 50, as they are drafted."""
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline(**settings)  # type: ignore[arg-type]
+    pipe.token_at = lambda *_: 50
+    return pipe
+
+
+def next_batch(pipe: FakePipeline) -> MicroBatch:
+    batch = pipe.submit()
+    assert batch is not None
+    return batch
+
+
+def second_batch(pipe: FakePipeline) -> MicroBatch:
+    """Return the first micro-batch after prompts were answered."""
+    next_batch(pipe)
+    pipe.answer()
+    return next_batch(pipe)
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -157,8 +178,7 @@ def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(
     ]
     pipe.answer()
     assert len(pipe.tokens_of(3)) == 6
-    batch = pipe.submit()
-    assert batch is not None
+    batch = next_batch(pipe)
     assert batch.decodes.starts == (22, 23, 24, 25, 26)
 
 
@@ -194,8 +214,7 @@ def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_i
     assert [pipe.submit() is not None for _ in range(4)] == [True, True, True, False]
     pipe.answer()
     assert [event.token_id for event in pipe.tokens_of(3)][-1] == 99
-    batch = pipe.submit()
-    assert batch is not None
+    batch = next_batch(pipe)
     assert (batch.decodes.is_lookahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (
         False,
         12,
@@ -220,8 +239,7 @@ def test_after_a_fence_nothing_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     assert [pipe.submit() is not None for _ in range(4)] == [True, True, True, False]
     pipe.scheduler.restart(2)
     pipe.fence()
-    batch = pipe.submit()
-    assert batch is not None
+    batch = next_batch(pipe)
     assert batch.chunks[0].num_tokens == 8, "the prompt and the token that was known"
     pipe.drain()
     assert [event.token_id for event in pipe.tokens_of(3)] == [50 + n % 3 for n in range(7, 67)]
@@ -244,9 +262,7 @@ def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(
 def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guess(monkeypatch, lambda _: 50, 1.0)
-    pipe = drafting_pipeline()
-    pipe.token_at = lambda *_: 50
+    pipe = certain_pipeline(monkeypatch)
     pipe.scheduler.add(
         Sequence(0, (5, 6, 7), SamplingParams(max_tokens=30, presence_penalty=0.5), 33)
     )
@@ -256,14 +272,9 @@ def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(
 
 
 def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    guess(monkeypatch, lambda _: 50, 1.0)
-    pipe = drafting_pipeline()
-    pipe.token_at = lambda *_: 50
+    pipe = certain_pipeline(monkeypatch)
     pipe.scheduler.add(new_sequence(0, 5, 4))
-    pipe.submit()
-    pipe.answer()
-    batch = pipe.submit()
-    assert batch is not None
+    batch = second_batch(pipe)
     assert batch.decodes.starts == (5, 6, 7), (
         "the first token is known, and the last is sampled from the third row"
     )
@@ -275,15 +286,10 @@ def test_decodes_with_drafts_are_no_more_than_sequences_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every sequence keeps its own row, and drafts share the rest."""
-    guess(monkeypatch, lambda _: 50, 1.0)
-    pipe = drafting_pipeline(seqs=6, in_flight=1)
-    pipe.token_at = lambda *_: 50
+    pipe = certain_pipeline(monkeypatch, seqs=6, in_flight=1)
     for number in range(4):
         pipe.scheduler.add(new_sequence(number, 3, 20))
-    pipe.submit()
-    pipe.answer()
-    batch = pipe.submit()
-    assert batch is not None
+    batch = second_batch(pipe)
     assert len(batch.decodes.seq_ids) == 6
     assert set(batch.decodes.seq_ids) == {0, 1, 2, 3}
 
@@ -295,10 +301,7 @@ def test_drafts_leave_pages_for_other_sequences(monkeypatch: pytest.MonkeyPatch)
     pipe = new_pipeline(cache, in_flight=1, speculative=FOUR)
     pipe.token_at = lambda *_: 50
     pipe.scheduler.add(new_sequence(0, 10, 6))
-    pipe.submit()
-    pipe.answer()
-    batch = pipe.submit()
-    assert batch is not None
+    batch = second_batch(pipe)
     assert batch.decodes.starts == (10,), (
         "positions 10 and 11 are on page 2 of 4, and one is to be left"
     )
@@ -329,16 +332,13 @@ def test_nothing_is_drafted_where_the_policy_says_so(monkeypatch: pytest.MonkeyP
 
 def test_no_sequence_has_drafts_while_a_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of either policy: the prompt's tokens are certain to be needed."""
-    guess(monkeypatch, lambda _: 50, 1.0)
-    pipe = drafting_pipeline(in_flight=1, budget=8)
-    pipe.token_at = lambda *_: 50
+    pipe = certain_pipeline(monkeypatch, in_flight=1, budget=8)
     pipe.scheduler.add(new_sequence(0, 3, 30))
     pipe.submit()
     pipe.answer()
     pipe.scheduler.add(new_sequence(1, 40, 2))
     for _ in range(5):
-        batch = pipe.submit()
-        assert batch is not None
+        batch = next_batch(pipe)
         assert len(batch.decodes.seq_ids) == 1
         pipe.answer()
     pipe.drain()

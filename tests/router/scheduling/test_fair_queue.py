@@ -8,6 +8,7 @@ import pytest
 from fake_pipeline import FakePipeline, new_cache, new_sequence
 from hypothesis import given
 from hypothesis import strategies as st
+from running_router import new_scheduler
 from scripted_chain import ScriptedChain
 
 from tramontane.proto.errors import OverloadedError, QueueFullError
@@ -258,10 +259,11 @@ async def _never(_batch: object) -> None:
 
 
 def _router(max_queued: int) -> Router:
-    limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=max_queued)
-    return Router(
-        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never)
-    )
+    return Router(_one_seq_scheduler(max_queued), ScriptedChain(_never))
+
+
+def _one_seq_scheduler(max_queued: int) -> Scheduler:
+    return new_scheduler(new_cache(16, 2, 64), num_seqs=1, in_flight=1, max_queued_seqs=max_queued)
 
 
 ONE = Request.of((1,), SamplingParams(max_tokens=4))
@@ -364,12 +366,7 @@ def test_the_choices_of_a_request_without_a_key_have_one_account() -> None:
 
 def test_when_to_come_back_counts_what_still_waits() -> None:
     now = [0.0]
-    limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=1)
-    router = Router(
-        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)),
-        ScriptedChain(_never),
-        clock=lambda: now[0],
-    )
+    router = Router(_one_seq_scheduler(1), ScriptedChain(_never), clock=lambda: now[0])
     for _ in range(2):
         router.submit(ONE, lambda _: None)
     now[0] = 6.5

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from tiny_models import random_model, tiny_args, write_checkpoint
-from tokenizer_files import AWKWARD, SENTENCEPIECE, json_of_sentencepiece, small_tekken
+from tokenizer_files import AWKWARD, SENTENCEPIECE, json_with_tokens, small_tekken
 from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import CheckpointError, RequestError
@@ -85,28 +85,12 @@ def _of_fine_tune(
     own.
     """
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(_json_with(tuple(added), special), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json_with_tokens(tuple(added), special), encoding="utf-8"
+    )
     described = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
     return folder
-
-
-@cache
-def _json_with(added: tuple[str, ...], special: bool) -> str:
-    """Mistral 7B's tokenizer.json with these tokens."""
-    data = json_of_sentencepiece(SENTENCEPIECE["v1"])
-    for content in added:
-        token_id = len(data["model"]["vocab"])
-        data["model"]["vocab"][content] = token_id
-        flags = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": special,
-        }
-        data["added_tokens"].append({"id": token_id, "content": content} | flags)
-    return json.dumps(data)
 
 
 CONVERSATIONS = [

@@ -2,7 +2,6 @@
 of it is lost.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +14,7 @@ from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thinking_models import SpelledTokenizer
-from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_of_sentencepiece, thinking_tekken
+from tokenizer_files import END_THINK, THINK, json_with_tokens, thinking_tekken
 
 from tramontane.router.tokenization.backends import HfTokenizer, TekkenTokenizer
 from tramontane.router.tokenization.reasoning_parser import (
@@ -228,19 +227,9 @@ def _tokenizers() -> tuple[Tokenizer, Tokenizer, Tokenizer]:
 
 
 def _hf_tokenizer(folder: Path, *, special: bool) -> HfTokenizer:
-    data = json_of_sentencepiece(SENTENCEPIECE["v1"])
-    for content in (BEGIN, END):
-        token_id = len(data["model"]["vocab"])
-        data["model"]["vocab"][content] = token_id
-        flags = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": special,
-        }
-        data["added_tokens"].append({"id": token_id, "content": content} | flags)
-    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json_with_tokens((BEGIN, END), special), encoding="utf-8"
+    )
     return HfTokenizer(folder / "tokenizer.json")
 
 

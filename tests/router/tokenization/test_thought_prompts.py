@@ -17,7 +17,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pydantic import TypeAdapter
 from thinking_models import BEGIN, END, MESSAGES, OPENED, thinking_model
-from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_of_sentencepiece, thinking_tekken
+from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_with_tokens, thinking_tekken
 from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import ParameterError, RequestError
@@ -267,20 +267,10 @@ def test_tokenize_takes_efforts_and_variables(tmp_path: Path) -> None:
 
 
 def _folder(folder: Path, template: str, *, special: bool = False) -> Path:
-    data = json_of_sentencepiece(SENTENCEPIECE["v1"])
-    for content in (BEGIN, END):
-        token_id = len(data["model"]["vocab"])
-        data["model"]["vocab"][content] = token_id
-        flags = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": special,
-        }
-        data["added_tokens"].append({"id": token_id, "content": content} | flags)
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json_with_tokens((BEGIN, END), special), encoding="utf-8"
+    )
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
     )

@@ -4,18 +4,18 @@ what a stage holds.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checked_once import checked_once
-from harness import GREEDY, random_ids, run_in_process
+from harness import random_ids
 from latent_models import SHAPES, SIZES, publish, to_mistral_layout
-from published_models import VISION, Published
+from published_cases import CUTS, TOLERANCE, Case
+from published_models import VISION
 from stage_driver import Driver
 from tiny_models import tiny_plan
-from torch import Tensor
 from transformers import DeepseekV3Config, Mistral3Config, Mistral4Config
 
 from tramontane.proto.errors import CheckpointError
@@ -27,17 +27,6 @@ from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.checkpoint import Checkpoint
 
-TOLERANCE = 1e-4
-LENGTHS = (120, 37, 3)  # the longest is beyond the 32 positions of the original context
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    published: Published
-    prompts: list[list[int]]
-    logits: list[Tensor]  # transformers'
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _checked_once() -> Iterator[None]:
@@ -47,36 +36,16 @@ def _checked_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    published = publish(tmp_path_factory.mktemp("latent") / "hf", request.param)
-    prompts = [random_ids(n, seed=n, vocab_size=128) for n in LENGTHS]
-    return Case(request.param, published, prompts, [published.logits(prompt) for prompt in prompts])
+    return Case.of(request.param, publish(tmp_path_factory.mktemp("latent") / "hf", request.param))
 
 
-@pytest.mark.parametrize(
-    ("stages", "cut"), [(1, [120]), (2, [5, 1, 15, 16, 17, 1, 33, 32])], ids=["whole", "cut"]
-)
-def test_logits_are_those_of_transformers(case: Case, stages: int, cut: list[int]) -> None:
-    folder = case.published.folder
-    args = read_model_args(folder)
-    assert Checkpoint(folder).check(args) == "float32"
-    plan = tiny_plan(args, stages)
-    driver = Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
-    for ours, theirs in zip(
-        driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True
-    ):
-        assert theirs.std() > 0.1
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("cut", CUTS)
+def test_logits_are_those_of_transformers(case: Case, cut: str) -> None:
+    case.check_logits(*CUTS[cut])
 
 
 def test_greedy_tokens_are_equal_at_1_2_and_4_stages(case: Case) -> None:
-    outputs = []
-    for stages, page_size in ((1, 16), (2, 8), (4, 32)):
-        plan = tiny_plan(read_model_args(case.published.folder), stages, page_size)
-        workers = [StageWorker.load(stage, case.published.folder) for stage in plan.stages]
-        outputs.append(run_in_process(plan, workers, case.prompts, GREEDY))
-    assert outputs[0] == outputs[1] == outputs[2]
-    for tokens, logits in zip(outputs[0], case.logits, strict=True):
-        assert tokens[0] == logits[-1].argmax().item()
+    case.check_greedy_tokens()
 
 
 # Mistral's configuration has no other groups, gates and weights. Of these the second has a factor

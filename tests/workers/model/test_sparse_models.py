@@ -3,18 +3,18 @@ holds.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from harness import GREEDY, random_ids, run_in_process
+from harness import random_ids
+from published_cases import CUTS, TOLERANCE, Case
 from published_models import Published
 from safetensors.torch import load_file, save_file
 from sparse_models import SHAPES, YARN, publish_sparse, text_config
 from stage_driver import Driver
 from tiny_models import few_experts, tiny_plan
-from torch import Tensor
 from transformers import AutoConfig, MistralLarge4Config, MistralLarge4ForConditionalGeneration
 
 from tramontane.proto.errors import CheckpointError, PlanError
@@ -33,39 +33,17 @@ from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.config_writer import to_hf_config
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
-TOLERANCE = 1e-4
-LENGTHS = (120, 37, 3)  # the longest is beyond the 32 positions of the original context
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    published: Published
-    prompts: list[list[int]]
-    logits: list[Tensor]  # transformers'
-
 
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    published = publish_sparse(tmp_path_factory.mktemp("sparse") / "hf", request.param)
-    prompts = [random_ids(n, seed=n, vocab_size=128) for n in LENGTHS]
-    return Case(request.param, published, prompts, [published.logits(prompt) for prompt in prompts])
+    return Case.of(
+        request.param, publish_sparse(tmp_path_factory.mktemp("sparse") / "hf", request.param)
+    )
 
 
-@pytest.mark.parametrize(
-    ("stages", "cut"), [(1, [120]), (2, [5, 1, 15, 16, 17, 1, 33, 32])], ids=["whole", "cut"]
-)
-def test_logits_are_those_of_transformers(case: Case, stages: int, cut: list[int]) -> None:
-    folder = case.published.folder
-    args = read_model_args(folder)
-    assert Checkpoint(folder).check(args) == "float32"
-    plan = tiny_plan(args, min(stages, len(args.layer_groups)))
-    driver = Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
-    for ours, theirs in zip(
-        driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True
-    ):
-        assert theirs.std() > 0.1
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("cut", CUTS)
+def test_logits_are_those_of_transformers(case: Case, cut: str) -> None:
+    case.check_logits(*CUTS[cut])
 
 
 def test_the_first_token_for_which_an_indexer_chooses(case: Case) -> None:
@@ -80,15 +58,7 @@ def test_the_first_token_for_which_an_indexer_chooses(case: Case) -> None:
 
 
 def test_greedy_tokens_are_equal_at_any_number_of_stages(case: Case) -> None:
-    args = read_model_args(case.published.folder)
-    outputs = []
-    for stages, page_size in ((1, 16), (2, 8), (4, 32)):
-        plan = tiny_plan(args, min(stages, len(args.layer_groups)), page_size)
-        workers = [StageWorker.load(stage, case.published.folder) for stage in plan.stages]
-        outputs.append(run_in_process(plan, workers, case.prompts, GREEDY))
-    assert outputs[0] == outputs[1] == outputs[2]
-    for tokens, logits in zip(outputs[0], case.logits, strict=True):
-        assert tokens[0] == logits[-1].argmax().item()
+    case.check_greedy_tokens()
 
 
 def test_planned_bytes_are_those_in_memory(case: Case) -> None:
