@@ -5,15 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness import fixed_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_kinds import Answer, FailingChain, answers_of, with_scarce_pages
 from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
-from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
+from tramontane.proto.plan import SpeculativeConfig
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
@@ -35,30 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         )
         found[kind] = (
             folder,
-            answers_of(folder, plan, _scheduler(plan, 512, 1, enable_prefix_caching=False)),
+            answers_of(folder, plan, fixed_scheduler(plan, 512, 1, enable_prefix_caching=False)),
         )
     return found
-
-
-def _scheduler(
-    plan: PipelinePlan,
-    budget: int,
-    in_flight: int,
-    *,
-    enable_prefix_caching: bool = True,
-    speculative: SpeculativeConfig | None = None,
-    async_scheduling: bool = False,
-) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=enable_prefix_caching,
-        speculative=speculative,
-        async_scheduling=async_scheduling,
-    )
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(in_flight, budget))
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -97,7 +74,7 @@ def test_the_same_answers_however_often_stages_fail(
         num_drafts=num_drafts,
     )
     plan = with_scarce_pages(plan) if is_scarce else plan
-    scheduler = _scheduler(plan, budget, 3, speculative=config, async_scheduling=is_async)
+    scheduler = fixed_scheduler(plan, budget, 3, speculative=config, async_scheduling=is_async)
     assert (
         answers_of(folder, plan, scheduler, make_chain=partial(FailingChain, fails_at=fails_at))
         == expected

@@ -11,19 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness import fixed_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_kinds import PROMPTS, WISHES, answers_of, with_scarce_pages
-from tiny_models import ATTENTION_KINDS, random_model, split_model, tiny_plan, write_checkpoint
+from tiny_models import (
+    ATTENTION_KINDS,
+    random_model,
+    split_model,
+    tiny_plan,
+    write_each_kind,
+)
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, MicroBatch, StepResult
-from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.hidden_states import HiddenStates
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import OverlappedExecutor
@@ -36,31 +41,15 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args))
-        for kind, args in ATTENTION_KINDS.items()
-    }
-
-
-def _scheduler(
-    plan: PipelinePlan, budget: int, policy: Policy, *, async_scheduling: bool
-) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=True,
-    )
-    return Scheduler(plan.cache, replace(limits, async_scheduling=async_scheduling), policy)
+    return write_each_kind(tmp_path_factory.mktemp("models"))
 
 
 def _synchronous(plan: PipelinePlan, budget: int) -> Scheduler:
-    return _scheduler(plan, budget, FixedInFlightPolicy(2, budget), async_scheduling=False)
+    return fixed_scheduler(plan, budget, 2)
 
 
 def _asynchronous(plan: PipelinePlan, budget: int) -> Scheduler:
-    return _scheduler(plan, budget, FixedInFlightPolicy(2, budget), async_scheduling=True)
+    return fixed_scheduler(plan, budget, 2, async_scheduling=True)
 
 
 class Now:

@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness import fixed_scheduler
 from request_kinds import Answer, FailingChain, answers_of, with_scarce_pages
 from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
-from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
+from tramontane.proto.plan import SpeculativeConfig
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
@@ -35,30 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         plan = tiny_plan(args, kv_cache_dtype="fp8")
         found[kind] = (
             folder,
-            answers_of(folder, plan, _scheduler(plan, 512, 1, enable_prefix_caching=False)),
+            answers_of(folder, plan, fixed_scheduler(plan, 512, 1, enable_prefix_caching=False)),
         )
     return found
-
-
-def _scheduler(
-    plan: PipelinePlan,
-    budget: int,
-    in_flight: int,
-    *,
-    enable_prefix_caching: bool = True,
-    speculative: SpeculativeConfig | None = None,
-    async_scheduling: bool = False,
-) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=enable_prefix_caching,
-        speculative=speculative,
-        async_scheduling=async_scheduling,
-    )
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(in_flight, budget))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +67,9 @@ def test_the_same_answers_however_they_are_computed(
     changes = {"num_drafts": config.max_drafts() if config else 0, "kv_cache_dtype": "fp8"}
     plan = tiny_plan(ATTENTION_KINDS[kind], stages, page_size, 9, **changes)
     plan = with_scarce_pages(plan) if is_scarce else plan
-    scheduler = _scheduler(plan, budget, 3, speculative=config, async_scheduling=mode == "ahead")
+    scheduler = fixed_scheduler(
+        plan, budget, 3, speculative=config, async_scheduling=mode == "ahead"
+    )
     if fails_at:
         found = answers_of(
             folder, plan, scheduler, make_chain=partial(FailingChain, fails_at=fails_at)
@@ -106,4 +85,6 @@ def test_they_are_not_those_of_a_cache_in_the_dtype_of_the_activations(
 ) -> None:
     folder, fp8 = models[kind]
     plan = tiny_plan(ATTENTION_KINDS[kind])
-    assert answers_of(folder, plan, _scheduler(plan, 512, 1, enable_prefix_caching=False)) != fp8
+    assert (
+        answers_of(folder, plan, fixed_scheduler(plan, 512, 1, enable_prefix_caching=False)) != fp8
+    )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from exact_values import exact_values
 from guessing_drafter import guess
-from harness import random_ids, run_answers
+from harness import fixed_scheduler, random_ids, run_answers
 from overflowing import (
     ALWAYS,
     NEVER,
@@ -42,9 +42,7 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.stage.device_backend import DeviceBackend
@@ -114,22 +112,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
 def _scheduler(
     plan: PipelinePlan,
     *,
-    async_scheduling: bool = False,
     speculative: SpeculativeConfig | None = None,
     budget: int = 64,
     num_in_flight: int = 2,
+    async_scheduling: bool = False,
 ) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=True,
-    )
-    limits = replace(limits, async_scheduling=async_scheduling, speculative=speculative)
-    return Scheduler(
-        plan.cache, limits, FixedInFlightPolicy(4 if speculative else num_in_flight, budget)
-    )
+    limits = {"speculative": speculative, "async_scheduling": async_scheduling}
+    return fixed_scheduler(plan, budget, 4 if speculative else num_in_flight, **limits)
 
 
 def _answers(

@@ -12,19 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from exact_values import Values, exact_values
-from harness import merge_outputs, random_ids
+from harness import fixed_scheduler, merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_kinds import with_scarce_pages
-from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
+from tiny_models import ATTENTION_KINDS, tiny_plan, write_each_kind
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import Request, SamplingParams
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = pytest.mark.skipif(
@@ -43,21 +41,7 @@ Turn = list[tuple[int, ...]]  # prompts that are sent together
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args))
-        for kind, args in ATTENTION_KINDS.items()
-    }
-
-
-def _scheduler(plan: PipelinePlan, budget: int, *, enable_prefix_caching: bool) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(2, budget))
+    return write_each_kind(tmp_path_factory.mktemp("models"))
 
 
 async def _converse(
@@ -89,7 +73,7 @@ def _answers(
 ) -> tuple[list[list[Values]], int]:
     """Return the answers of each turn, and how many tokens were found in the cache."""
     chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
-    scheduler = _scheduler(plan, budget, enable_prefix_caching=reuses)
+    scheduler = fixed_scheduler(plan, budget, 2, enable_prefix_caching=reuses)
     try:
         return asyncio.run(_converse(chain, scheduler, turns)), scheduler.allocator.num_hit
     finally:
@@ -161,7 +145,7 @@ def test_a_conversation_finds_nearly_all_of_it(
 
 def test_fences_forget_everything(folders: dict[str, Path]) -> None:
     plan = tiny_plan(ATTENTION_KINDS["window"], 1, 4)
-    scheduler = _scheduler(plan, 64, enable_prefix_caching=True)
+    scheduler = fixed_scheduler(plan, 64, 2)
     prompt = tuple(random_ids(50, seed=2))
     answers = []
     for _ in range(2):  # a new process of the stage: its caches are lost

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 from guessing_drafter import WRONG, count_ahead, guess
+from harness import fixed_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_kinds import PROMPTS, Answer, answers_of, with_scarce_pages
-from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
+from tiny_models import ATTENTION_KINDS, tiny_plan, write_each_kind
 
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other rows have other roundings"
@@ -23,22 +22,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args))
-        for kind, args in ATTENTION_KINDS.items()
-    }
+    return write_each_kind(tmp_path_factory.mktemp("models"))
 
 
 def _scheduler(plan: PipelinePlan, budget: int, config: SpeculativeConfig | None) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=True,
-        speculative=config,
-    )
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(4, budget))
+    return fixed_scheduler(plan, budget, 4, speculative=config)
 
 
 def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: float) -> None:

@@ -8,16 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from exact_values import Values, exact_values
-from harness import merge_outputs, random_ids
+from harness import merge_outputs, random_ids, scheduler_for
 
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain, TokenSource
 from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 NUM_ADDED = 13  # tokens of a turn that are not from the one before
 WISHES = (
@@ -81,14 +79,7 @@ async def take_turns(
 def caching_scheduler(
     plan: PipelinePlan, budget: int = 64, *, enable_prefix_caching: bool = True
 ) -> Scheduler:
-    limits = SchedulerLimits(
-        plan.max_num_seqs,
-        budget,
-        plan.max_model_len,
-        plan.args.vocab_size,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    return Scheduler(plan.cache, limits, BalancedPolicy(len(plan.stages), budget))
+    return scheduler_for(plan, budget, enable_prefix_caching=enable_prefix_caching)
 
 
 async def run_turns(

@@ -16,6 +16,18 @@ from typing import Any
 SM_90 = 90
 
 
+def run_compiled(program: str) -> None:
+    """Run a program that compiles kernels, in a process that does not interpret them."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
     """Of a thread: registers, and bytes of them that are spilled to memory. ``shared_bytes`` are a

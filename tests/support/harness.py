@@ -46,9 +46,33 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def scheduler_for(plan: PipelinePlan, budget: int = 512, policy: Policy | None = None) -> Scheduler:
-    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size)
-    return Scheduler(plan.cache, limits, policy or BalancedPolicy(len(plan.stages), budget))
+def scheduler_for(
+    plan: PipelinePlan, budget: int = 512, policy: Policy | None = None, **limits: Any
+) -> Scheduler:
+    """``limits`` are other fields of ``SchedulerLimits``."""
+    sizes = plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size
+    return Scheduler(
+        plan.cache,
+        SchedulerLimits(*sizes, **limits),
+        policy or BalancedPolicy(len(plan.stages), budget),
+    )
+
+
+def fixed_scheduler(
+    plan: PipelinePlan,
+    budget: int,
+    in_flight: int,
+    *,
+    enable_prefix_caching: bool = True,
+    **limits: Any,
+) -> Scheduler:
+    """Return a scheduler with so many micro-batches in flight, whatever they take; ``limits`` are
+    other fields of ``SchedulerLimits``.
+    """
+    policy = FixedInFlightPolicy(in_flight, budget)
+    return scheduler_for(
+        plan, budget, policy, enable_prefix_caching=enable_prefix_caching, **limits
+    )
 
 
 async def run_prompts(

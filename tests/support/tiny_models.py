@@ -242,6 +242,14 @@ def tiny_plan(
     return make_plan(args, replace(request, **changes))
 
 
+def write_each_kind(folder: Path) -> dict[str, Path]:
+    """Write a checkpoint of each of ``ATTENTION_KINDS``; return their folders."""
+    return {
+        kind: write_checkpoint(folder / kind, args, random_model(args))
+        for kind, args in ATTENTION_KINDS.items()
+    }
+
+
 def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
     """Write a checkpoint in the Hugging Face layout, without a tokenizer; with random weights if no
     model is given.

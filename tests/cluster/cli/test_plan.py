@@ -54,6 +54,11 @@ def plan(model: str, gpu_memory: str | None, **options: Any) -> None:
     app(["plan", "--model", model, *words, *switches], standalone_mode=False)
 
 
+def _be_here(monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
+    """Let this machine be another one."""
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: machine)
+
+
 def _planned(
     capsys: pytest.CaptureFixture[str], model: str, gpu_memory: str, **options: Any
 ) -> dict[str, Any]:
@@ -115,9 +120,7 @@ def test_without_sizes_the_plan_is_for_the_gpus_of_this_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gpus = (Gpu("big", 30 * GIB), Gpu("small", 20 * GIB, index=1))
-    monkeypatch.setattr(
-        "tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus)
-    )
+    _be_here(monkeypatch, Hardware((8,), (GIB,), gpus))
     plan("mistral-7b-v0.1", None, json=True, **options)
     shown = capsys.readouterr()
     assert [stage["memory"] // GIB for stage in json.loads(shown.out)["stages"]] == sizes
@@ -130,9 +133,7 @@ def test_memory_that_others_hold_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = (Gpu("H100", 30 * GIB, held=50 * GIB), Gpu("H100", 80 * GIB, index=1))
-    monkeypatch.setattr(
-        "tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus)
-    )
+    _be_here(monkeypatch, Hardware((8,), (GIB,), gpus))
     plan("mistral-7b-v0.1", None, json=True)
     assert (
         "2 of this machine's 2 GPUs: 30 GiB (other processes hold 50 GiB), 80 GiB\n"
@@ -148,7 +149,7 @@ def test_ingress_replicas_are_planned_for_the_cores_of_this_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     here = Hardware((cores,), (GIB,), (Gpu("H100", 79 * GIB),))
-    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: here)
+    _be_here(monkeypatch, here)
     plan("mistral-7b-v0.1", None, json=True)
     assert json.loads(capsys.readouterr().out)["ingress_replicas"] == num_ingresses
     plan("mistral-7b-v0.1", None)
@@ -206,7 +207,7 @@ def test_without_a_gpu_stages_share_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Hardware((8,), (60 * GIB,), ())
-    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: here)
+    _be_here(monkeypatch, here)
     for options, number in (({}, 2), ({"stages": 3}, 3), ({"gpus": 4}, 4)):
         plan("mistral-7b-v0.1", None, json=True, **options)
         shown = capsys.readouterr()
@@ -227,9 +228,7 @@ def test_without_a_gpu_stages_share_the_free_memory(
 def test_without_a_gpu_nothing_is_said_of_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (20 * GIB,), ())
-    )
+    _be_here(monkeypatch, Hardware((8,), (20 * GIB,), ()))
     for stages, needed in ((2, "each of 2 stages"), (1, "the stage")):
         with pytest.raises(PlanError) as refused:
             plan("mixtral-8x7b", None, stages=stages)
@@ -237,16 +236,10 @@ def test_without_a_gpu_nothing_is_said_of_gpus(
         memory = int(message.removesuffix(f" GiB of free memory for {needed}"))
         for less, fits in ((0, True), (1, False)):
             free = (memory - less) * stages * GIB
-            monkeypatch.setattr(
-                "tramontane.cluster.planning.hardware.probe_local",
-                lambda free=free: Hardware((8,), (free,), ()),
-            )
+            _be_here(monkeypatch, Hardware((8,), (free,), ()))
             with nullcontext() if fits else pytest.raises(PlanError):
                 plan("mixtral-8x7b", None, stages=stages)
-        monkeypatch.setattr(
-            "tramontane.cluster.planning.hardware.probe_local",
-            lambda: Hardware((8,), (20 * GIB,), ()),
-        )
+        _be_here(monkeypatch, Hardware((8,), (20 * GIB,), ()))
     with pytest.raises(
         PlanError, match=r"^there would be 33 stages, but the model has only 32 layers; no stage"
     ):
@@ -259,9 +252,7 @@ def test_stages_that_share_a_gpu_need_fewer_of_this_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = tuple(Gpu("H200", 30 * GIB, index=index) for index in range(4))
-    monkeypatch.setattr(
-        "tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus)
-    )
+    _be_here(monkeypatch, Hardware((8,), (GIB,), gpus))
     plan("mistral-7b-v0.1", None, stages=4, stages_per_gpu=2, json=True)
     shown = capsys.readouterr()
     assert [stage["memory"] for stage in json.loads(shown.out)["stages"]] == [15 * GIB] * 4

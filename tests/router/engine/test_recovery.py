@@ -54,8 +54,6 @@ async def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int
         if rng.random() < 0.03 and router.scheduler.num_running > 1:
             raise PipelineError("stage 1 died")
 
-    router: Router
-
     chain = StatefulChain(often)
     async with _running(chain) as router:
         results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))

@@ -3,10 +3,9 @@ on a GPU.
 """
 
 import pytest
-import torch
 from compiled_kernels import ResourceUsage, resource_usage
 from fp8_cache_checks import CHECKS
-from interpreted_checks import run_interpreted
+from kernel_tests import checks_as_tests
 
 from tramontane.proto.errors import ConfigError
 from tramontane.workers.attention.triton_attention import KEYS, STAGES, WARPS
@@ -18,20 +17,7 @@ ADA, HOPPER = 89, 90
 FP8_SHARED_BYTES = {ADA: 99 * 2**10, HOPPER: 227 * 2**10}  # of a program at most
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("fp8_cache_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("fp8_cache_checks", CHECKS)
 
 
 @pytest.mark.parametrize("capability", [ADA, HOPPER])

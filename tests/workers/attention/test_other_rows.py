@@ -4,7 +4,7 @@ token's attention.
 
 import pytest
 import torch
-from interpreted_checks import run_interpreted
+from kernel_tests import checks_as_tests
 from native_attention import inputs
 from other_rows_checks import CASES, CHECKS, FILLS, IN_PROCESS, check_other_rows
 from tiny_models import sparse_args
@@ -18,9 +18,7 @@ NUM_ROWS, NUM_CHOSEN = 64, 8
 COUNTS = (1, 3, NUM_CHOSEN)
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("other_rows_checks")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("other_rows_checks", CHECKS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,17 +26,6 @@ def failures() -> dict[str, str]:
 @pytest.mark.usefixtures("compiler")
 def test_on_a_cpu(kernels: str, case: str) -> None:
     check_other_rows(IN_PROCESS[kernels], *CASES[case], "cpu")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
 
 
 def _chosen() -> ChosenKeys:

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from attention_checks import CHECKS
 from compiled_kernels import resource_usage
-from interpreted_checks import run_interpreted
 from kernel_launches import Launches, unspecialized
+from kernel_tests import checks_as_tests
 from native_attention import prefill_index
 
 from tramontane.proto.plan import WindowClass
@@ -34,20 +34,7 @@ KERNEL, COMBINE = triton_attention._kernel, triton_attention._combine
 READS_OF_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("attention_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("attention_checks", CHECKS)
 
 
 class _NoReads(TorchDispatchMode):

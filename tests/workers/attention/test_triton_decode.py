@@ -3,29 +3,14 @@ not there, and on a GPU.
 """
 
 import pytest
-import torch
 from compiled_kernels import resource_usage
 from decode_checks import CHECKS
-from interpreted_checks import run_interpreted
+from kernel_tests import checks_as_tests
 
 from tramontane.workers.attention.triton_cache import A_BLOCK
 from tramontane.workers.attention.triton_decode import PARTS, VARIANTS, split_k_kernels
 
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("decode_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("decode_checks", CHECKS)
 
 
 def test_candidates_have_programs_for_a_gpu_and_are_few() -> None:

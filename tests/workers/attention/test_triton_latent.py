@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from compiled_kernels import ResourceUsage, resource_usage
-from interpreted_checks import run_interpreted
 from kernel_launches import Launches, unspecialized
+from kernel_tests import checks_as_tests
 from latent_checks import CHECKS, LENGTH, plan_of
 from native_attention import prefill_index
 from other_rows_checks import outputs
@@ -54,20 +54,7 @@ SMALL_4, LARGE_4, LARGE_3 = ((256, 64), 32), ((512, 64), 64), ((512, 64), 128)
 KERNELS = triton_latent._attend, triton_latent._combine
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("latent_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("latent_checks", CHECKS)
 
 
 @pytest.mark.parametrize(

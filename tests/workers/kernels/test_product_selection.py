@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled_kernels import resource_usage
 from gemv_checks import CHECKS
-from interpreted_checks import run_interpreted
+from kernel_tests import checks_as_tests
 from torch.nn import functional as F
 
 from tramontane.workers.device.kernel_choices import KernelChoices
@@ -18,21 +18,7 @@ from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
 from tramontane.workers.kernels.triton_linear import BLOCKS, SMALL_BATCH_TILES, GemvBlock, Tile
 
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("gemv_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("gemv_checks", CHECKS)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -2,9 +2,6 @@
 not there, and on a GPU.
 """
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -12,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled_kernels import SM_90, resource_usage
-from interpreted_checks import run_interpreted
+from compiled_kernels import SM_90, resource_usage, run_compiled
 from kernel_launches import Launches, unspecialized
+from kernel_tests import checks_as_tests
 from product_checks import CHECKS
 
 from tramontane.workers.kernels import triton_fp8_linear, triton_linear, triton_norm, triton_silu
@@ -72,35 +69,12 @@ for number in ("*i8", "*fp8e4nv"):
 """
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("product_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    if "float8" in name and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no fp8")
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("product_checks", CHECKS)
 
 
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """Those of bfloat16, whose tiles fit into the shared memory of a small GPU."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiled(COMPILED)
 
 
 def test_the_activation_compiles_for_hopper_without_spills() -> None:

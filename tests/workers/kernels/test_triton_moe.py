@@ -2,16 +2,12 @@
 GPU.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from interpreted_checks import run_interpreted
+from compiled_kernels import run_compiled
+from kernel_tests import checks_as_tests
 from moe_checks import CHECKS
 
 COMPILED = """
@@ -55,31 +51,8 @@ for capability in (90, 100):
 """
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("moe_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    if "float8" in name and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no fp8")
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("moe_checks", CHECKS)
 
 
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiled(COMPILED)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interpreted_checks import run_interpreted
+from kernel_tests import checks_as_tests
 from local_expert_actors import expert_plan
 from stage_checks import ARGS, CHECKS, load
 from tiny_models import tiny_plan
@@ -38,20 +38,7 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_interpreted("stage_checks")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_interpreted(failures: dict[str, str], name: str) -> None:
-    assert not failures[name], failures[name]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu(name: str) -> None:
-    CHECKS[name]("cuda")
+failures, test_interpreted, test_on_a_gpu = checks_as_tests("stage_checks", CHECKS)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
