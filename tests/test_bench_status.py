@@ -81,7 +81,8 @@ def _agreement(bench: Any, ttft: float = 104.9, per_token: float = 9.6) -> Patch
     """Return figures of which the last program's differ from those of the others, 100 and 10 ms."""
     alike = [{"ttft_ms": 100.0, "per_token_ms": 10.0}]
     last = [{"ttft_ms": ttft, "per_token_ms": per_token}]
-    return {"run": _returns({bench.OURS: alike, bench.GUIDELLM: alike, bench.VLLM: last})}
+    figures = {bench.BENCH_URL: alike, bench.GUIDELLM: alike, bench.VLLM: last}
+    return {"measure_agreement": _returns(figures)}
 
 
 def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:
@@ -594,13 +595,13 @@ CASES = {
     "scheduling calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
     "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
     "serving http": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
-    "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
+    "peers systems": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
     "batch lines": Case(_batch, [{"growth": 64.1}]),
     "batch kills": Case(_batch_kills, [{"different": 1}]),
     "serve_memory": Case(
         _serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]
     ),
-    "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
+    "peers agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "features invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "serving apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
     "prefixes": Case(

