@@ -1,8 +1,8 @@
 """The cost model: how long each stage takes for a micro-batch, learned from the timings that return
 with every result.
 
-``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and what they mean for
-the whole pipeline.
+``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and combines them into
+times of the whole pipeline.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class CostModel:
             self.refit()
 
     def predict(self, works: Sequence[BatchWork]) -> Seconds:
-        """Return the seconds of every column for each of these micro-batches: [works, columns]."""
+        """Return the seconds of every column for each micro-batch: [works, columns]."""
         times_WC: Seconds = _features(works) @ self._weights_FC
         return times_WC
 
@@ -96,9 +96,9 @@ class CostModel:
 class CostColumns:
     """The times of a pipeline that the cost model learns.
 
-    One column per stage: its compute time. Where experts run in expert actors, also one for what
-    the busiest actors do for all stages together, and one per stage for its wait for experts while
-    it does nothing else.
+    One column per stage: its compute time. Where experts run in expert actors, also one for the
+    time of the busiest actors for all stages together, and one per stage for its wait for experts
+    while it does nothing else.
 
     Two stages compute 2 and 3 ms, experts 4 ms in all, waits are 3 and 3 ms: columns [2, 3, 4, 3,
     3], the slowest takes 4, the way through is 2 + 3 + 3 + 3 = 11.

@@ -1,12 +1,12 @@
-"""Fair shares: one account per API key, or per request without keys, over the tokens that are
-computed for it.
+"""Fair shares of the computed tokens: one account per API key, or per request without keys.
 
-Both queues share the account of a priority. A slot goes by its start (``turn``), as in start-time
-fair queueing (Goyal and others, SIGCOMM 1996); prompts of admitted sequences go by when they would
-be finished if all accounts were computed at the same speed (``prefill_queue.PrefillQueue``), as in
-weighted fair queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman
-and Henderson, SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by
-side, and most are finished sooner.
+The waiting queue and the prefill queue share the accounts of a priority. Slots are given in the
+order of start tags (``turn``), as in start-time fair queueing (Goyal and others, SIGCOMM 1996);
+prompts of admitted sequences are ordered by the time at which they would be finished if all
+accounts were computed at the same speed (``prefill_queue.PrefillQueue``), as in weighted fair
+queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman and Henderson,
+SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by side, and most
+are finished sooner.
 """
 
 from bisect import insort
@@ -19,9 +19,9 @@ class _Account:
 
     tag: int
     num_waiting: int = 0  # sequences without a slot
-    # sequences that have one, and of which prompt tokens are to be computed
+    # admitted sequences with prompt tokens to compute
     num_prefilling: int = 0
-    num_claimed: int = 0  # these tokens
+    num_claimed: int = 0  # the prompt tokens that these have left to compute
 
     @property
     def is_active(self) -> bool:
@@ -31,27 +31,26 @@ class _Account:
 class FairShares:
     """The accounts of one priority, and its virtual time.
 
-    An account is charged each token when it is scheduled: prompt tokens, and for keys the tokens of
-    their answers. Cached tokens are free, and so are drafts that were wrong. ``turn`` counts what
-    is claimed too, the prompts that are admitted and not computed yet, so that one account does not
-    take all slots between two micro-batches. No token counts twice: what is computed is not claimed
-    any more.
+    An account is charged each token when it is scheduled: prompt tokens and, with API keys, output
+    tokens. Cached tokens and rejected drafts are free. ``turn`` also counts claimed tokens (of
+    admitted prompts, not computed yet), so that one account does not take all slots between two
+    micro-batches. No token counts twice: a computed token is no longer claimed.
 
-    Virtual time advances by one for as many prompt tokens as there are accounts that would be
-    computed at once in equal shares: those with admitted prompts, and those that have been computed
-    ahead of their shares. An account without prompts begins again at the virtual time, so idle time
-    earns no credit; one that has been charged more since stays behind. When no sequence waits or
-    has prompt tokens left, all are equal again.
+    Virtual time advances by one per n prompt tokens, where n accounts would be computed at once in
+    equal shares: the accounts with admitted prompts, and the accounts that have been computed ahead
+    of their shares. An account without prompts begins again at the virtual time, so idle time earns
+    no credit; an account that has been charged more since then stays behind. When no sequence waits
+    or has prompt tokens left, all accounts are equal again.
 
     A and B have long prompts, and 100 tokens of A are computed: A is at 100, B at 0, the virtual
     time at 50. C comes with 4 tokens, begins at 50 and would be finished at 54, before A and B.
     """
 
     def __init__(self) -> None:
-        # accounts whose ``turn`` has become lower while sequences of them wait
+        # accounts with waiting sequences whose ``turn`` has become lower
         self.lowered: set[int] = set()
         self._accounts: dict[int, _Account] = {}
-        # virtual time, and what it was when the first of the active ones came
+        # virtual time, and its value when the first of the active accounts came
         self._now = self._began = 0
         self._rest = 0  # tokens computed that have not advanced the virtual time yet
         # tag and number of accounts without admitted prompts that are past it, in order
@@ -115,7 +114,7 @@ class FairShares:
         self._advance(num_tokens)
 
     def end(self, number: int, num_left: int) -> None:
-        """End the prompt of an admitted sequence, of which so many claimed tokens were not
+        """End the prompt of an admitted sequence; ``num_left`` of its claimed tokens were not
         computed.
         """
         account = self._accounts[number]
