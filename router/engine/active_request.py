@@ -44,8 +44,8 @@ class PositionBuffer(Generic[T]):
         self._next[seq_id, layer] = position
 
     def add(self, values: T, layer: int = 0) -> None:
-        """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the
-        second adds 5 and 6.
+        """Add values that continue the ones before or overlap them: after positions 1..4, values of
+        3..6 add 5 and 6.
         """
         seq_id, position = values.seq_id, self._next.get((values.seq_id, layer), values.start)
         assert values.start <= position, "positions are missing"
@@ -54,8 +54,8 @@ class PositionBuffer(Generic[T]):
             self._next[seq_id, layer] = values.end
 
     def take(self, events: Iterable[TokenEvent], end_of: Callable[[int], int]) -> tuple[T, ...]:
-        """Remove and return all values that are held for the sequences of these events, up to their
-        last tokens.
+        """Remove and return all values held for the sequences of the events, up to their last
+        tokens.
 
         ``end_of`` returns how many tokens of a sequence are known. A sequence that ends with the
         first of three tokens, two of them drafts, holds values of all three; the values of
@@ -162,7 +162,7 @@ class ActiveRequest:
         )
 
     def _take_drafts(self, events: Iterable[TokenEvent]) -> tuple[SequenceDrafts, ...]:
-        """Return the numbers of drafts of these events' sequences since the last output; with a
+        """Return the numbers of drafts of the events' sequences since the last output; with a
         sequence's first output also a number of 0.
         """
         found: list[SequenceDrafts] = []

@@ -31,7 +31,7 @@ class StepDeadline:
         self._timeout_s = timeout_s
         self._slowest_s = 0.0
         self._num_done = 0
-        self._waiting_since: float | None = None  # None: nothing is in flight
+        self._waiting_since: float | None = None  # None: no micro-batch is in flight
 
     @property
     def limit_s(self) -> float:
@@ -43,7 +43,7 @@ class StepDeadline:
         return max(self._timeout_s, SLOW_FACTOR * self._slowest_s)
 
     def on_submit(self, now: float) -> None:
-        """Start the time if nothing else is in flight."""
+        """Start the time if no other micro-batch is in flight."""
         if self._waiting_since is None:
             self._waiting_since = now
 
@@ -55,7 +55,7 @@ class StepDeadline:
         self._waiting_since = now if num_in_flight else None
 
     def reset(self) -> None:
-        """Record that nothing is in flight any more."""
+        """Record that no micro-batch is in flight any more."""
         self._waiting_since = None
 
     def overdue_s(self, now: float) -> float:

@@ -221,7 +221,7 @@ class Router:
             request.sink(PipelineError(str(error)))
 
     def request_recovery(self, error: PipelineError) -> None:
-        """Have the stages fenced again: the caller knows that they have lost their sequences."""
+        """Fence the stages again: the caller has noticed that they have lost their sequences."""
         self._reported_loss = error
         self.wake.set()
 
@@ -323,8 +323,8 @@ class Router:
         return len(set(self._requests.values()))
 
     def snapshot(self) -> PipelineSnapshot:
-        """Return what this router and its scheduler hold now. In another thread than the event
-        loop's the numbers may be of slightly different moments.
+        """Return the current state of this router and its scheduler. If it is read in another
+        thread than the event loop's, the numbers may be of slightly different moments.
         """
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         drafts, kinds = scheduler.draft_counts, allocator.cache.classes
