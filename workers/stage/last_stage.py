@@ -22,7 +22,7 @@ from tramontane.workers.sampling.token_sampler import DraftVerifier, SampledRows
 
 
 class StepTokens(NamedTuple):
-    """What a step has sampled: its part of a ``StepResult``."""
+    """The tokens that a step has sampled: its part of a ``StepResult``."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
@@ -33,7 +33,7 @@ class LastStage:
     """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of
     hidden states [S, D].
 
-    ``last_sampled_tokens``: where those are kept that the router may not know before the next step.
+    ``last_sampled_tokens``: keeps sampled tokens that the router may not know before the next step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LastStage:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether reading the tokens of a step changes what the next one begins with."""
+        """Whether reading the tokens of a step changes the input of the next step."""
         return bool(self.structured_output.num_sequences or self.logprobs.num_sequences)
 
     def update(self, batch: MicroBatch) -> None:
@@ -74,7 +74,7 @@ class LastStage:
         self.logprobs.update(batch)
 
     def clear(self) -> None:
-        """Forget all sequences; nothing of the steps that have begun is accepted."""
+        """Drop all sequences; results of steps that have begun are discarded."""
         self.logits_processor.clear()
         self.structured_output.clear()
         self.draft_verifier.clear()
@@ -91,11 +91,11 @@ class LastStage:
     def sample(
         self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Scored, ...]
     ) -> Callable[[], StepTokens]:
-        """Sample a token for each row; return what reads them, which waits for the device, and is
-        called once.
+        """Sample a token for each row; return a function that reads the tokens, waits for the
+        device, and is called once.
 
-        A sequence whose logits are not finite ends with an error, also if they are those of its
-        prompt's log-probabilities.
+        A sequence whose logits are not finite ends with an error, also if these are the logits of
+        its prompt's log-probabilities.
         """
         of_prompts = tuple(found for _, found in prompt_logprobs if found is not None)
         failed = {seq_id for seq_id, found in prompt_logprobs if found is None}

@@ -71,12 +71,13 @@ class StageLink:
             self.close()
 
     def step(self, batch: MicroBatch, last: StepResult | None = None) -> StepResult:
-        """Run a step with hidden states from the stage before and to the next; returns this stage's
-        own part of the result. ``last``: of the step before, see ``StageInput``.
+        """Run a step with hidden states from the previous stage and send its output to the next;
+        return this stage's own part of the result. ``last``: the result of the previous step, see
+        ``StageInput``.
 
-        Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
+        Raises LinkError, the errors of the computation, and StaleEpochError, which changes nothing.
         """
-        # before the link is looked at: it may be that of a later epoch, and not connected yet
+        # before the link is used: it may be the link of a later epoch, and not connected yet
         self._worker.check_epoch(batch)
         try:
             return self._linked_step(batch, last)

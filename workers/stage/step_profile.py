@@ -23,8 +23,8 @@ class StepProfile(NamedTuple):
 
 
 def read_profile() -> StepProfile | None:
-    """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is
-    malformed.
+    """Return the profile requested by ``TRAMONTANE_PROFILE``, or None without it. Raises
+    ConfigError if it is malformed.
     """
     if not (text := os.environ.get(VARIABLE)):
         return None

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Counts the steps of a stage, and records those from ``first`` on, ``num_steps`` of them."""
+    """Counts the steps of a stage, and profiles ``num_steps`` steps beginning with number
+    ``first``.
+    """
 
     def __init__(
         self, folder: Path, first: int, num_steps: int, plan: StagePlan, device: torch.device
@@ -34,8 +36,8 @@ class StepProfiler:
 
     @classmethod
     def from_environment(cls, plan: StagePlan, device: torch.device) -> "StepProfiler | None":
-        """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it
-        is malformed.
+        """Return the profiler requested by ``TRAMONTANE_PROFILE``, or None without it. Raises
+        ConfigError if it is malformed.
         """
         wanted = read_profile()
         return (
