@@ -1,5 +1,4 @@
-"""Inputs with which a stage compares attention kernels: some show which are correct, others which
-are fast.
+"""Inputs for the comparison of attention kernels: cases for correctness, and cases for speed.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
 G key/value heads, d head_dim.
@@ -63,7 +62,7 @@ GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)
 class KernelCase:
     """Random inputs for kernels, of one window class and the stage's own geometry.
 
-    Of what they compute, the first ``value_dim`` numbers of each head are compared.
+    The first ``value_dim`` elements of each output head are compared.
     """
 
     q_THd: Tensor
@@ -129,8 +128,8 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
 
 @torch.inference_mode()
 def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> None:
-    """Compare writes to a cache, of all tokens and of some, the rows of positions, and what is read
-    of rows, with PyTorch's.
+    """Compare with PyTorch: cache writes of all tokens and of some, the rows of positions, and
+    reads of rows.
 
     Raises ArithmeticError.
     """
@@ -172,9 +171,7 @@ def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernel
 
 @torch.inference_mode()
 def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: RotateAndWrite) -> None:
-    """Compare rotated queries and what is written to a cache with PyTorch's. Raises
-    ArithmeticError.
-    """
+    """Compare rotated queries and cache writes with PyTorch's. Raises ArithmeticError."""
     num_queries, num_keys, head_dim = plan.args.n_heads, plan.args.n_kv_heads, plan.args.head_dim
     dtype, rows_B = getattr(torch, plan.dtype), torch.tensor([5, 0, 2], device=device)
     qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, device=device).to(dtype)
