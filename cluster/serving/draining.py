@@ -89,6 +89,6 @@ def _broadcast(method: str) -> list[Any]:
         )
     except (RayError, TimeoutError) as error:
         return [error]
-    except RayServeException:  # there is none
+    except RayServeException:  # Ray Serve is not running
         return []
     return answers

@@ -20,21 +20,21 @@ from tramontane.proto.timing import (
 )
 from tramontane.proto.units import backoff_delays
 
-# of routers that had accepted a request and sent no token of it: it may be what they die of
+# lost routers that had accepted a request and sent no token of it: the request may crash them
 MAX_LOSSES = 10
 MAX_RETRY_INTERVAL_S = 1.0  # bound of any delay
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
 # how long "this router is full", or all are, is believed, unless a request ends before
 FULL_TTL_S = 0.25
-NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
+NOT_RUNNING_TTL_S = 1.0  # how long a router that does not run, or recovers, is asked last
 
 
 class RouterFailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
-    Which error ends a request, and after how long, depends on what routers have answered; only the
-    delays are common ones. ``without_router_since``: when the request lost its router, by the event
-    loop's clock; before that, when it arrived.
+    Routers' answers decide which error ends a request, and after how long; only the delays are the
+    same. ``without_router_since``: when the request lost its router, by the event loop's clock;
+    before that, when it arrived.
     """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
@@ -162,12 +162,13 @@ class AdmissionWindow:
 
 
 class RefusalTracker:
-    """The routers that have refused a request a moment ago. Other requests ask the others first.
+    """The routers that have recently refused a request. Other requests ask the remaining routers
+    first.
 
     A router that refuses is always the least loaded one; without this memory every request would be
-    sent to all of them. A full queue holds for requests of the same owner and priority, and other
-    reasons for all. That one request is too large for the room which is left holds for no other,
-    and is not remembered.
+    sent to all of them. A full queue applies to requests of the same owner and priority, other
+    reasons apply to all requests. A refusal of one request that is too large for the remaining room
+    says nothing about others, and is not recorded.
     """
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class RefusalTracker:
 
 
 class RouterSearch:
-    """The routers that have refused one request, while another one is looked for.
+    """The routers that have refused one request, during the search for a router that accepts it.
 
     Routers that have just refused another request are asked only if there are no others. A pipeline
     that is being fenced again gets the request, which then waits, only if no other router accepts
@@ -238,7 +239,7 @@ class RouterSearch:
             self.may_wait = True
             for each in recovering:
                 del self.refused[each]
-        if not self.may_wait:  # others' requests may have been refused since
+        if not self.may_wait:  # other requests may have been refused since
             self.refused = self._recent.matching(self._request) | self.refused
         return None
 
