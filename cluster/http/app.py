@@ -69,18 +69,17 @@ from tramontane.router.tokenization.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-# Rebalances experts for a load; returns how many experts were loaded for that, and by how many
-# pipelines.
+# Rebalances experts for a load; returns how many experts were loaded, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAppConfig:
-    """What an ``HttpApp`` serves, and its bounds.
+    """The services, model and limits of an ``HttpApp``.
 
-    ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts
-    have been given so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
-    how conversations become prompts. ``extra_routes`` are endpoints of others behind the same keys,
+    ``is_ready`` returns whether tokens can be generated now, ``expert_load`` the tokens routed to
+    each expert so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
+    renders conversations as prompts. ``extra_routes`` are further endpoints behind the same keys,
     and ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
     ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
     ``SlowClientMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.

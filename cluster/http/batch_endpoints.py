@@ -103,8 +103,8 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
 
 
 class BatchEndpoints:
-    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees those of
-    its API key only.
+    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees the jobs
+    of its own API key only.
     """
 
     def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:

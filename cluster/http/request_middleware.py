@@ -15,15 +15,16 @@ from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Iden
 
 logger = logging.getLogger(__name__)
 
-# Health checks have no key, nor has a browser that shows the form for it.
+# Health checks have no key, and a browser shows the form for the key before it has one.
 PUBLIC_PATHS = frozenset({"/health"}) | static_pages.PUBLIC_PATHS
 
 
 class AuthMiddleware:
-    """ASGI middleware around all routes. Nothing of a request without a valid key is read.
+    """ASGI middleware around all routes. It does not read the body of a request without a valid
+    key.
 
     ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that
-    themselves. ``public_paths``: those that need no key.
+    themselves. ``public_paths``: paths that need no key.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ def _path(scope: Scope) -> str:
 def _credentials(scope: Scope) -> str | None:
     """Return the header Authorization, or Anthropic's x-api-key in its form.
 
-    None also if there are several that differ, of which another server may read another one.
+    None also if there are several different credentials, as another server may read another one.
     """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     keys = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]

@@ -101,8 +101,8 @@ class SlowClientMiddleware:
 
 
 class ProxySlowClientMiddleware:
-    """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the
-    ingress allows.
+    """Outermost ASGI middleware of a proxy: closes connections that accept no data for as long as
+    the ingress allows.
 
     A large message is written in pieces: otherwise a whole response would stay in the HTTP server's
     buffer until its client goes.
@@ -160,7 +160,7 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 def _reset_connection(send: Send) -> None:
-    """Reset the connection at once and discard what is unsent; the application then sees a
+    """Reset the connection at once and discard unsent data; the application then sees a
     disconnected client.
 
     Uvicorn has no function for that, so the socket is reached through its transport.
@@ -169,7 +169,7 @@ def _reset_connection(send: Send) -> None:
     if transport is None:
         raise SlowClientError("a client does not read")
     if (connection := transport.get_extra_info("socket")) is not None:
-        # without SO_LINGER the system would still send the rest
+        # without SO_LINGER the system would still send the buffered data
         with socket.socket(fileno=os.dup(connection.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

@@ -1,10 +1,10 @@
-"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (a server at work), and ``/``,
-which names them.
+"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (the activity of a server), and
+``/``, which lists them.
 
-Browsers load nothing from elsewhere.
+Browsers load no external resources.
 
-The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server.
-What the page shows it requests with a key, as any client does.
+The files of ``/ui`` need no key: they are the same on all servers and contain no data of the
+server. The page requests its data with a key, as any client does.
 """
 
 import base64
