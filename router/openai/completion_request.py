@@ -293,7 +293,7 @@ def _layers(value: Any) -> tuple[int, ...]:
 
 
 def check_text(text: str) -> str:
-    """Return a text. Raises ValueError for one that is not valid Unicode."""
+    """Return a text. Raises ValueError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -331,7 +331,7 @@ class CompletionRequest(SamplingFields):
     return_experts: Annotated[
         tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)
     ] = Field((), strict=False)
-    # an empty one is none
+    # an empty suffix counts as none
     suffix: Annotated[Text | None, AfterValidator(lambda suffix: suffix or None)] = None
     add_special_tokens: Annotated[
         Literal[True] | None,
@@ -375,7 +375,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def _check_suffix(request: CompletionRequest) -> None:
-    """Raise ParameterError for what cannot be done between a prompt and a suffix."""
+    """Raise ParameterError for options that are not possible with a suffix."""
     if not all(isinstance(prompt, str) for prompt in request.prompt):
         raise ParameterError("suffix is for prompts that are texts, not token ids", "suffix")
     if request.echo:
@@ -435,7 +435,9 @@ def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> Parame
 
 
 def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
-    """Return the message's end if the object has an unknown field of a similar name, or nothing."""
+    """Return the end of the message if the object has an unknown field of a similar name, else
+    "".
+    """
     *place, name = missing["loc"]
     for other in others:
         *other_place, unknown = other["loc"]

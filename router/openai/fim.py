@@ -24,7 +24,7 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.structured.request_model import bounded, default_if_null
 
 # Requests for the text between a prompt and a suffix, with the fields of Mistral's API and the
-# sampling parameters of others.
+# other APIs' sampling parameters.
 
 
 class FimRequest(SamplingFields):
@@ -62,7 +62,7 @@ class FimFormatter(ChatFormatter):
     """Writes answers in the shape of a chat's, without thoughts and tool calls."""
 
     def choice(self, change: CompletionChange) -> ChatChange:
-        """Return what a chunk adds to one choice."""
+        """Return the chunk's part for one choice."""
         delta = {"content": change["text"]} if change["text"] else {}
         return chat_change(change, delta, change["finish_reason"])
 
@@ -77,7 +77,7 @@ async def prepare_fim(
     arrived_at: float,
     resume_state: ResumeState | None = None,
 ) -> FimFormatter:
-    """Tokenize and validate. Raises ParameterError for what can never run."""
+    """Tokenize and validate. Raises ParameterError for requests that can never run."""
     text = request.as_completion(model.max_model_len)
     kind = "fim", "chat.completion.chunk"
     return FimFormatter(

@@ -54,8 +54,8 @@ async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def _without_collector(work: Callable[[], T]) -> T:
-    """Call ``work`` with Python's garbage collector off, which would stop all threads often to
-    examine what ``work`` makes.
+    """Call ``work`` with Python's garbage collector off: it would often stop all threads to examine
+    new objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -67,8 +67,8 @@ def _without_collector(work: Callable[[], T]) -> T:
 
 
 def check_elements(body: bytes, what: str = "the body", parameter: str | None = None) -> None:
-    """Raise ParameterError if JSON has too many elements. ``what`` names it in the message. No
-    object is built for it.
+    """Raise ParameterError if JSON has too many elements. ``what`` names the JSON in the message.
+    The JSON is not parsed into objects.
     """
     if len(body) <= SMALL_BODY:
         return

@@ -11,8 +11,8 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the
-    likeliest first.
+    """Log-probability of a token. ``top``: the likeliest tokens at its position with their
+    log-probabilities, the likeliest first.
     """
 
     logprob: float
@@ -25,7 +25,7 @@ class TokenWithLogprobs(NamedTuple):
     token_id: int
     offset: int  # index of the character with which the token begins, or which it continues
     score: TokenLogprobs | None  # None for the first token of a prompt
-    in_thought: bool = False  # then ``offset`` means nothing
+    in_thought: bool = False  # ``offset`` is then undefined
 
 
 def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
@@ -141,7 +141,7 @@ def merge_chat_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any
 def prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's shape for prompts, without ranks: by token id, always with the prompt's own
+    """Return vLLM's format for prompts, without ranks: by token id, always with the prompt's own
     token; None for the first.
     """
 

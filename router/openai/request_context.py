@@ -1,4 +1,4 @@
-"""The token source of one request: with its client's API key and its deadline."""
+"""The token source of one request: adds the client's API key and the request's deadline."""
 
 import asyncio
 import math

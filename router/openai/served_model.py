@@ -16,17 +16,17 @@ from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, enco
 
 T = TypeVar("T")
 
-OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
-# Bounds of one request.
+OFFLOAD_CHARS = 4096  # characters of one request; longer texts are tokenized on a thread
+# Limits of one request.
 MAX_EXPERT_IDS = 2**19
-# kept at one time: those of prompts, or of an answer that is not streamed; up to 7 MB of JSON
+# kept at one time: of prompts, or of an answer that is not streamed; up to 7 MB of JSON
 MAX_WHOLE_LOGPROBS = 2**17
 MAX_STREAMED_LOGPROBS = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids
+    """The model as an ingress uses it. Without a tokenizer it accepts and returns token ids
     only.
     """
 
@@ -49,10 +49,9 @@ class ServedModel:
 async def tokenize_prompts(
     model: ServedModel, prompts: Sequence[str | tuple[int, ...]], suffix: str | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt; with ``suffix`` those that ask for the text between a
-    prompt and it.
+    """Return the token ids of every prompt; with ``suffix`` the ids of a fill-in-the-middle prompt.
 
-    Raises ParameterError for one from which nothing can be generated.
+    Raises ParameterError for a prompt that cannot be continued.
     """
     if suffix is not None:
         return [
@@ -79,7 +78,9 @@ async def tokenize_prompts(
 
 
 def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]:
-    """Return the ids of one prompt with a suffix. Raises ParameterError. It may take long."""
+    """Return the token ids of one fill-in-the-middle prompt. Raises ParameterError. It may take
+    long.
+    """
     if model.tokenizer is None:
         raise ParameterError("suffix needs text, and this model has no tokenizer", "suffix")
     try:
@@ -167,7 +168,7 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
 
 
 def validate_sampling(model: ServedModel, request: SamplingFields) -> None:
-    """Validate what requests of all APIs have. Raises ParameterError."""
+    """Validate the fields that requests of all APIs have. Raises ParameterError."""
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
     validate_token_ids(request.logit_bias, request.stop_token_ids, model.vocab_size)

@@ -26,7 +26,7 @@ PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
         "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
     },
 ]
-# what a text has not
+# fields that do not apply to a text
 OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
