@@ -80,8 +80,8 @@ class DraftActor(WorkerActor["DraftModel"]):
 
 
 def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle[Any]:
-    """Create the named, detached actor of the draft model in its bundle, or return the one that
-    exists.
+    """Create the named, detached actor of the draft model in its bundle, or return the existing
+    one.
     """
     assert spec.draft_model is not None
     actor: Any = ray.remote(

@@ -1,4 +1,4 @@
-"""Detection of actors whose processes live and make no progress, and their replacement."""
+"""Detection of actors whose processes are alive but make no progress, and their replacement."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
 from tramontane.proto.timing import KILL_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
-ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
+ANSWER_TIMEOUT_S = 0.3  # a health check runs concurrently with computing or loading
 # for a worker whose process is not stopped: it may only be short of CPU time
 LAST_ANSWER_TIMEOUT_S = 3.0
 LOADING_ANSWER_TIMEOUT_S = 0.7
@@ -72,7 +72,7 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
 
 
 class SilenceTracker:
-    """Health checks of workers that load, which may miss some of them."""
+    """Health checks of loading workers, which may miss some checks."""
 
     def __init__(self) -> None:
         self._num_missed: Counter[ActorHandle[Any]] = Counter()  # checks in a row
@@ -106,8 +106,8 @@ def _check_health(
     """Return the health of the workers that answer in time; None if Ray says that a worker has no
     process.
 
-    A worker that restarts does not answer. To a caller that has not called it before, a stopped one
-    looks the same.
+    A worker that restarts does not answer. To a caller that has not called it before, a stopped
+    worker looks the same.
     """
     names: dict[Any, str] = {}
     for name, worker in workers.items():
