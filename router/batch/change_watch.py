@@ -25,10 +25,10 @@ class _Seen(NamedTuple):
 
 
 class ChangeWatch(Generic[K]):
-    """Notices whether the owners of rows still write them. Times that others wrote are only
+    """Detects whether the owners of rows still write them. Timestamps of other writers are only
     compared with each other.
 
-    Machines need not agree on the time for this, and a clock that is set changes nothing.
+    So the machines' clocks need not agree, and setting a clock has no effect.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class ChangeWatch(Generic[K]):
         self._seen: dict[K, _Seen] = {}
 
     def look(self, rows: Mapping[K, object]) -> dict[K, Unchanged]:
-        """Return this of each of the rows; others are forgotten."""
+        """Return the observation of each row; other rows are forgotten."""
         now = self._clock()
         self._seen = {key: self._seen_now(key, value, now) for key, value in rows.items()}
         return {key: Unchanged(now - seen.at, seen.has_changed) for key, seen in self._seen.items()}
@@ -49,8 +49,8 @@ class ChangeWatch(Generic[K]):
 
 
 def is_stale(touched_at: float, now: float, timeout_s: float) -> bool:
-    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that was so
-    far ahead of this one.
+    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that far
+    ahead of this one.
 
     At 1000 with 30: 969 and 1031 are stale, 970 and 1030 are not.
     """

@@ -91,11 +91,11 @@ class OutcomeWriter:
 async def write_result_files(
     claims: JobClaimStore, storage: JobStorage, claim: Claim, sleep: Sleep, threads: JobThreadPool
 ) -> tuple[FileRecord | None, FileRecord | None]:
-    """Write the answers and the errors of a job whose lines are all done; None stands for a file
-    that would be empty.
+    """Write the answers and the errors of a job whose lines are all done; None stands for an empty
+    file, which is not written.
 
-    Clients see the files once the job's end is written. Writing starts again while the store cannot
-    be used.
+    Clients see the files once the job's end is written. Writing restarts while the store is
+    unavailable.
     """
 
     async def write() -> tuple[FileRecord | None, FileRecord | None]:
@@ -121,7 +121,7 @@ class _ResultFiles:
         self._open: dict[bool, StorageFile] = {}
 
     def write_page(self) -> bool:
-        """Write some results; return False if there were none left."""
+        """Write some results; return False if there were no more."""
         page = self._claims.results(self._claim, self._offset, RESULTS_AT_ONCE)
         for is_error in (False, True):
             lines = [
@@ -152,8 +152,8 @@ class _ResultFiles:
         return written.get(False), written.get(True)
 
     def discard(self) -> None:
-        """Delete the files as far as possible; what was announced and remains is deleted by
-        ``FileStore.delete_abandoned``.
+        """Delete the files as far as possible; ``FileStore.delete_abandoned`` deletes announced
+        files that remain.
         """
         for file in self._open.values():
             with suppress(JobStoreError):

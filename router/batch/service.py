@@ -36,8 +36,8 @@ from tramontane.router.batch.urls import UrlReader
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
 POLL_INTERVAL_S = 0.5
 THREADS, WRITE_THREADS, TENANT_WRITE_THREADS = 8, 4, 3
-MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
-MAX_UPLOADS = 16  # each of which takes as much of the temporary folder as a file may have
+MAX_STREAMS = 512  # of results and of states; each queries the database twice a second
+MAX_UPLOADS = 16  # each takes up to the maximum file size in the temporary folder
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -58,7 +58,7 @@ class JobSettings:
 
 
 class BatchService:
-    """Jobs and files of one tenant: of the clients without an API key, or of another one by
+    """Jobs and files of one tenant: of the clients without an API key, or of the tenant of
     ``for_tenant``.
 
     Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises
@@ -80,7 +80,7 @@ class BatchService:
             poll_s,
         )
         self._threads = JobThreadPool(THREADS)
-        # A file may take long, and calls of the database do not wait for it. Those that write need
+        # A file may take long, and calls of the database do not wait for it. Writing threads need
         # the database, too.
         self._reads, self._writes = (
             StorageThreads(),
@@ -129,7 +129,7 @@ class BatchService:
     async def submit_url(
         self, url: str, options: JobOptions, request_key: str | None = None
     ) -> Job:
-        """Submit what a URL holds: see ``JobService``."""
+        """Submit the contents of a URL: see ``JobService``."""
         await self.require_accepting()
         digest = digest_of_url(url)
         if (known := await self._find_by_request_key(request_key, options, None)) is None:
@@ -179,7 +179,9 @@ class BatchService:
         file_id: str | None = None,
         input_digest: str | None = None,
     ) -> StoredJob:
-        """Submit a job. ``input_digest`` is that of a URL, and replaces the digest of the text."""
+        """Submit a job. ``input_digest`` is the digest of a URL, and replaces the digest of the
+        text.
+        """
         self._validate(options)
         creating = asyncio.ensure_future(
             self._threads.run(self._submissions.create, options, file_id, request_key)
@@ -265,7 +267,7 @@ class BatchService:
         also if the job is deleted.
         """
         while True:
-            # read before its results: none is written after the end of a job
+            # read before its results: no result is written after the end of a job
             job = await self.get_stored(job_id)
             page = await self._threads.run(
                 self._jobs.results, job, offset, MAX_RESULTS, MAX_RESULT_CHARS
@@ -298,7 +300,9 @@ class BatchService:
 
     @contextmanager
     def _counted(self, counts: Counter[str], most: int, what: str) -> Iterator[None]:
-        """Count one of ``most``, of which one API key may have half of what others leave."""
+        """Count one of at most ``most``; one API key may have half of the number that others
+        leave.
+        """
         own = counts[self._tenant]
         left = most - (counts.total() - own)
         if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
@@ -362,10 +366,10 @@ class BatchService:
             ) from None
 
     async def collect_garbage(self) -> None:
-        """Delete what died processes have left of submissions and files, and what is older than
-        ``limits.keep_s``.
+        """Delete remains of submissions and files of processes that died, and jobs and files older
+        than ``limits.keep_s``.
 
-        It does so for all tenants.
+        Applies to all tenants.
         """
         if not self._database.is_created:
             return

@@ -45,7 +45,7 @@ def summarize_line_errors(problems: Sequence[BatchError], num_lines: int) -> str
 
 
 SUBMITTING = "submitting"  # an internal state: its lines are still arriving
-DISCARDING = "discarding"  # an internal state: its lines are being deleted, and none can be added
+DISCARDING = "discarding"  # an internal state: its lines are being deleted, none can be added
 HIDDEN = (SUBMITTING, DISCARDING)
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 ENDED_STATES = [state.value for state in JobState if state.has_ended]

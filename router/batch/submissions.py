@@ -41,7 +41,7 @@ from tramontane.router.batch.store import (
 from tramontane.router.openai.errors import error_body
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
-MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
+MAX_DELETED_LINES = 10_000  # of one transaction; other transactions write in between
 
 
 class JobSubmissions:
@@ -248,7 +248,7 @@ class JobSubmissions:
     def delete_abandoned(self) -> None:
         """Delete submissions and unfinished deletions of processes that died, of all tenants.
 
-        A submission is left alone while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S``
+        A submission is kept while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S``
         apart, whatever the clock says. It is deleted if by the clock it is old as well, or if calls
         see no progress for ``ABANDONED_TIMEOUT_S``.
         """
@@ -287,7 +287,7 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
 
 
 def _as_invalid(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of an invalid line; one that was valid by itself has the custom_id of an
+    """Return the row as an invalid line; a line that was valid by itself has the custom_id of an
     earlier line.
     """
     if row["text"] is None:
@@ -380,7 +380,7 @@ class JobIngest:
             self._add()
 
     def _add(self) -> None:
-        """Add the lines that are ready, or record progress if there are none."""
+        """Add the lines that are ready, or record progress if there are no lines."""
         endpoint, max_bytes = self._job.job.options.endpoint, self._limits.max_line_bytes
         parsed = [parse_line(line, endpoint, max_bytes, self._is_quoted) for line in self._ready]
         self._submissions.add_lines(self._job, self._place, parsed)

@@ -1,7 +1,7 @@
-"""Reading of URLs that clients submit: only below the allowed prefixes, wherever links and
-redirects lead.
+"""Reading of URLs that clients submit: only below the allowed prefixes, also after links and
+redirects.
 
-A URL is parsed once. What was parsed is compared with the prefixes, and the same is opened.
+A URL is parsed once; the parsed form is compared with the prefixes and opened.
 """
 
 import os
@@ -30,7 +30,7 @@ MAX_URL = 8192  # characters
 MAX_DECODINGS = 4  # of %252e, which is %2e after the first one and a dot after the second
 MAX_REDIRECTS = 10
 HTTP_TIMEOUT_S = 60.0  # for a connection, and for each next byte
-HTTP_HEADERS = {"accept-encoding": "identity"}  # what is compressed could be of any size
+HTTP_HEADERS = {"accept-encoding": "identity"}  # a compressed body could be of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _StorePrefix:
     folder: str
 
     def covers(self, filesystem: AbstractFileSystem, path: str) -> bool:
-        own = self.filesystem  # which equals another one of its thread only
+        own = self.filesystem  # equals only file systems of the same thread
         is_same = (
             type(filesystem) is type(own) and filesystem.storage_options == own.storage_options
         )
@@ -64,7 +64,7 @@ class _StorePrefix:
 
 class UrlReader:
     """Reads clients' URLs below any of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``.
-    Raises ConfigError for others.
+    Raises ConfigError for other prefixes.
     """
 
     def __init__(self, prefixes: Sequence[str], threads: StorageThreads | None = None) -> None:
@@ -122,8 +122,8 @@ class UrlReader:
             )
 
     def _http_pieces(self, url: httpx.URL) -> Pieces:
-        """Request what was parsed, and what its redirects name if that is allowed, too; nothing
-        else is sent.
+        """Request the parsed URL, and follow redirects to allowed URLs; no other request is
+        sent.
         """
         with httpx.HTTPTransport(verify=ssl.create_default_context(), trust_env=False) as transport:
             for _ in range(1 + MAX_REDIRECTS):
@@ -139,8 +139,8 @@ class UrlReader:
         raise JobRefusedError(f"the URL leads on more than {MAX_REDIRECTS} times")
 
     def _open_local(self, path: str) -> BinaryIO:
-        """Open a local file. What was opened decides: a link may have replaced a part of the path
-        after it was resolved.
+        """Open a local file. The path of the opened file is checked: a link may have replaced a
+        part of the path after it was resolved.
         """
         local = [
             prefix.folder
@@ -163,7 +163,9 @@ class UrlReader:
             raise
 
     def _open_in_store(self, url: str) -> BinaryIO:
-        """Open a URL of object storage. What its file system has parsed is compared, and opened."""
+        """Open a URL of object storage. The path parsed by its file system is compared, and
+        opened.
+        """
         # some file systems connect when they are made
         if not any(url.startswith(prefix.text) for prefix in self._stores):
             raise _OutsideError
@@ -174,7 +176,7 @@ class UrlReader:
 
 
 class _OutsideError(Exception):
-    """A URL, a link or a redirect leads to what is not below an allowed prefix."""
+    """A URL, a link or a redirect leads outside the allowed prefixes."""
 
 
 def _http_prefix(prefix: str) -> _HttpPrefix:
@@ -264,8 +266,8 @@ def _path(url: httpx.URL) -> bytes:
 
 
 def _body(response: httpx.Response) -> Pieces:
-    """Yield what a server answers. Raises JobRefusedError for an error, without the server's
-    words.
+    """Yield the body of a response. Raises JobRefusedError for an error status, without the
+    server's message.
     """
     if response.status_code != 200:
         raise JobRefusedError(f"the URL cannot be read: its server answered {response.status_code}")

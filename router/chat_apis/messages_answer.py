@@ -117,7 +117,7 @@ class MessagesFormatter(BlockFormatter):
     def events_of(
         self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
     ) -> list[Event]:
-        """Return the events of what happens to blocks."""
+        """Return the events of these block changes."""
         return [_event_of(step) for step in steps]
 
     def last_events(self) -> list[Event]:
@@ -172,7 +172,7 @@ async def prepare_message(
     arrived_at: float,
     state: ResumeState,
 ) -> MessagesFormatter:
-    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    """Render, tokenize and validate. Raises RequestError for requests that can never run."""
     return MessagesFormatter(await prepare_blocks(model, template, conversation, arrived_at, state))
 
 
@@ -206,7 +206,7 @@ def _event_of(step: BlockEvent) -> Event:
 
 
 def _started(block: Block) -> dict[str, Any]:
-    """Return a block of which nothing is there yet."""
+    """Return the empty form of a block."""
     match block.kind:
         case "thought":
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -217,7 +217,7 @@ def _started(block: Block) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any] | None:
-    """Return a whole block; None for a call whose input is no JSON."""
+    """Return a whole block; None for a call whose input is not JSON."""
     match block.kind:
         case "thought":
             return {**_started(block), "thinking": block.content}

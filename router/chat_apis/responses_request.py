@@ -1,6 +1,6 @@
-"""Requests for ``/v1/responses``, OpenAI's Responses API, and the chats that they are.
+"""Requests for ``/v1/responses``, OpenAI's Responses API, and their conversion to chats.
 
-What cannot be had here and would change an answer is refused by name. What cannot change it is
+Unsupported fields that would change an answer are refused by name. Fields that cannot change it are
 accepted without effect.
 """
 

@@ -1,7 +1,7 @@
 """Clients of the gRPC API: ``AsyncClient`` for asyncio, ``Client`` without it.
 
 Every method raises the errors of ``tramontane.proto.errors``: RequestError and its subclasses for
-what cannot be done, OverloadedError with the time after which to try again, AuthenticationError,
+invalid requests, OverloadedError with the time after which to try again, AuthenticationError,
 UnknownJobError, DeadlineExceededError, PipelineError if the server failed, and ConnectionLostError
 if it cannot be reached. ``timeout_s`` is for the whole call; the server stops working on a call
 that is over.
@@ -189,8 +189,8 @@ class AsyncClient:
     async def _resumed_stream(
         self, method: Callable[..., Any], request: Callable[[], object]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the messages of a stream. If the connection is lost, call the method again with
-        what ``request`` returns then.
+        """Yield the messages of a stream. If the connection is lost, call the method again with a
+        new ``request()``.
         """
         heard_at = time.monotonic()
         while True:
@@ -228,7 +228,7 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    # What waits, in addition to close. _BlockingClient overrides all five.
+    # The waiting operations, in addition to close. _BlockingClient overrides all five.
 
     def _connect(self, target: str) -> Any:  # a channel
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
@@ -302,8 +302,8 @@ def _blocking_stream(
 
 
 class Client:
-    """A client without asyncio, for any number of threads. Arguments and methods are those of
-    ``AsyncClient``.
+    """A client without asyncio, for any number of threads. Arguments and methods are the same as
+    ``AsyncClient``'s.
     """
 
     def __init__(
