@@ -65,7 +65,7 @@ def _wait_for(refs: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]])
 
 def _connect_links(stages: list[ActorHandle[Any]], epoch: int) -> None:
     """Connect each stage to the next; the death of a stage is raised rather than the LinkError of
-    its peer.
+    its neighbor.
     """
     outlets: list[Any] = ray.get(
         [stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S

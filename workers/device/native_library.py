@@ -1,7 +1,7 @@
-"""Kernels in C for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype
-and processor, in a second.
+"""C kernels for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype and
+processor, in a second.
 
-What they compute for one row or token does not depend on the others of the micro-batch.
+Their result for a row or token does not depend on the rest of the micro-batch.
 """
 
 import atexit
@@ -25,14 +25,14 @@ from pathlib import Path
 from tramontane.workers.device.self_test import one_line
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
-# What -ffast-math has that changes no result but zeros' signs and the roundings between products
-# and sums. Sums in any order are not among it: a compiler orders them as it unrolls a loop, one way
-# for one row and another for several.
+# The parts of -ffast-math that change only the signs of zeros and the rounding between products and
+# sums. Reordering of sums is not included: a compiler orders them as it unrolls a loop, differently
+# for one row and for several.
 ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
 FLAGS = ("-O3", *ARITHMETIC, "-shared", "-fPIC")
 # unless CC names one: CC="cc -march=haswell" compiles for processors with AVX2 and no AVX-512
 THIS_PROCESSOR = "-march=native"
-# Vector instructions, the best first, and what a compiler defines where it uses them.
+# Vector instructions, the best first, and the macros that a compiler defines for them.
 VECTOR_MACROS = {
     **{
         "avx512_bf16": "__AVX512BF16__",
@@ -80,15 +80,15 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
                 library,
             )
         return ctypes.CDLL(str(library))
-    except OSError as error:  # no space, or a folder from which nothing can be executed
+    except OSError as error:  # no space, or a folder mounted noexec
         raise CompilerError(
             f"the compiled kernels cannot be kept or loaded: {one_line(error)}"
         ) from None
 
 
 def _load_kept(library: Path) -> ctypes.CDLL | None:
-    """Load a library that was kept. None if there is none, or it is damaged, as after a loss of
-    power: it is compiled again.
+    """Load a cached library. None if it is missing, or damaged, for example after a power failure:
+    it is compiled again.
     """
     try:
         content = library.read_bytes()
@@ -112,7 +112,8 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
 def kernel_folder() -> Path:
     """Return the folder of compiled kernels and of choices between kernels.
 
-    Only this user can write to it, since what it has is executed. Raises OSError if there is none.
+    Only this user can write to it, since its libraries are executed. Raises OSError if it cannot be
+    created.
     """
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
     with suppress(FileExistsError):  # also if it is no folder
@@ -143,8 +144,8 @@ def locked(path: Path) -> Iterator[None]:
     """Let one process at a time run the block: stages that start together need the same libraries,
     and share the cores.
 
-    The file is removed with the lock still held. Those that wait for it, and one that makes it
-    anew, may then run together: they find what the block has made.
+    The file is removed with the lock still held. Processes that wait for it may then run together
+    with one that creates it anew: they find the results of the block.
     """
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
@@ -155,10 +156,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def source_digest(source: Path) -> str:
-    """Name what the results of a source's functions depend on, whatever the sizes: its text, the
+    """Name the conditions of the results of a source's functions, for all sizes: its text, the
     headers and the platform.
 
-    Raises CompilerError as ``compile_library`` does.
+    Raises CompilerError like ``compile_library``.
     """
     return _short_digest(
         platform_name(), *(each.read_bytes() for each in (source, *sorted(HEADERS.glob("*.h"))))
@@ -195,15 +196,15 @@ def vector_instructions() -> str:
 
 
 def _target() -> tuple[str, ...]:
-    """Return the option for this processor; nothing where the options in CC name another one.
-    Raises CompilerError.
+    """Return the option for this processor; no option if the options in CC name another one. Raises
+    CompilerError.
     """
     return () if any(word.startswith("-march=") for word in _compiler()[0]) else (THIS_PROCESSOR,)
 
 
 def _compiler() -> tuple[list[str], Path]:
     """Return the command of the C compiler, with its options, and its file. Raises CompilerError if
-    there is none.
+    it is not installed.
     """
     command = shlex.split(os.environ.get("CC", "cc"))
     found = shutil.which(command[0])
@@ -242,7 +243,7 @@ def _compile(command: list[str], library: Path) -> None:
             content = file.read()
             file.write(hashlib.new(DIGEST, content).digest())
             file.flush()
-            os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
+            os.fsync(file.fileno())  # after a power failure the file is complete or missing
         made.replace(library)  # at once: several stages may start together
 
 

@@ -1,4 +1,4 @@
-"""Linear layers, also for processors that have no arithmetic for the dtype of the weights.
+"""Linear layers, also for processors without arithmetic for the dtype of the weights.
 
 Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time.
 """

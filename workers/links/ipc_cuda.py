@@ -1,7 +1,7 @@
 """Memory and events of a GPU, shared between processes by CUDA IPC.
 
 Memory is allocated by CUDA rather than by torch: torch counts references in a file that outlives a
-killed process, and never frees what a killed process had opened.
+killed process, and never frees memory that a killed process had opened.
 
 Shape letters: N bytes.
 """
@@ -52,14 +52,14 @@ class CudaEvent:
     """The ``SharedEvent`` of CUDA, recorded and waited for on the caller's current stream."""
 
     def __init__(self, device: torch.device, handle: bytes | None = None) -> None:
-        cuda: Any = torch.cuda  # whose type stubs are incomplete
+        cuda: Any = torch.cuda  # its type stubs are incomplete
         self._device = device
         if handle is not None:
             self._event = cuda.Event.from_ipc_handle(device, handle)
             self.handle = handle
             return
         self._event = cuda.Event(interprocess=True)
-        with torch.cuda.device(device):  # to which the event then belongs
+        with torch.cuda.device(device):  # the event then belongs to it
             self.handle = self._event.ipc_handle()
 
     def record(self) -> None:
@@ -81,7 +81,7 @@ class CudaEvent:
 
 class CudaIpc:
     """The ``IpcBackend`` of one GPU. Copies are launched on the caller's current stream; the host
-    waits for nothing.
+    does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
