@@ -21,12 +21,12 @@ from tramontane.proto.quantization_config import parse_quantization
 from tramontane.proto.weight_format import DTYPE_BYTES
 
 MIXTRAL = "MixtralForCausalLM"
-# Models with latent attention, and what their gates make of logits.
+# Models with latent attention, and the score function of their gates.
 MISTRAL_4 = "Mistral4ForCausalLM"
 LATENT = {MISTRAL_4: GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 LARGE_4 = "MistralLarge4TextModel"
-# What other programs read of such configurations, and transformers' classes do not, and the only
-# values that are supported.
+# Keys that other programs read in such configurations, but not transformers' classes, and the only
+# supported values.
 GATE_VALUES = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
 # Text models with an encoder of images, which is not used: classes of the text model, by its type.
 WRAPPERS = {
@@ -49,16 +49,15 @@ SUPPORTED_ARCHITECTURES = (
 # Of the wrapper, besides the text model's own.
 TIED, EOS = "tie_word_embeddings", "eos_token_id"
 WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", EOS)
-# End-of-sequence tokens of configurations that say nothing of them: the default of transformers'
-# classes.
+# End-of-sequence tokens of configurations without an entry: the default of transformers' classes.
 DEFAULT_EOS, OTHER_EOS = 2, {"DeepseekV3ForCausalLM": 1}
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing,
-    malformed or unsupported.
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for missing,
+    malformed or unsupported values.
 
-    Of a model with an encoder of images it is the text model's.
+    For a model with a vision encoder, the result is the text model's.
     """
     with checkpoint_errors(source):
         is_wrapper = _architecture_of(config) in WRAPPERS
@@ -69,8 +68,8 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
 
 @contextmanager
 def checkpoint_errors(source: str) -> Iterator[None]:
-    """Turn whatever a malformed configuration causes inside the block into a ``CheckpointError``
-    that names ``source``.
+    """Turn any error of a malformed configuration inside the block into a ``CheckpointError`` that
+    names ``source``.
     """
     try:
         yield
@@ -90,8 +89,8 @@ def checkpoint_errors(source: str) -> Iterator[None]:
 
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
-    """Translate without defaults: those of transformers differ by class, and a wrong one would be a
-    wrong model.
+    """Translate without defaults: transformers' defaults differ by class, and a wrong default would
+    be a wrong model.
     """
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
@@ -136,10 +135,10 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the configuration of the text model, with what the wrapper says of it.
+    """Return the configuration of the text model, completed by the wrapper's values.
 
-    The text model's own values come first, but embeddings are tied if either says so: transformers
-    writes both, and its wrapper's default is true.
+    The text model's own values have precedence, but embeddings are tied if either says so:
+    transformers writes both, and its wrapper's default is true.
     """
     # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as
     # if they were missing.
@@ -156,7 +155,7 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
     own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
-    if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
+    if outer.get(TIED) is True:  # of either; the tensors show which of the two is right
         own[TIED] = True
     # of both; null in the text model's means that it has none
     if EOS in config["text_config"] or EOS in outer:
@@ -165,15 +164,15 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any], source: str = "config.json") -> Mapping[str, Any]:
-    """Return the configuration of the text model: of a wrapper what it wraps, otherwise the
+    """Return the configuration of the text model: the wrapped one of a wrapper, otherwise the
     whole.
     """
     return _unwrap(config, source) if _architecture_of(config) in WRAPPERS else config
 
 
 def _eos_token_ids(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens, the class's default if the configuration says nothing;
-    null says that there is none.
+    """Return the end-of-sequence tokens, the class's default without an entry; null means that
+    there is none.
     """
     return parse_eos_token_ids(
         config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS)
@@ -219,8 +218,8 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:
-    """Return the base of rotary frequencies. Raises CheckpointError if what is said twice is said
-    differently.
+    """Return the base of rotary frequencies. Raises CheckpointError if two keys contradict each
+    other.
 
     transformers 4 and 5 have other keys, and a file can have both.
     """
@@ -257,8 +256,8 @@ def _sparse(config: Mapping[str, Any], source: str) -> SparseArgs:
     """Return the sparse attention of Mistral Large 4. Raises CheckpointError for layers of another
     kind.
 
-    An indexer "shared" is that of the last layer before with a "full" one: full, shared, shared,
-    full is 0 0 0 3.
+    A "shared" indexer is the one of the last preceding layer with a "full" indexer: full, shared,
+    shared, full is 0 0 0 3.
     """
     n_layers: int = config["num_hidden_layers"]
     check_num_layers(n_layers)
@@ -427,8 +426,8 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
 
 
 def parse_bool(config: Mapping[str, Any], key: str) -> bool:
-    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for others, such
-    as the text "false".
+    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for other
+    values, such as the text "false".
     """
     value = config.get(key)
     if value not in (None, False, True):
@@ -453,7 +452,7 @@ def parse_dtype(config: Mapping[str, Any], source: str) -> str:
 
 def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of a configuration: one, several or none. Raises TypeError
-    for anything else.
+    for other values.
     """
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):

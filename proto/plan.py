@@ -54,8 +54,8 @@ class WindowClass:
         """Return the first position that a chunk from ``start`` up to ``end`` leaves in the cache:
         all that fit into the ring.
 
-        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 those from 624 on,
-        which are pages 39 to 43.
+        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 the positions from 624
+        on, which are pages 39 to 43.
         """
         return max(start, (-(-end // page_size) - self.ring_pages) * page_size)
 
@@ -130,9 +130,9 @@ def check_kv_cache_dtype(args: ModelArgs, dtype: str, kv_cache_dtype: KvCacheDty
 
 # ---- speculation
 
-MAX_DRAFTED_STEPS = 8  # micro-batches of one sequence in flight at most that have drafts
+MAX_DRAFTED_STEPS = 8  # maximum number of micro-batches with drafts of one sequence in flight
 MAX_INDEXED_TOKENS = 16_384  # n-grams of a sequence in its index
-NGRAM_BYTES = 340  # of one that stood in four places, without its tokens; measured
+NGRAM_BYTES = 340  # of an n-gram with four positions, without its tokens; measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class SpeculativeConfig:
         return min(MAX_DRAFTED_STEPS, num_stages) * (self.num_speculative_tokens + 1) - 1
 
     def index_bytes(self, num_seqs: int, max_model_len: int) -> int:
-        """Return what the router's indexes of n-grams take at most; a text that seldom repeats
-        itself takes half of that.
+        """Return the maximum size of the router's n-gram indexes in bytes; a text with few
+        repetitions takes half of that.
 
         N-grams of 2 tokens, 64 sequences of 16,384 tokens or more: 64 * 16,384 * (340 + 8 * 2)
         bytes, or 356 MiB.
@@ -201,14 +201,14 @@ class ExpertActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Placement of every expert on one or several actors. An expert on several has *replicas*, of
-    which a call needs one.
+    """Placement of every expert on one or several actors. An expert on several actors has
+    *replicas*; a call needs one of them.
     """
 
     args: ModelArgs
     dtype: str
     quantize: Quantization | None  # as the user asked; see weight_format
-    # of every expert, as the user asked; None: only the busiest experts are replicated
+    # of every expert, as requested by the user; None: only the busiest experts are replicated
     replicas: int | None
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
@@ -238,7 +238,7 @@ class ExpertPlan:
         return placement
 
     def tokens_per_actor(self, tokens: dict[ExpertId, float]) -> list[float]:
-        """Return the tokens of each actor, if those of an expert are shared evenly by its
+        """Return the tokens of each actor, if an expert's tokens are shared evenly by its
         replicas.
         """
         placement = self.placement
@@ -253,7 +253,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Everything that one stage needs to know."""
+    """The complete specification of one stage."""
 
     args: ModelArgs
     stage_id: int
@@ -269,7 +269,7 @@ class StagePlan:
     weight_bytes: int
     # whether the stage holds the experts of its layers; else expert actors hold them
     experts_inside: bool = True
-    padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
+    padding_bytes: int = 0  # added to ``weight_bytes`` by packing on a CPU
     # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on
     # GPUs, and on CPUs where possible.
     batch_invariant: bool | None = None

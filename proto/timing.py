@@ -1,8 +1,8 @@
-"""Time limits whose order matters, and a clock that never goes back.
+"""Time limits whose order matters, and a monotonic clock in wall-clock time.
 
-What waits for an answer waits longer than the answer may take: ``ASCENDING`` states each such
-order, and ``tests/test_time_limits.py`` checks it. A limit that relates to no other one is a
-constant of the module that waits.
+A caller's timeout is longer than the time limit of the answer: ``ASCENDING`` states each such
+order, and ``tests/test_time_limits.py`` checks it. A limit without relation to another is a
+constant of the module that uses it.
 """
 
 import time
@@ -12,7 +12,7 @@ from types import MappingProxyType
 # ---- a pipeline's stages, its supervisor and its router
 
 STAGE_LEASE_TIMEOUT_S = 1.0  # of all stages together, if one is stopped
-LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
+LEASE_CALL_TIMEOUT_S = 2.0  # the supervisor answers these next to its other work
 RENEW_INTERVAL_S = 2.0
 LEASE_TTL_S = 10.0
 SUPERVISOR_RETRY_TIMEOUT_S = 30.0  # of calls to the supervisor that fail
@@ -50,7 +50,7 @@ STREAM_IDLE_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 5.0
 # a router answers at once whether it accepts a request, unless its machine is gone
 ACCEPT_TIMEOUT_S = 10.0
-# how long others are preferred to a silent router, which would seem to be the least loaded
+# how long other routers are preferred to a silent router, which would seem to be the least loaded
 SILENT_ROUTER_TTL_S = 30.0
 ROUTER_READY_TIMEOUT_S = 5.0
 
@@ -202,17 +202,17 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 # ---- the clock
 
-# Taken once, when the process first imports this. The wall clock may be set at any time, by an hour
-# too: it is read here and nowhere else where times are compared. Differences within a process are
-# exact, as they are those of the monotonic clock; between processes they are as good as their wall
-# clocks agreed when they began. A process that begins later on a machine whose clock was set has
-# another offset, so times of two processes are for display, and what decides clips their
-# differences.
+# Computed once, when the process first imports this module. The wall clock may be set at any time,
+# by an hour too: it is read only here where times are compared. Differences within a process are
+# exact, as they come from the monotonic clock; between processes they are as accurate as their wall
+# clocks agreed at the start. A process that starts later on a machine whose clock was set has
+# another offset, so times of two processes are for display, and code that decides by their
+# differences clips them.
 _OFFSET_S = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the seconds since 1970, by the wall clock as it was when the process began: it never
-    goes back, whatever happens to the machine's clock.
+    """Return the seconds since 1970, by the wall clock at the start of the process: it never goes
+    back, regardless of changes to the machine's clock.
     """
     return _OFFSET_S + time.monotonic()
