@@ -61,7 +61,7 @@ class PolicyRecorder:
 
     @property
     def max_in_flight(self) -> int:
-        """That of the wrapped policy."""
+        """The limit of the wrapped policy."""
         return self._policy.max_in_flight
 
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
@@ -78,15 +78,15 @@ class PolicyRecorder:
         self._policy.restart()
 
     def seconds(self, work: BatchWork) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's estimate."""
         return self._policy.seconds(work)
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's value."""
         return self._policy.draft_break_even(state)
 
     def lookahead_break_even(self, state: SchedulerState) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's value."""
         return self._policy.lookahead_break_even(state)
 
 

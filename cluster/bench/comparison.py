@@ -1,7 +1,7 @@
 """Comparison of policies: the same requests on the same modelled pipeline, under ours and three
 published ones.
 
-Policies only decide the size of micro-batches; admission, pages and order of arrival are the
+Policies decide only the size of micro-batches; admission, pages and order of arrival are the
 scheduler's for all of them.
 """
 
@@ -91,9 +91,7 @@ class GllmPolicy(FixedInFlightPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """A policy, of which every run makes a new one, and the most tokens that it puts into a
-    micro-batch.
-    """
+    """A policy, created anew for every run, and the most tokens that it puts into a micro-batch."""
 
     name: str
     make: Callable[[int], Policy]  # from the number of stages
@@ -114,7 +112,7 @@ class Summary:
 
 
 def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:
-    """Return our policy with these settings, and the published ones with theirs."""
+    """Return our policy with these settings, and the published policies with their own."""
     return [
         PolicyEntry(
             "tramontane",

@@ -96,7 +96,7 @@ class BenchDisplay(Display):
 
     def advance(self, num_tokens: int) -> None:
         """Add tokens to the round."""
-        # those of a lost stage are computed again
+        # the tokens of a lost stage are computed again
         self._num_done = min(self._num_done + num_tokens, self._num_tokens)
         if self._rounds_bar is not None:
             self._rounds_bar.update(self._rounds_bar.task_ids[0], completed=self._num_done)
@@ -177,7 +177,7 @@ def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
 def as_data(outcome: BenchResult) -> dict[str, Any]:
     """Return the metrics for JSON.
 
-    The first five keys are those of ``vllm bench throughput``, the next ones, if it has them, those
+    The first five keys are the keys of ``vllm bench throughput``, the next ones, where they exist,
     of ``vllm bench serve``.
     """
     figures, used = outcome.figures, outcome.round.pipeline

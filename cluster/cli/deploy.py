@@ -300,7 +300,9 @@ def _machine_for(
     memory: str | None,
     has_gpu: bool,
 ) -> tuple[InstanceType, int]:
-    """Return the machine type and how many of them. Raises PlanError if the model does not fit."""
+    """Return the machine type and the number of machines. Raises PlanError if the model does not
+    fit.
+    """
     if memory is not None:
         sizes = parse_gpu_memory(memory)
         candidates: tuple[InstanceType, ...] = (

@@ -1,4 +1,4 @@
-"""``tramontane monitoring``: files with which Ray's own dashboard shows the stages, through
+"""``tramontane monitoring``: files that make Ray's own dashboard show the stages, through
 Prometheus and Grafana.
 """
 

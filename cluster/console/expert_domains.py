@@ -33,7 +33,7 @@ Choices = Mapping[str, Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class DomainChoices:
-    """The experts that the tokens of one text chose. Of each piece the first token, which may begin
+    """The experts chosen for the tokens of one text. The first token of each piece, which may begin
     every text, is left out.
     """
 
@@ -115,11 +115,11 @@ def fetch_choices(
     num_experts: Sequence[int],
     on_piece: Callable[[int, int], None],
 ) -> list[DomainChoices]:
-    """Let the server compute every text, and count the experts. ``on_piece`` gets how many of how
-    many pieces are done.
+    """Let the server compute every text, and count the experts. ``on_piece`` gets the numbers of
+    finished and of all pieces.
 
-    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if
-    it cannot compute now.
+    Raises the errors of ``request``, ConfigError if it is another server, PipelineUnavailableError
+    if it cannot compute now.
     """
     size = piece_size(_max_model_len(client))
     pieces = {name: split_text(text, size) for name, text in texts.items()}

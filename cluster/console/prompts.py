@@ -1,4 +1,4 @@
-"""Prompts from arguments or standard input, validated before anything is started."""
+"""Prompts from arguments or standard input, validated before any process is started."""
 
 import sys
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ def _lines_of_stdin() -> list[str]:
 def sampling_params(
     max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int
 ) -> SamplingParams:
-    """Return the parameters of these options. Raises RequestError, which names the option."""
+    """Return the sampling parameters of these options. Raises RequestError, which names the
+    option.
+    """
     try:
         return SamplingParams(max_tokens, temperature, top_p, top_k, seed=seed)
     except RequestError as error:

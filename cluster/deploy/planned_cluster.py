@@ -24,8 +24,8 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def application_args(context: typer.Context, fixed: Collection[str]) -> dict[str, Any]:
-    """Return the keys of ``--config`` and of flags, without ``fixed`` and the model, whose path is
-    another one there.
+    """Return the keys of ``--config`` and of flags, without ``fixed`` and the model, whose path
+    differs there.
 
     Raises ConfigError if the file has such keys.
     """

@@ -30,7 +30,7 @@ from tramontane.proto.plan import LimitChoice, PipelinePlan
 
 TOKENS_ON_GPUS = (8192, 4096, 2048)
 SEQS_ON_GPUS = tuple(range(MAX_SEQS_ON_GPUS, SEQS_ON_CPUS - 1, -32))
-# more sequences are chosen only if each of them has pages for so many tokens
+# more sequences are chosen only if each has pages for this number of tokens
 ROOM = 1024
 # largest share of a stage's memory that the runtime may take by larger limits
 MAX_RUNTIME_SHARE = 0.15
@@ -110,10 +110,10 @@ def with_chosen_limits(
 ) -> PipelinePlan:
     """Return the plan for GPUs again, with limits chosen where ``config`` has none.
 
-    ``plan`` has ``least_limits``; ``request_for`` returns the request with others. ``tflops``:
-    the GPUs' matrix rate, None if it is not known, so that memory alone decides. With Mistral 7B in
-    bfloat16 and 80 GiB of an H100 a micro-batch of 8192 tokens would take 0.21 s and one of 4096
-    tokens 0.10 s; 256 sequences have room for 1800 tokens each.
+    ``plan`` has ``least_limits``; ``request_for`` returns the request with other limits.
+    ``tflops``: the GPUs' matrix rate, None if it is not known, so that memory alone decides. With
+    Mistral 7B in bfloat16 and 80 GiB of an H100 a micro-batch of 8192 tokens would take 0.21 s and
+    one of 4096 tokens 0.10 s; 256 sequences have room for 1800 tokens each.
     """
     least = least_limits(config)
     if config.max_num_seqs and config.max_num_batched_tokens:

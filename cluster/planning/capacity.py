@@ -18,8 +18,8 @@ LENGTHS = (1024, 8192, 32768)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """How many sequences of ``length`` tokens fit next to a stage's weights, with the model's
-    windows and as if it had none.
+    """Number of sequences of ``length`` tokens that fit next to a stage's weights, with the model's
+    windows and without any.
     """
 
     length: int
@@ -83,7 +83,7 @@ def max_length_in_slots(plan: PipelinePlan) -> int:
 
 
 def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
-    """Describe changes to an impossible request, each of which alone would make it possible.
+    """Describe changes to an infeasible request; each change alone would make it feasible.
 
     ``per_gpu``: stages that share a GPU; None if the memory is a machine's, which more stages would
     only divide further.
@@ -125,7 +125,7 @@ def _more_memory(args: ModelArgs, request: PlanRequest) -> list[str]:
 
 
 def _smallest_memory(args: ModelArgs, request: PlanRequest, per_gpu: int) -> int | None:
-    """Return the GiB that all GPUs should have at least; None if no size is enough."""
+    """Return the minimum memory of all GPUs in GiB; None if no size is enough."""
 
     def is_enough(gib: int) -> bool:
         budget = replace(request.budgets[0], memory=gib * GIB // per_gpu)
@@ -155,7 +155,7 @@ def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
 
 def _smallest_satisfying(holds: Callable[[int], bool], maximum: int) -> int | None:
     """Return the least number from 1 to ``maximum`` for which a monotone condition holds; None if
-    there is none.
+    it does not exist.
     """
     if maximum < 1 or not holds(maximum):
         return None

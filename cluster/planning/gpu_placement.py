@@ -1,4 +1,4 @@
-"""Placement of a pipeline's stages on GPUs that are not all alike. Pure arithmetic.
+"""Placement of a pipeline's stages on GPUs of different kinds. Pure arithmetic.
 
 Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray
 chooses the node of that kind, packing stage after stage, and the GPU of the node; so on a node of
@@ -128,7 +128,7 @@ def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
 
 
 def _without_draft_values(config: EngineConfig, hardware: Hardware) -> EngineConfig:
-    """Return the settings with lists of values for the GPUs of stages alone.
+    """Return the settings with lists of values for the stages' GPUs only.
 
     A draft model with a GPU of its own has the least memory of a list that has one value more, and
     the speed in the same place: memories of 24, 80 and 24 GiB are 24 and 80 for the stages.
@@ -312,8 +312,8 @@ def _apply_overrides(
 def stage_speeds(
     config: EngineConfig, hardware: Hardware, devices: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """Return the speeds of stages on devices of these names, relative to each other: as configured,
-    else as measured, else None.
+    """Return the relative speeds of stages on devices of these names: as configured, else as
+    measured, else None.
 
     Three stages, 2 per GPU, with ``--gpu-speed 1,3``: 1, 1, 3.
     """

@@ -69,8 +69,8 @@ class Hardware:
     panel_rows: int = MAX_PANEL_ROWS
 
     def stages_per_slot(self, stages_per_gpu: int) -> int:
-        """Return how many stages share one slot, which is a GPU; without GPUs every stage has a
-        slot of its own.
+        """Return how many stages share one slot, which is a GPU; without GPUs every stage has its
+        own slot.
         """
         return stages_per_gpu if self.gpus else 1
 
@@ -245,7 +245,7 @@ def _cgroup_numbers(file: str, count: int) -> list[int]:
 def _probe_gpus(
     num_gpus: Mapping[str, int], list_gpus: Callable[[], list[VisibleGpu]]
 ) -> tuple[Gpu, ...]:
-    """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there.
+    """List the GPUs of every node that offers GPUs to Ray: the first GPUs that CUDA shows there.
 
     As long as actors have GPUs, memory that is not free may belong to these actors, and be free
     when their GPUs are given to new actors.
