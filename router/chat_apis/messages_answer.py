@@ -54,8 +54,8 @@ class MessagesTokensDetails(Answer):
 
 
 class MessagesUsage(Answer):
-    """Number of tokens. ``input_tokens``: those of the prompt that were computed,
-    ``cache_read_input_tokens`` the others.
+    """Number of tokens. ``input_tokens``: computed tokens of the prompt,
+    ``cache_read_input_tokens``: the others.
     """
 
     input_tokens: int
@@ -85,14 +85,14 @@ class TokenCount(Answer):
 
 
 class AnthropicErrorDetails(Answer):
-    """What went wrong."""
+    """The type and message of an error."""
 
     type: str
     message: str
 
 
 class AnthropicError(Answer):
-    """Body of every response of these endpoints that is an error."""
+    """Body of every error response of these endpoints."""
 
     type: Literal["error"]
     error: AnthropicErrorDetails

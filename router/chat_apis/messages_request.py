@@ -81,7 +81,7 @@ class TextBlock(RequestModel):
 
 
 class PlainText(RequestModel):
-    """A text where there is nothing else. What else it has is accepted, without effect."""
+    """A text, where only texts are allowed. Its other fields are accepted, without effect."""
 
     type: Literal["text"]
     text: str

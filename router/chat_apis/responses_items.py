@@ -39,7 +39,7 @@ OTHER_ITEMS = (
 
 
 class InputPart(RequestModel):
-    """A text. What an answer's text has more, and hints about caches, are accepted, without
+    """A text. The further fields of an answer's text, and cache hints, are accepted, without
     effect.
     """
 

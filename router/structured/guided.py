@@ -45,7 +45,7 @@ Whitespace = Annotated[Any, unsupported_except(reason="JSON is written on one li
 
 
 class StructuredOutputs(RequestModel):
-    """One of the first four fields says what the answer must be."""
+    """One of the first four fields constrains the answer."""
 
     json_: SchemaOrText = Field(None, alias="json")
     regex: Pattern | None = None

@@ -16,7 +16,7 @@ UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
 class RequestModel(BaseModel):
-    """Base of what clients send: nothing is converted, and other fields are refused."""
+    """Base of client requests: values are not converted, and other fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
