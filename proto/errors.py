@@ -55,7 +55,7 @@ DEFECT = "the server has a defect; see its log"  # for clients, of errors that a
 
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]  # of OpenAI
 
-MIN_PREFIX = 4  # characters of a name that is the beginning of a known one
+MIN_PREFIX = 4  # characters of a name that is a prefix of a known one
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -270,7 +270,7 @@ class UnknownModelError(RequestError):
 
 
 class UnsatisfiableSchemaError(RequestError):
-    """The model cannot follow the schema of the response; a retry would fail as well."""
+    """The model cannot follow the schema of the response; a retry would fail, too."""
 
     openai_code = "unfollowable"
     parameter = None
@@ -278,8 +278,8 @@ class UnsatisfiableSchemaError(RequestError):
 
 
 class NotFiniteError(RequestError):
-    """The model's numbers for a request are not finite, so that no token follows; a retry would
-    fail as well.
+    """The model's numbers for a request are not finite, so that no token can be sampled; a retry
+    would fail, too.
     """
 
     openai_code = "not_finite"
@@ -405,8 +405,8 @@ class StaleEpochError(PipelineError):
 
 
 class LinkError(PipelineError):
-    """A stage cannot receive from its neighbor or send to it. Why the neighbor is silent is
-    reported elsewhere.
+    """A stage cannot receive from its neighbor or send to it. The cause of the neighbor's silence
+    is reported elsewhere.
     """
 
 
@@ -448,7 +448,7 @@ class PipelineUnavailableError(PipelineError):
 
 class PipelineRecoveringError(PipelineUnavailableError):
     """The pipeline of this router is being fenced again; the router queues the request if no other
-    one can work on it now.
+    router can work on it now.
     """
 
     wire_name = "recovering"

@@ -140,8 +140,8 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     The text model's own values have precedence, but embeddings are tied if either says so:
     transformers writes both, and its wrapper's default is true.
     """
-    # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as
-    # if they were missing.
+    # Without a q_lora_rank queries are computed from the hidden states directly; other keys that
+    # are null count as missing.
     text = {
         key: value
         for key, value in config["text_config"].items()
@@ -157,7 +157,7 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
     if outer.get(TIED) is True:  # of either; the tensors show which of the two is right
         own[TIED] = True
-    # of both; null in the text model's means that it has none
+    # of both; null in the text model's means that there is none
     if EOS in config["text_config"] or EOS in outer:
         own[EOS] = [*parse_eos_token_ids(outer.get(EOS)), *parse_eos_token_ids(text.get(EOS))]
     return {"sliding_window": None} | outer | text | own
@@ -332,7 +332,7 @@ def _rope_scaling(
         raise CheckpointError(
             f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'"
         )
-    # Of latent attention the rotated share of a head is known from its widths.
+    # With latent attention the widths define the rotated share of a head.
     rotated_shares = {1.0, latent.qk_rope_head_dim / latent.qk_head_dim} if latent else {1.0}
     if (
         rope.get("truncate") is False
@@ -361,10 +361,10 @@ def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> 
     """Return the factor of latent attention's scores: the square of YaRN's magnitude, weighted by
     ``mscale_all_dim``.
 
-    In configurations of Mistral 4 equal weights stand for ``apply_scale: false`` of Mistral's own,
-    which is no magnitude at all. So vLLM and SGLang compute these models; transformers multiplies
-    by the square as for DeepSeek. Small 4's scores would be (0.1 ln 128 + 1)^2 = 2.2058 times too
-    large.
+    In configurations of Mistral 4, equal weights correspond to ``apply_scale: false`` of Mistral's
+    own files: no magnitude at all. vLLM and SGLang compute these models that way; transformers
+    multiplies by the square as for DeepSeek. Small 4's scores would be (0.1 ln 128 + 1)^2 = 2.2058
+    times too large.
     """
     weight = float(rope.get("mscale_all_dim") or 0.0)
     if architecture == MISTRAL_4 and weight == float(rope.get("mscale") or 0.0):
@@ -373,9 +373,7 @@ def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> 
 
 
 def has_magnitude(config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration of a text model says how YaRN's magnitude is applied, or
-    that it is not.
-    """
+    """Return whether the configuration of a text model defines the use of YaRN's magnitude."""
     return any(
         _rope_parameters(config).get(key) is not None
         for key in ("attention_factor", "mscale", "mscale_all_dim")

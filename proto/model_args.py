@@ -439,8 +439,8 @@ class ModelArgs:
         return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 0)
 
     def _count_parameters(self, num_experts: int) -> int:
-        """Count with so many experts per layer that has some. Mixtral 8x7B: 46.7 billion with 8,
-        and 12.9 with 2.
+        """Count the parameters with this number of experts per MoE layer. Mixtral 8x7B: 46.7
+        billion with 8, and 12.9 with 2.
         """
         layers = sum(
             self._attention_parameters(layer) + 2 * self.dim for layer in range(self.n_layers)

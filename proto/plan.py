@@ -1,7 +1,7 @@
 """Plan of a pipeline: everything that is fixed for its life.
 
-A ``PipelinePlan`` says which stage has which layers (one ``StagePlan`` each), how caches are cut
-into pages (``CachePlan``), and which actor has which experts if they are outside the stages
+A ``PipelinePlan`` defines the layers of each stage (one ``StagePlan`` each), the division of caches
+into pages (``CachePlan``), and the experts of each actor if they are outside the stages
 (``ExpertPlan``).
 """
 
@@ -65,7 +65,7 @@ class CachePlan:
     """Layout of the key/value cache: one class per distinct window, in the order of
     ``ModelArgs.window_classes``.
 
-    ``num_drafts``: after a sequence's last known token, at most, for which page rings have room.
+    ``num_drafts``: maximum after a sequence's last known token, for which page rings have room.
     """
 
     page_size: int
@@ -207,7 +207,7 @@ class ExpertPlan:
 
     args: ModelArgs
     dtype: str
-    quantize: Quantization | None  # as the user asked; see weight_format
+    quantize: Quantization | None  # as requested by the user; see weight_format
     # of every expert, as requested by the user; None: only the busiest experts are replicated
     replicas: int | None
     expert_bytes: int  # of one expert
@@ -262,7 +262,7 @@ class StagePlan:
     last_layer: int  # global number after its last layer
     # of activations, cache (see kv_cache_dtype) and norms; of matrices see weight_format
     dtype: str
-    quantize: Quantization | None  # as the user asked
+    quantize: Quantization | None  # as requested by the user
     cache: CachePlan
     max_num_seqs: int
     max_num_batched_tokens: int  # of a micro-batch, at most
@@ -305,7 +305,7 @@ class StagePlan:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weights as they are in memory, packed where they are on a CPU."""
+        """Bytes of the weights in memory, including packing on a CPU."""
         return self.weight_bytes + self.padding_bytes
 
     @property

@@ -95,8 +95,8 @@ def describe_quantization(given: Mapping[str, Any], program: str = "") -> str:
 
 
 def check_quantization_file(given: Mapping[str, Any], name: str, source: str) -> None:
-    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it says that no weights are
-    quantized, or FP8.
+    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it specifies unquantized
+    weights, or FP8.
     """
     inner = given.get("quantization", given)
     if not isinstance(inner, Mapping):

@@ -1,5 +1,5 @@
-"""Requests and their output: the sequences that a client asks for, and the tokens that come back;
-requests in logs.
+"""Requests and their output: the sequences of a client's request, and the returned tokens; requests
+in logs.
 """
 
 import math
@@ -199,7 +199,7 @@ class Request:
 
     sequences: tuple[SequenceRequest, ...]
     priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
-    owner: int = 0  # stands for the client's API key, for fair queueing between keys
+    owner: int = 0  # represents the client's API key, for fair queueing between keys
     # by a router or ingress that was lost since: not to be refused for lack of capacity
     already_admitted: bool = False
     request_id: str = ""  # name of the request in logs, including the stages' logs
@@ -289,7 +289,7 @@ def sequence_error(event: TokenEvent) -> RequestError:
     )
 
 
-# a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones
+# a sequence as in ``TokenEvent``, its drafts since the last output, and the accepted ones
 SequenceDrafts = tuple[int, int, int]
 
 
@@ -370,7 +370,7 @@ class RequestOutput(NamedTuple):
 
     events: tuple[TokenEvent, ...]
     times: RequestTimings
-    # For sequences that ask for them, the choices not yet returned of all tokens before the last
+    # For sequences that request them, the choices not yet returned of all tokens before the last
     # one in ``events``; in the order of positions, and never without an event of the same sequence.
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``

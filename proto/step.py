@@ -196,9 +196,9 @@ class StepResult:
     # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN or NOT_FINITE_TOKEN
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
-    # of the layers and sequences that asked for them
+    # of the layers and sequences that requested them
     expert_choices: tuple[ExpertChoices, ...] = ()
-    # of prompts and of ``token_ids``, for the sequences that asked for them
+    # of prompts and of ``token_ids``, for the sequences that requested them
     logprobs: tuple[Logprobs, ...] = ()
     # (sequence, why it ends), where its token does not show it
     finished: tuple[tuple[int, FinishReason], ...] = ()

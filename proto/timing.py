@@ -27,8 +27,8 @@ INTERRUPT_TIMEOUT_S = 5.0  # answered at once, unless a process is only starting
 FENCE_TIMEOUT_S = 60.0  # a stage that loads again may take longer: the router then fences again
 # of a router; the supervisor waits for stages at most twice as long
 SUPERVISOR_FENCE_TIMEOUT_S = 3 * FENCE_TIMEOUT_S
-# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that
-# a router had accepted, an ingress wait so long. If a router and a stage die together, the next
+# For reloading stages: this is the timeout of a router (``ObjectStoreStageChain.fence``) and, for
+# requests that a router had accepted, of an ingress. If a router and a stage die together, the next
 # router does not exist before the weights are loaded.
 LOAD_TIMEOUT_S = 600.0
 
@@ -46,9 +46,9 @@ UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stop
 
 KEEPALIVE_INTERVAL_S = 1.0
 STREAM_IDLE_TIMEOUT_S = 2.0
-# then the other machine, or the network to it, is taken to be lost: no error would show it
+# then the other machine, or the network to it, counts as lost: no error would show it
 SILENCE_TIMEOUT_S = 5.0
-# a router answers at once whether it accepts a request, unless its machine is gone
+# a router answers at once whether it accepts a request, unless its machine is lost
 ACCEPT_TIMEOUT_S = 10.0
 # how long other routers are preferred to a silent router, which would seem to be the least loaded
 SILENT_ROUTER_TTL_S = 30.0
@@ -72,7 +72,7 @@ QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy 
 MAX_ATTEMPT_S = 40.0
 
 DRAIN_POLL_INTERVAL_S = 0.1
-BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
+BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is queried again
 # for the remaining streams to receive their error before the server is removed
 END_TIMEOUT_S = 15.0
 # after a router's grace: ingresses move its requests to another router, and it stops

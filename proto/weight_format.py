@@ -36,7 +36,7 @@ class WeightFormat:
     @classmethod
     def of(cls, args: "ModelArgs", dtype: str, quantize: Quantization | None) -> "WeightFormat":
         """Return the format for activations in ``dtype``; without ``quantize`` a quantized
-        checkpoint stays as it is.
+        checkpoint keeps its format.
         """
         return cls(
             dtype,

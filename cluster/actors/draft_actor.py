@@ -26,7 +26,7 @@ CALL_TIMEOUT_S = 60.0  # of one call, which computes a bounded number of tokens
 
 
 class DraftActor(WorkerActor["DraftModel"]):
-    """A ``DraftModel`` behind Ray. A new process has no sequences, and says so."""
+    """A ``DraftModel`` behind Ray. A new process has no sequences, and reports them as not held."""
 
     def __init__(self, spec: DraftModelSpec, settings: WorkerSettings) -> None:
         if settings.logs is not None:

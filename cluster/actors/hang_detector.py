@@ -103,8 +103,8 @@ class SilenceTracker:
 def _check_health(
     workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float
 ) -> dict[str, WorkerHealth | None]:
-    """Return the health of the workers that answer in time; None if Ray says that a worker has no
-    process.
+    """Return the health of the workers that answer in time; None for a worker that, according to
+    Ray, has no process.
 
     A worker that restarts does not answer. To a caller that has not called it before, a stopped
     worker looks the same.
@@ -166,8 +166,8 @@ def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
 
 
 def _kill(pid: int, min_age_s: float) -> bool:
-    """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old
-    enough.
+    """Kill a process of Ray that is stopped or old enough. Others are spared, as the id may have
+    been reused.
     """
     try:
         process = psutil.Process(pid)

@@ -64,8 +64,8 @@ class LeaseManager:
         return self.last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
-        """Renew the lease; return False if it is not this holder's. A lease without a holder goes
-        to the first that renews.
+        """Renew the lease; return False if it is not this holder's. A lease without a holder is
+        taken by the first that renews.
         """
         if self.lease is None:
             self.lease = Lease(holder, self.last_epoch)

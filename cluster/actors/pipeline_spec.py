@@ -28,8 +28,8 @@ NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 
 @dataclass(frozen=True, slots=True)
 class TokenPieceLoader:
-    """Reader of the bytes that each token stands for, which the last stage calls where it runs and
-    only if it must.
+    """Reader of the tokens' bytes. The last stage calls it where it runs, and only if it needs
+    them.
     """
 
     folder: Path
@@ -131,7 +131,7 @@ class PipelineSpec:
     weights: WeightSource
     threads_per_stage: int
     use_gpus: bool
-    # of each bundle (see ``gpu_placement``); () is any node
+    # of each bundle (see ``gpu_placement``); () allows any node
     nodes: tuple[tuple[str, ...], ...] = ()
     checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
     application: OwnerApplication | None = None
@@ -172,7 +172,7 @@ class PipelineSpec:
 
     @property
     def gpu_share(self) -> float:
-        """The share of a GPU that a stage has, and a draft model next to it, rounded down to Ray's
+        """The share of a GPU for a stage, and for a draft model next to it, rounded down to Ray's
         units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each.
         """
         return GPU_UNITS // (self.stages_per_gpu + self._draft_shares_gpu) / GPU_UNITS

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import StepExecutor
 
-# Count of the hidden states that a stage hands to the next one, by the way that they take.
+# Counts of the hidden states that a stage sends to the next one, by transport.
 
 RAYS_LIMIT = 100 * 2**10  # without the setting
 SERIALIZED_OVERHEAD = 254  # bytes that Ray's serialization adds to a header and an array
@@ -176,7 +176,7 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
-        """Forget every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the
+        """Drop every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the
         weights are loaded.
         """
         self._wait_until_loaded()
@@ -344,7 +344,7 @@ class StageActor(WorkerActor["StageWorker"]):
         )
 
     def _refuse_while_loading(self) -> None:
-        if self._is_loading:  # a step would be refused after loading as well
+        if self._is_loading:  # a step would be refused after loading, too
             raise StaleEpochError(f"{self.label} is loading and accepts no epoch yet")
 
     def _fenced_worker(self, epoch: int) -> "StageWorker":

@@ -108,10 +108,10 @@ class Supervisor:
         return stages
 
     def fence(self, holder: str) -> int:
-        """Make every stage forget its sequences and accept a new epoch, which is returned.
+        """Make every stage drop its sequences and accept a new epoch; return the epoch.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
-        good, and Ray's GetTimeoutError if one does not answer in time.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is lost
+        permanently, and Ray's GetTimeoutError if one does not answer in time.
         """
         yielding = self._yielding_to(holder)
         with self._lock:
@@ -229,7 +229,7 @@ class Supervisor:
                     silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(self._deployments, last)
                 ):
                     self._remove()
-            except Exception:  # of Ray or Ray Serve, which may be ending as well
+            except Exception:  # of Ray or Ray Serve, which may be shutting down
                 retry_s = SUPERVISOR_WATCH_INTERVAL_S
                 logger.warning(
                     "pipeline %s could not be removed; the next attempt is in %g s",
@@ -263,10 +263,10 @@ def remove_pipeline(name: str) -> None:
     for worker in actor_names(
         rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"
     ):
-        with contextlib.suppress(ValueError):  # it has just gone
+        with contextlib.suppress(ValueError):  # it has just been removed
             ray.kill(ray.get_actor(worker, NAMESPACE))
     delete_expert_plan(name)
-    with contextlib.suppress(ValueError):  # it was never created, or is gone
+    with contextlib.suppress(ValueError):  # it was never created, or has been removed
         remove_placement_group(get_placement_group(name))
 
 

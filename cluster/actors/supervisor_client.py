@@ -80,7 +80,7 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
 async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> None:
     """Renew the lease every RENEW_INTERVAL_S; errors are only logged.
 
-    Steps do not depend on it: a router that was replaced learns that from the stages.
+    Steps do not depend on it: a replaced router is refused by the stages.
     """
     while True:
         try:

@@ -123,7 +123,7 @@ def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[No
     """Log a step that fails, with its requests; errors of Tramontane's own classes need no
     traceback.
     """
-    # now, because a fence forgets them, perhaps before the log
+    # now, because a fence drops them, perhaps before the log
     request_ids = worker.request_ids_of(batch) if worker else []
     try:
         yield
@@ -170,7 +170,7 @@ class WorkerHealth:
     pid: int
     node_id: str
     bytes_read: int  # from the checkpoint
-    # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
+    # of its weights, in their in-memory format; grows up to ``weight_bytes`` while it loads
     bytes_loaded: int
     weight_bytes: int
     busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not

@@ -32,7 +32,7 @@ class Calibration:
     modelled: Summary
 
     def pipeline(self, num_stages: int) -> PipelineModel:
-        """Return a model of so many stages, each like the mean of the real ones."""
+        """Return a model with this number of stages, each like the mean of the real ones."""
 
         def seconds(work: BatchWork) -> list[float]:
             return [float(self.costs.predict([work])[0].mean())] * num_stages
@@ -74,7 +74,7 @@ class PolicyRecorder:
         self._policy.observe(budget, work, timings)
 
     def restart(self) -> None:
-        """Let the wrapped policy begin anew."""
+        """Reset the wrapped policy."""
         self._policy.restart()
 
     def seconds(self, work: BatchWork) -> float:

@@ -24,7 +24,7 @@ from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
-# of the time with a backlog, left out at the start: pipelines fill, and our policy learns
+# share of the time with a backlog, skipped at the start: pipelines fill, and our policy learns
 WARMUP_SHARE = 0.1
 
 
@@ -64,8 +64,8 @@ class GllmPolicy(FixedInFlightPolicy):
     """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by waiting tokens
     and free pages.
 
-    Its reserve for running decodes is left out: with the caches of the simulation nothing is ever
-    preempted.
+    Its reserve for running decodes is left out: with the caches of the simulation no sequence is
+    ever preempted.
     """
 
     def __init__(

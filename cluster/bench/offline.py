@@ -36,7 +36,7 @@ class StepRecorder:
         self.results.append(result)
 
     def take_usage(self, engine: Engine, devices: tuple[StageDevice, ...]) -> PipelineUsage:
-        """Summarize the steps, which ran on these devices, and forget them."""
+        """Summarize the steps, which ran on these devices, and clear them."""
         results, self.results = self.results, []
         usage = UsageMeter(len(engine.plan.stages))
         for result in results:

@@ -74,7 +74,9 @@ class BenchDisplay(Display):
         self._begun_at = self._shown_at = 0.0
 
     def begin_round(self, number: int, rounds: RoundPlan, num_tokens: int) -> None:
-        """Show the start of a round, in which ``advance`` will be called for so many tokens."""
+        """Show the start of a round; ``advance`` will be called for a total of ``num_tokens``
+        tokens.
+        """
         self.stop()
         self._title = f"round {number + 1} of {rounds.total}" + (
             " (warm-up)" if number < rounds.num_warmups else ""

@@ -151,7 +151,7 @@ def median_index(speeds: Sequence[float]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PipelineUsage:
-    """The usage of the stages, known only of an engine of our own."""
+    """The usage of the stages, known only for an engine in this process."""
 
     plan: PipelinePlan
     usage: UsageMeter

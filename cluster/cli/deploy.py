@@ -165,8 +165,8 @@ def _write(files: dict[str, str], out: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ConfigError if no folder can be there, or a file is in it that the command has not
-    written.
+    """Raise ConfigError if the folder cannot be created, or contains a file that the command has
+    not written.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")

@@ -137,7 +137,7 @@ def plan(
         layer_costs(args, experts is None, settings.stage_times), pipeline, budgets
     )
     drafting = _plan_draft_model(settings, model, args, pipeline, memories, here)
-    # by the cores, which are known here
+    # by the number of cores, which is known here
     num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)
     index_bytes = _index_bytes(settings, pipeline)
     if as_json:

@@ -21,7 +21,7 @@ BUSY, HAS_TIME = 0.7, 0.5  # shares of the time of an event loop's thread
 FULL, HAS_CORES = 0.9, 0.8  # shares of a machine's cores
 RAISE, LOWER = 1.5, 1 / 1.2  # of the level, with each reading
 LOWEST = 0.01
-PROXY = "ray::ProxyActor"  # through which every write of every ingress replica of the machine goes
+PROXY = "ray::ProxyActor"  # every write of every ingress replica of the machine passes through it
 THROTTLED = Path("/sys/fs/cgroup/cpu.stat")  # of the container, where its cores are limited
 
 logger = logging.getLogger(__name__)

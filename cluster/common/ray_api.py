@@ -27,7 +27,7 @@ def ray_error_message(error: BaseException) -> str:
 
 
 def avoid_head_node() -> dict[str, Any]:
-    """Return the options of an actor that runs on the head node only if there is no other, and so
+    """Return the options of an actor that avoids the head node if there is another node, and so
     survives the head's death.
     """
     return {

@@ -152,7 +152,7 @@ def _is_default(handler: object) -> bool:
 
 @contextmanager
 def undone_at_end(undo: Callable[[], None]) -> Iterator[None]:
-    """Call ``undo`` after the block, and also where a second signal ends the process in it."""
+    """Call ``undo`` after the block, and also if a second signal ends the process in it."""
     _undo_at_end.append(undo)
     try:
         yield

@@ -84,8 +84,8 @@ class EngineConfig(
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of a sequence in flight: as many micro-batches have some as there are
-        stages, if that is known.
+        """The maximum number of drafts of a sequence in flight: as many micro-batches have drafts
+        as there are stages, if that is known.
         """
         if self.speculative_config is None:
             return 0

@@ -61,8 +61,8 @@ def load_as_data(load: ExpertLoad) -> dict[str, object]:
 def parse_load(data: Any) -> ExpertLoad:  # any JSON
     """Read the tokens per expert and layer.
 
-    Raises TypeError or LookupError if there is no list of lists, ValueError if these are not whole
-    numbers up to 2**53.
+    Raises TypeError or LookupError if the list of lists is missing, ValueError if its elements are
+    not whole numbers up to 2**53.
     """
     load = tuple(tuple(row) for row in data[KEY])
     if not all(type(tokens) is int and 0 <= tokens <= MAX_TOKENS for row in load for tokens in row):
@@ -94,8 +94,8 @@ def _read(path: Path, name: str, command: str, key: str, parse: Callable[[Any], 
 
 
 def _parse_list(value: object) -> object:
-    """Return the list of a configuration file that reached us as the text of a flag; all else as it
-    is.
+    """Return the list of a configuration file that arrives as the text of a flag; other values
+    unchanged.
     """
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):

@@ -1,5 +1,5 @@
-"""Which experts a running server chooses for texts of several kinds, and how often consecutive
-tokens share one.
+"""Analysis of the experts that a running server chooses for texts of several kinds, and how often
+consecutive tokens share one.
 
 The shares by kind of text are figure 7 of the Mixtral paper (arXiv 2401.04088), the repetitions its
 table 5.

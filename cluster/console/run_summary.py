@@ -45,8 +45,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A finished run. Seconds count from the start of the process; ``devices`` are known only where
-    JSON is wanted.
+    """A finished run. Seconds count from the start of the process; ``devices`` are known only for
+    JSON output.
     """
 
     completions: tuple[Completion, ...]

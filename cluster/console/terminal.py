@@ -57,7 +57,7 @@ def without_echo() -> Iterator[None]:
     before = termios.tcgetattr(terminal)
     quiet = termios.tcgetattr(terminal)
     quiet[LFLAG] &= ~(termios.ECHO | termios.ICANON)
-    quiet[IFLAG] &= ~termios.ICRNL  # prompts tell Enter from Ctrl-J
+    quiet[IFLAG] &= ~termios.ICRNL  # prompts distinguish Enter from Ctrl-J
     quiet[CC][termios.VMIN], quiet[CC][termios.VTIME] = 1, 0
 
     def restore() -> None:
@@ -97,7 +97,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-# Files that commands write: never over a file of another origin, and with errors that name the
+# Files written by commands: never over a file of another origin, and with errors that name the
 # option.
 
 

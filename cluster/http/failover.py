@@ -103,8 +103,8 @@ class FailoverResponse:
         self.has_ended, self.is_resumable = False, True
 
     def retry(self, waited_s: float) -> None:
-        """Expect messages of another ingress. ``waited_s``: since the request has arrived."""
-        # else that ingress never had the request
+        """Expect messages of another ingress. ``waited_s``: since the arrival of the request."""
+        # otherwise that ingress never received the request
         self.state.num_lost_ingresses += self.node is not None
         self.state.waited_s = waited_s
         self._start, self._is_retry, self.is_refused, self.node = None, True, False, None

@@ -273,7 +273,7 @@ def _refs(schema: Any) -> Iterator[str]:  # any JSON
 
 
 def _make_nullable(schema: JsonSchema) -> None:
-    """Let fields with a default be null as well: clients send null for parameters that they do not
+    """Allow null for fields with a default: clients send null for parameters that they do not
     set.
     """
     for name, written in schema.get("properties", {}).items():

@@ -105,7 +105,7 @@ class ProxySlowClientMiddleware:
     the ingress allows.
 
     A large message is written in pieces: otherwise a whole response would stay in the HTTP server's
-    buffer until its client goes.
+    buffer until its client disconnects.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -137,7 +137,7 @@ class ProxySlowClientMiddleware:
 
 
 def _num_unsent(send: Send) -> int:
-    """Return how many bytes of the connection wait for their reader; 1 if that is not known."""
+    """Return how many bytes of the connection are unsent; 1 if unknown."""
     transport = _transport(send)
     return 1 if transport is None else transport.get_write_buffer_size()
 

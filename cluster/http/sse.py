@@ -42,9 +42,9 @@ class Pacer:
     the load is lower.
 
     Every write has a fixed cost, in Ray Serve more than in most servers. Tokens that become ready
-    while a stream waits for its turn travel in one write. At 500 writes a second one stream waits 2
-    ms after a write, and each of 64 streams 128 ms; at half of the load 64 ms, and without any load
-    each token is written when it comes.
+    while a stream waits are sent in one write. At 500 writes a second one stream waits 2 ms after a
+    write, and each of 64 streams 128 ms; at half of the load 64 ms, and without any load each token
+    is written at once.
     """
 
     def __init__(self, writes_per_s: int, load: Load = FULL_LOAD) -> None:

@@ -65,7 +65,7 @@ UI_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 UI_HEADERS = {
-    # a browser asks whether its copy is current, which it is not after an upgrade
+    # a browser revalidates its copy, which is stale after an upgrade
     "cache-control": "no-cache",
     "content-security-policy": UI_POLICY,
     "referrer-policy": "no-referrer",
@@ -74,8 +74,8 @@ UI_HEADERS = {
 
 
 def root_route() -> Route:
-    """Return the route of ``/``: a browser is led to ``/ui``, other clients get paths, relative to
-    it, where they find more.
+    """Return the route of ``/``: a browser is redirected to ``/ui``, other clients get a list of
+    relative paths.
     """
     return _get("/", _root)
 

@@ -1,6 +1,4 @@
-"""Bounds on request bodies while they are read: their size, their slowness, and the memory of all
-together.
-"""
+"""Limits on request bodies while they are read: their size, their speed, and the total memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

@@ -167,7 +167,7 @@ class LLM:
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into
-                the context; or the model does not know the effort.
+                the context; or the model does not support the effort.
             CheckpointError: the model folder has no chat format.
         """
         encode, several = self._prompts.encode_chat, as_conversations(messages)

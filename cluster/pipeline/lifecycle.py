@@ -159,7 +159,7 @@ def shut_down_pipeline(name: str) -> None:
     It blocks.
     """
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-    with suppress(ValueError):  # it is gone
+    with suppress(ValueError):  # it has been removed
         ray.kill(ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE))
         while time.monotonic() < deadline:
             ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
@@ -366,8 +366,8 @@ def _pipelines(prefix: str) -> list[str]:
 
 
 async def _specification(name: str) -> PipelineSpec:
-    """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
-    gone.
+    """Query a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
+    lost.
     """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)

@@ -97,7 +97,7 @@ def show_progress(
     poller, known = _WorkerPoller(pipelines + WORKER), dict[str, WorkerHealth]()
 
     def update() -> None:
-        # of Ray, which may be ending: the block learns why, this is only the display
+        # of Ray, which may be shutting down: the block raises the error, this is only the display
         with suppress(Exception):
             names, answers = poller.poll()
             if not names:  # they are not placed yet
@@ -139,7 +139,7 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
                 exc_info=True,
             )
 
-    update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it was known
+    update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it has answered before
     with run_periodically(WATCH_POLL_S, update):
         yield
 
@@ -253,7 +253,7 @@ class LossReporter:
 
 
 def _has_ended(error: RayError) -> bool:
-    """Return whether the process of an actor is known to have ended. Ray does not say by which
+    """Return whether the process of an actor is known to have ended. Ray does not report by which
     signal.
     """
     return isinstance(error, ActorDiedError) or "is restarting" in str(error)

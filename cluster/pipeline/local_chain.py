@@ -79,7 +79,7 @@ class LocalStageChain:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
 
     async def fence(self) -> int:
-        """Make the stages forget their sequences; return the new epoch."""
+        """Make the stages drop their sequences; return the new epoch."""
         epoch = max(stage.epoch for stage in self.stages) + 1
         for stage in self.stages:
             await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)

@@ -129,8 +129,8 @@ def _actor(actor: Any) -> Holder:  # a message of Ray's
 
 
 def check_placeable(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> None:
-    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there,
-    and cannot grow.
+    """Raise PlanError if the cluster cannot grow, and could not hold the pipelines even if it were
+    empty.
     """
     needs = _needs(spec, num_pipelines)
     total = {node.node_id: node.total for node in cluster.nodes}

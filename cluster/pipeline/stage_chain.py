@@ -96,7 +96,7 @@ def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
     return sorted(common.items())
 
 
-# a router does not begin before it has asked them, and they may be restarting
+# a router does not start before it has queried them, and they may be restarting
 EXPERTS_TIMEOUT_S = 1.0
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
 NODES_TIMEOUT_S = 2.0  # for the head node's answer
@@ -188,10 +188,10 @@ class ObjectStoreStageChain:
         return [carried]
 
     async def fence(self) -> int:
-        """Make all stages forget their sequences; return the new epoch.
+        """Make all stages drop their sequences; return the new epoch.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
-        good, cannot load, or takes longer than LOAD_TIMEOUT_S.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is lost
+        permanently, cannot load, or takes longer than LOAD_TIMEOUT_S.
         """
         epoch = await self._fence()
         self._failures, self._newest = [], None
@@ -438,7 +438,7 @@ def _is_restarting(error: RayError) -> bool:
     """Return True if the supervisor, or a stage that it called, is unavailable or has restarted
     during the call.
 
-    A supervisor that is dead for good was removed with its pipeline; a stage's death arrives as the
+    A permanently dead supervisor was removed with its pipeline; a stage's death arrives as the
     supervisor's error.
     """
     if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):

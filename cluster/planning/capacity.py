@@ -65,7 +65,7 @@ def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
 
 
 def num_seqs_in_pages(plan: PipelinePlan, length: int) -> int:
-    """Return how many sequences of so many tokens the planned pages hold; the scarcest kind of page
+    """Return how many sequences of this length the planned pages hold; the scarcest kind of page
     decides.
     """
     return min(c.num_pages // c.pages_for(length, plan.cache.page_size) for c in plan.cache.classes)

@@ -113,8 +113,8 @@ class Hardware:
         )
 
     def check_threads(self, threads_per_stage: int | None) -> None:
-        """Raise PlanError if no node has so many cores. Stages may share cores: they rarely all
-        compute at once.
+        """Raise PlanError if no node has this number of cores. Stages may share cores: they rarely
+        all compute at once.
         """
         max_cpus = max(self.node_cpus)
         if threads_per_stage is not None and threads_per_stage > max_cpus:

@@ -358,7 +358,7 @@ class _StageFootprint:
         return sum(spec.padding_bytes(self._format, self._request.panel_rows) for spec in specs)
 
 
-@lru_cache(maxsize=8)  # the search for a plan that fits asks for the same model again and again
+@lru_cache(maxsize=8)  # the search for a feasible plan repeats requests for the same model
 def _layer_bytes(
     args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool
 ) -> tuple[tuple[int, int], ...]:

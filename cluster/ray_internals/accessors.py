@@ -191,7 +191,7 @@ def json_formatter(fields: tuple[str, ...]) -> logging.Formatter:
     return formatter  # type: ignore[no-any-return]
 
 
-def import_attribute(path: str) -> Any:  # whatever the path names
+def import_attribute(path: str) -> Any:  # any object
     """Import ``module:name`` or ``module.name`` as Ray does. Raises ImportError, AttributeError or
     ValueError.
     """

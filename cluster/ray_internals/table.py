@@ -40,7 +40,7 @@ class PrivateSymbol:
     breaks: str
 
     @property
-    def value(self) -> Any:  # whatever Ray has there
+    def value(self) -> Any:  # any object of Ray's
         """The object itself. Raises ConfigError if Ray has it no more."""
         try:
             return getattr(self._owner(), self._name)

@@ -82,7 +82,7 @@ def replace_all_interfaces(address: str, host: str) -> str:
 
 
 def format_host(host: str) -> str:
-    """Return the host as it is written before a port: ``::1`` gives ``[::1]``."""
+    """Return the host in its form before a port: ``::1`` gives ``[::1]``."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -90,7 +90,7 @@ def format_host(host: str) -> str:
 # handler.
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Ray Serve's own method, which asks for no key
+# Ray Serve's own method, which requires no key
 LIST_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"
 REQUEST_ID = "request_id"  # in the metadata: Ray Serve writes it into logs, and sends it back
 
@@ -172,8 +172,8 @@ async def _check_request_id(context: Any) -> None:  # of gRPC
 
 
 def cancel_on_disconnect(handler: StreamHandler) -> StreamHandler:
-    """Wrap the handler of a method that answers with a stream, so that its call ends with it; see
-    ``cancel_calls``.
+    """Wrap the handler of a method with a streamed response, so that its call ends with the stream;
+    see ``cancel_calls``.
     """
 
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:  # of gRPC

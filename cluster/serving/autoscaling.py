@@ -69,8 +69,8 @@ class PipelineAutoscalingPolicy:
             )
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of pipelines that are wanted, and the state to keep between calls,
-        which is empty.
+        """Return the desired number of pipelines, and the state to keep between calls, which is
+        empty.
         """
         # all routers are dead, and their requests wait at the ingresses
         if not context.current_num_replicas:

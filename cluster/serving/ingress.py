@@ -155,7 +155,7 @@ class IngressReplica(GrpcServicer):
         self._routers.resume()
 
     async def end_all(self) -> None:
-        """End all requests with an error that says why."""
+        """End all requests with an error that explains it."""
         self._routers.end_all()
 
     async def stats(self) -> dict[str, Any]:

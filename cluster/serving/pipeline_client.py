@@ -238,7 +238,7 @@ class PipelineClient:
         choice at the call's end.
         """
         choice = self._routing.choose(request, refusing, only) if self._routing else None
-        try:  # the chosen one may have gone since its last digest
+        try:  # the chosen router may have stopped since its last digest
             yield ONLY + only if only else prefer(choice and choice.replica, refusing)
         finally:
             if self._routing and choice:

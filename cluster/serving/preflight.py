@@ -42,7 +42,7 @@ from tramontane.router.batch.urls import UrlReader
 # Describes the listener at a port of this machine: a Tramontane server with its version and model,
 # or another process.
 
-ANSWER_TIMEOUT_S = 2.0  # for all that is asked
+ANSWER_TIMEOUT_S = 2.0  # for all requests together
 MAX_ANSWER_BYTES = 1 << 16
 RUNNING_SERVER = re.compile(r"tramontane\S* serve\b")  # a command line
 ROOT_KEYS = {"ui", "docs", "openapi", "health"}  # keys in our servers' response to /
@@ -189,7 +189,7 @@ def check_job_storage(config: EngineConfig) -> None:
     cannot be used.
 
     A store on another machine need not exist yet. Without a writable home directory there are no
-    batch jobs, but all else.
+    batch jobs, but all other features work.
     """
     settings = job_settings(config.with_absolute_paths())
     database, storage = Database(settings.database), JobStorage(settings.storage)

@@ -24,7 +24,7 @@ from tramontane.proto.units import backoff_delays
 MAX_LOSSES = 10
 MAX_RETRY_INTERVAL_S = 1.0  # bound of any delay
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
-# how long "this router is full", or all are, is believed, unless a request ends before
+# how long a full router, or all being full, is remembered, unless a request ends earlier
 FULL_TTL_S = 0.25
 NOT_RUNNING_TTL_S = 1.0  # how long a router that does not run, or recovers, is asked last
 
@@ -43,7 +43,7 @@ class RouterFailoverBudget:
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
-        """Forget all failures: the request has made progress."""
+        """Reset all failures: the request has made progress."""
         self._failing_since: float | None = None
         self._num_losses = 0
         self._delays = backoff_delays(ADMISSION_RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
@@ -58,7 +58,7 @@ class RouterFailoverBudget:
         self._failing_since = self._failing_since or now
         if isinstance(error, errors.RouterLostError):
             self._was_accepted = True
-            # A router had it until now, and it may have waited there for long.
+            # a router had it until now, and it may have waited there for a long time
             self._failing_since = self.without_router_since = now
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
@@ -100,7 +100,9 @@ class RouterFailoverBudget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request that no router is known to work on: on its way to one, or between two attempts."""
+    """A request that no router is known to work on: on its way to a router, or between two
+    attempts.
+    """
 
     num_sequences: int
     since: float  # by the event loop's clock
@@ -124,7 +126,7 @@ class AdmissionWindow:
         owner.
         """
         num_waiting = sum(each.num_sequences for each in self._waiting)
-        # larger requests are refused for good elsewhere
+        # larger requests are refused permanently elsewhere
         if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:
             oldest = min(each.since for each in self._waiting)
             raise errors.OverloadedError(

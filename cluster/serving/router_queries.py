@@ -54,8 +54,8 @@ class RouterQueries:
     async def is_ready(self) -> bool:
         """Return whether any router can make tokens now, as soon as one answers that it can.
 
-        Routers are asked once a second at most, however many ask this ingress: any client may,
-        without a key.
+        Routers are queried at most once a second, however many clients query this ingress: any
+        client may, without a key.
         """
         now = asyncio.get_running_loop().time()
         if self._readiness is None or (
@@ -132,7 +132,7 @@ class RouterQueries:
 
     async def _broadcast_calls(self, method: str, *arguments: object) -> list[Any]:
         """Start the calls to all routers known to Ray Serve."""
-        with suppress(Exception):  # there is no router
+        with suppress(Exception):  # no router is running
             async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
                 calls: Any = configure_handle(self._handle, by_reference=False).broadcast(
                     method, *arguments
@@ -176,15 +176,15 @@ class RouterQueries:
         return False
 
     async def _one_by_one(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """Call one router after the other, and yield their answers. Each answers with its name as
-        well.
+        """Call one router after the other, and yield their answers. Each answer includes the
+        router's name.
         """
         called: set[str] = set()
         while True:
             answer, replica = await cancellable(
                 self.method(method, exclude(called)).remote(*arguments)
             )
-            if replica in called:  # there is no other one
+            if replica in called:  # there is no further router
                 return
             called.add(replica)
             yield answer

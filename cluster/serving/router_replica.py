@@ -340,8 +340,8 @@ class RouterReplica:
             watching.cancel()
 
     async def _watch_fingerprint(self) -> None:
-        """Read the fingerprint again while it is not known, or experts are on actors, which restart
-        without a fence.
+        """Read the fingerprint again while it is unknown, or if experts are on actors, which
+        restart without a fence.
         """
         while True:
             await asyncio.sleep(FINGERPRINT_INTERVAL_S)
@@ -378,7 +378,7 @@ class RouterReplica:
 def _new_spec(
     config: EngineConfig, checkpoint_digest: CheckpointDigest, application: OwnerApplication
 ) -> PipelineSpec:
-    """Plan a pipeline for the cluster as it is now; it gets its name later."""
+    """Plan a pipeline for the current cluster; it gets its name later."""
     with annotate_node():
         check_checkpoint_digest(config.model, checkpoint_digest)
         args = validate_model(config)

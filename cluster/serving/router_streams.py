@@ -209,7 +209,7 @@ class RouterStreams:
                 SILENT_ROUTER_TTL_S, self.silent.discard, stream.replica
             )
         for call in self.calls.values():
-            # any that is not known to be accepted may have been, too
+            # calls not known to be accepted may have been accepted, too
             if call.stream == stream or not call.is_accepted:
                 call.put(PipelineError("the stream from the router broke"))
         if self.name == stream.ingress:  # under this name the router may take it to be open

@@ -175,7 +175,7 @@ class ReadyInfo:
     dashboard: str = ""  # Ray's, host:port
 
     def to_line(self) -> str:
-        """Return the line that announces it, as JSON if the configuration says so."""
+        """Return the line that announces it, as JSON if configured."""
         if self.config.json_output:
             fields = {
                 "url": self.url,
@@ -265,9 +265,9 @@ def _log_progress(message: str) -> None:
 def _own_cluster(
     config: EngineConfig, report: Report, show_loading: ShowLoading
 ) -> Iterator[tuple[bool, str]]:
-    """Serve in a cluster of our own, which ends with this process in any case.
+    """Serve in our own cluster, which always ends with this process.
 
-    Yields whether there is gRPC, and the address of Ray's dashboard, if it is wanted.
+    Yields whether gRPC is enabled, and the address of Ray's dashboard, if requested.
     """
     check_ports(config, report)
     report("checking the checkpoint")

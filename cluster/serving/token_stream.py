@@ -213,7 +213,7 @@ class TokenStreams:
             return self.refusal(error)
         log_accepted(request)
         stream.accept(write_interval_s)
-        # which says, too, that a router has accepted the request
+        # it also tells the ingress that a router has accepted the request
         stream.put(number, fingerprint_output(router.fingerprint))
         try:
             with self._load.watching():

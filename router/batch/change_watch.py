@@ -1,6 +1,4 @@
-"""For how long rows of the database have stayed as they are, by this process's own monotonic
-clock.
-"""
+"""How long rows of the database have been unchanged, by this process's own monotonic clock."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -10,8 +8,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Unchanged(NamedTuple):
-    """Seconds since a row was first seen as it is now, and whether it was seen otherwise before, so
-    that its owner lives.
+    """Seconds since a row was first seen in its current state, and whether an earlier state was
+    seen, so that its owner is alive.
     """
 
     seconds: float

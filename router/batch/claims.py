@@ -148,7 +148,7 @@ class JobClaimStore:
             row.number
             for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))
         ]
-        if not wanted:  # as usually; then there is no reason to write
+        if not wanted:  # usually empty; then no write is needed
             return []
         claimable = (
             select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)

@@ -51,8 +51,7 @@ from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError
 # The tables of batch jobs: the owners of rows, and the migration of columns and indexes from
 # earlier versions.
 
-# the tenant of all clients of a server without API keys, and of rows that were written before there
-# were tenants
+# the tenant of all clients of a server without API keys, and of rows from before tenants existed
 KEYLESS = ""
 PENDING, DONE, FAILED = 0, 1, 2  # states of a line
 Number = BigInteger().with_variant(Integer, "sqlite")
@@ -270,8 +269,8 @@ class Database:
     def stream_rows(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
         """Open a result whose rows need not all be fetched. Raises JobStoreError.
 
-        The result is always closed here: otherwise the connection's next user would see SQLite's
-        database as it is now.
+        The result is always closed here: otherwise the connection's next user would see the current
+        state of SQLite's database.
         """
         with self.reading() as connection:
             connection = connection.execution_options(stream_results=True, max_row_buffer=64)
@@ -313,7 +312,7 @@ class Database:
         return engine
 
 
-# sqlite3.Connection, of whichever driver
+# sqlite3.Connection, of any driver
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # transactions begin explicitly, not where the driver guesses
     connection.execute("PRAGMA journal_mode=WAL")

@@ -225,7 +225,7 @@ class FileStore:
         ]
 
     def delete(self, file_id: str) -> None:
-        """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
+        """Delete a file; jobs made from it are not affected. Raises UnknownFileError."""
         self._forget(self.get(file_id))
 
     def read(self, record: FileRecord) -> Pieces:

@@ -2,8 +2,7 @@
 job's end to result files.
 
 A result file has OpenAI's format, one line per result; answers are in one file and errors in
-another. Files are written a page at a time, so that jobs that end together take turns at the thread
-for it.
+another. Files are written a page at a time, so that jobs that end together share the thread for it.
 """
 
 import asyncio

@@ -65,7 +65,7 @@ class TenantQuota:
             )
 
     def check_lines(self, num_lines: int, num_bytes: int) -> None:
-        """Raise OverloadedError if so many lines more, or the bytes in them, are too many."""
+        """Raise OverloadedError if the additional lines, or their bytes, exceed a limit."""
         usage, bound = self.usage(), self.limits.max_open_lines
         if usage.num_open_lines + num_lines > bound:
             raise OverloadedError(
@@ -77,7 +77,7 @@ class TenantQuota:
         self._check_bytes(usage.num_bytes + num_bytes)
 
     def check_bytes(self, num_bytes: int = 0) -> None:
-        """Raise QuotaExceededError if so many bytes more are too many."""
+        """Raise QuotaExceededError if the additional bytes exceed the limit."""
         self._check_bytes(self.usage().num_bytes + num_bytes)
 
     def _check_bytes(self, num_bytes: int) -> None:

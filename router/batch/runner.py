@@ -145,7 +145,7 @@ Answer = Callable[[Endpoint, dict[str, Any], str], Awaitable[dict[str, Any]]]
 POLL_S = 1.0
 THREADS = 4
 PAGE_SIZE = 256  # lines of a job that are fetched at once
-MAX_JOBS = 64  # that take turns, shared by the tenants; each has one at least
+MAX_JOBS = 64  # that take turns, shared by the tenants; each tenant has at least one
 MAX_TRIES = 10  # that failed while the line ran
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
@@ -304,7 +304,7 @@ class BatchRunner:
                 return Outcome(line.place, True, shape.status, error_text(shape.body(str(error))))
             except (OverloadedError, PipelineUnavailableError) as error:  # the line has not started
                 wait = error.retry_after_s if isinstance(error, OverloadedError) else 0
-            except Exception as error:  # the job continues in any case
+            except Exception as error:  # the job continues regardless
                 if not isinstance(error, TramontaneError):
                     logger.exception("a line of %s failed with a defect", run.claim.job_id)
                 wait, num_failed = 0, num_failed + 1

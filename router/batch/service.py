@@ -187,7 +187,7 @@ class BatchService:
             self._threads.run(self._submissions.create, options, file_id, request_key)
         )
         try:
-            # the thread continues in any case, and its job must be deleted then
+            # the thread continues regardless, and its job must be deleted then
             job = await asyncio.shield(creating)
             is_sent = input_digest is None  # by the client, who may see all of it
             digest = await JobIngest(
@@ -225,7 +225,7 @@ class BatchService:
         return (await self.get_stored(job_id)).job
 
     async def get_stored(self, job_id: str) -> StoredJob:
-        """Return a job as it is stored. Raises UnknownJobError."""
+        """Return a job in its stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.get, job_id)
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
@@ -233,7 +233,7 @@ class BatchService:
         return [each.job for each in await self.list_stored(min(limit, MAX_LIST), after)]
 
     async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
-        """List jobs as they are stored. Raises UnknownJobError."""
+        """List jobs in their stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.list, limit, after)
 
     async def cancel(self, job_id: str) -> Job:
@@ -241,7 +241,7 @@ class BatchService:
         return (await self.cancel_stored(job_id)).job
 
     async def cancel_stored(self, job_id: str) -> StoredJob:
-        """Cancel a job and return it as it is stored. Raises UnknownJobError."""
+        """Cancel a job and return its stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.cancel, job_id)
 
     async def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
@@ -263,7 +263,7 @@ class BatchService:
                     yield result.line
 
     async def stored_results(self, job_id: str, offset: int) -> AsyncGenerator[StoredResult, None]:
-        """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError,
+        """Yield results in their stored form; use it within ``streaming``. Raises UnknownJobError,
         also if the job is deleted.
         """
         while True:
@@ -382,8 +382,8 @@ class BatchService:
 
 
 def _check_digest(known: StoredJob, digest: str) -> None:
-    """Raise JobRefusedError if a job was not made from this input; of jobs of version 0.1 that is
-    not known.
+    """Raise JobRefusedError if a job was not made from this input; for jobs of version 0.1 this is
+    unknown.
     """
     if known.input_digest not in (None, digest):
         raise JobRefusedError(

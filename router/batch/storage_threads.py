@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS, TENANT_THREADS = 32, 4
-READ_TIMEOUT_S = 3600.0  # of all the waiting for one file: 4 GiB at 1.2 MB/s
+READ_TIMEOUT_S = 3600.0  # total wait for one file: 4 GiB at 1.2 MB/s
 
 Pieces = Generator[bytes, None, None]
 

@@ -123,7 +123,7 @@ class JobSubmissions:
         """Add lines, in input order and in one transaction. Without lines, only record that the
         submission makes progress.
 
-        Raises OverloadedError if the tenant may not have so many.
+        Raises OverloadedError if the lines exceed the tenant's limit.
         """
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]

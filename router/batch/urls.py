@@ -35,7 +35,7 @@ HTTP_HEADERS = {"accept-encoding": "identity"}  # a compressed body could be of 
 
 @dataclass(frozen=True, slots=True)
 class _HttpPrefix:
-    """A server, and the beginning of paths on it, which ends in a slash."""
+    """A server, and a path prefix on it, which ends in a slash."""
 
     origin: tuple[str, bytes, int]
     folder: bytes
@@ -46,8 +46,8 @@ class _HttpPrefix:
 
 @dataclass(frozen=True, slots=True)
 class _StorePrefix:
-    """A file system, and the beginning of paths in it. ``text`` is the prefix as it was given; both
-    end in a slash.
+    """A file system, and a path prefix in it. ``text`` is the prefix as configured; both end in a
+    slash.
     """
 
     text: str
@@ -205,9 +205,9 @@ def _is_plain(url: str) -> bool:
     """Whether a URL is printable ASCII without parts that its server or file system may take for
     another place.
 
-    These are control characters, ``..``, also ``..;`` and behind a backslash, and chains
-    (``zip::file://``); as they are or percent-encoded, also several times. Of bytes that are not
-    UTF-8 some servers make dots.
+    These are control characters, ``..``, also ``..;`` and after a backslash, and chains
+    (``zip::file://``); plain or percent-encoded, also several times. Some servers turn bytes that
+    are not UTF-8 into dots.
     """
     if len(url) > MAX_URL or not url.isascii():
         return False

@@ -61,13 +61,13 @@ async def encode_conversation(
 
 
 def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bool:
-    """Return whether the client wants no thoughts of a model that thinks."""
+    """Return whether the client disables the reasoning of a reasoning model."""
     return conversation.refuses_thoughts and template.reasoning_format is not None
 
 
 def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequest:
-    """Return the chat as this model gets it: it is to think with the least effort if the client
-    wants no thoughts.
+    """Return the chat for this model: it reasons with the least effort if the client disables
+    reasoning.
     """
     request = conversation.request
     return (

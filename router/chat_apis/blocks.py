@@ -100,7 +100,7 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """Something that happens to a block; ``parts`` are the texts that are added to it."""
+    """A change of a block; ``parts`` are the texts added to it."""
 
     action: Literal["open", "add", "close"]
     block: Block

@@ -102,8 +102,8 @@ class MessagesFormatter(BlockFormatter):
     """Writes the message that answers one request."""
 
     def whole_blocks(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the whole message. A call that was cut off is left out: its input is no JSON
-        yet.
+        """Return the whole message. A call that was cut off is left out: its input is not valid
+        JSON.
         """
         content = [
             written for block in self._blocks.all if (written := _content(block)) is not None

@@ -94,7 +94,7 @@ JoinedTexts = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type
 
 
 class ToolResultBlock(RequestModel):
-    """The result of a call. Formats of chats lack ``is_error``: the content says it."""
+    """The result of a call. Chat formats lack ``is_error``: the content says it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text

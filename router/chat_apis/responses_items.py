@@ -141,7 +141,7 @@ def _require_items(items: tuple[AnyItem, ...]) -> tuple[AnyItem, ...]:
     return items
 
 
-# fail_fast: a body of some megabytes has room for a million bad items.
+# fail_fast: a body of some megabytes may contain a million invalid items.
 ItemList = Annotated[
     tuple[AnyItem, ...], Field(max_length=MAX_MESSAGES, strict=False, fail_fast=True)
 ]

@@ -176,8 +176,8 @@ class RetryPolicy:
     retry_s: float = 1.0
 
     def pause(self, error: TramontaneError, silent_s: float) -> float:
-        """Return the seconds until the next attempt; raise ``error`` if it is no lost connection,
-        or that would be too late.
+        """Return the seconds until the next attempt; raise ``error`` if it is not a lost
+        connection, or that would be too late.
         """
         if not isinstance(error, ConnectionLostError) or silent_s + self.retry_s > self.total_s:
             raise error

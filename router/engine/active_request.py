@@ -1,7 +1,7 @@
 """One client's request while a router works on it.
 
 An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities
-and expert choices back until a token goes out with them, and records timestamps.
+and expert choices back until they are sent with a token, and records timestamps.
 ``QueueWaitTracker`` derives Retry-After from that.
 """
 
@@ -76,7 +76,7 @@ class PositionBuffer(Generic[T]):
 
 
 class ActiveRequest:
-    """The sequences of a request, its timestamps by the router's clock, and where its output goes.
+    """The sequences of a request, its timestamps by the router's clock, and the sink of its output.
 
     ``counts_drafts``: whether the router speculates, so that outputs have the numbers of drafts and
     of accepted drafts.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# so many recoveries in a row, without a micro-batch between them, count as progress
+# this number of recoveries in a row, without a micro-batch between them, counts as progress
 MAX_FAILED_RECOVERIES = 5
 
 
@@ -50,7 +50,7 @@ class HealthTracker:
         self._progress_at = self._clock()
 
     def record_progress(self) -> float:
-        """Record other progress, or that there is nothing to do; return the time. See
+        """Record other progress, or that no work is pending; return the time. See
         ``MAX_FAILED_RECOVERIES``.
         """
         now = self._clock()

@@ -11,7 +11,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.proto.timing import HANG_WATCH_INTERVAL_S
 from tramontane.router.engine.stats import PipelineStats
 
-# limit as a multiple of the slowest recent time: a micro-batch that is only slow is not given up
+# limit as a multiple of the slowest recent time: a slow micro-batch is not given up
 SLOW_FACTOR = 4.0
 SLOWEST_DECAY = 0.99  # factor of the slowest time with each micro-batch that is completed
 # factor of the limit for the first micro-batch: kernels are tuned, memory is laid out
@@ -48,7 +48,7 @@ class StepDeadline:
             self._waiting_since = now
 
     def on_complete(self, now: float, num_in_flight: int) -> None:
-        """Record that the oldest micro-batch is completed; so many are still in flight."""
+        """Record that the oldest micro-batch is completed; ``num_in_flight`` are left."""
         assert self._waiting_since is not None
         self._slowest_s = max(SLOWEST_DECAY * self._slowest_s, now - self._waiting_since)
         self._num_done += 1
@@ -124,7 +124,7 @@ class InFlightBatches:
         return batch, result
 
     def cancel_all(self) -> None:
-        """Cancel and forget all micro-batches."""
+        """Cancel and drop all micro-batches."""
         for _, future in self._batches:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # asyncio would log an exception that is never retrieved

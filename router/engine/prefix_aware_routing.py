@@ -218,7 +218,7 @@ class _Pipeline:
 
     def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
         """Return the seconds of the requests of this ingress that were in progress at a time, as if
-        nothing of them was computed yet.
+        none of their tokens were computed yet.
         """
         sent = (
             each

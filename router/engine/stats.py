@@ -57,7 +57,7 @@ class PipelineStats:
     def on_complete(
         self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int
     ) -> None:
-        """Record that the oldest micro-batch is completed; so many are still in flight."""
+        """Record that the oldest micro-batch is completed; ``num_in_flight`` are left."""
         assert self._active_since is not None
         self.active_s += now - self._active_since
         self._active_since = now if num_in_flight else None

@@ -231,7 +231,7 @@ def _require_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages
 
 
-# fail_fast: a body of some megabytes has room for a million bad messages.
+# fail_fast: a body of some megabytes may contain a million invalid messages.
 Messages = Annotated[
     tuple[Message, ...],
     Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),

@@ -204,7 +204,7 @@ class SamplingFields(NeutralFields, GuidedFields):
             )
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters that all APIs have in common, of all choices.
+        """Return the parameters that all APIs share, for all choices.
 
         Raises RequestError if min_tokens is above ``max_tokens``.
         """

@@ -26,7 +26,7 @@ def error_body(
 
 @dataclass(frozen=True, slots=True)
 class HttpErrorSpec:
-    """Everything that a response says about an error except its message."""
+    """The parts of an error response except its message."""
 
     status: int
     type: ErrorType

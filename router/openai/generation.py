@@ -93,7 +93,7 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each of which counts once, however many choices it has."""
+        """Tokens of all prompts; each prompt counts once, regardless of its number of choices."""
         return sum(map(len, self.prompt_ids))
 
     def sequences(self, seed: int) -> list[SequenceRequest]:
@@ -173,7 +173,7 @@ class Generation:
         self._num_cached = 0  # tokens of prompts
         # accepted and rejected drafts; None without speculation
         self._drafts: tuple[int, int] | None = None
-        # of JSON, about, of the last changes and of all, without generated text
+        # approximate size in JSON of the last changes and of all changes, without generated text
         self.change_bytes = self.answer_bytes = 0
         self._decoded_prompts: dict[int, str] = {}
         self._new_token_ids: dict[int, list[int]] = {}  # of the last changes, by choice
@@ -270,7 +270,7 @@ class Generation:
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the pipeline that made the last tokens, if it is known."""
+        """The fingerprint of the pipeline that made the last tokens, if known."""
         fingerprint: str | None = self.head["system_fingerprint"]
         return fingerprint
 
@@ -349,8 +349,8 @@ class Generation:
         return changes
 
     def _count_drafts(self, batch: RequestOutput, taken: Mapping[int, Sequence[int]]) -> None:
-        """Count the drafts of choices that have taken tokens of this batch. Right ones after a stop
-        string count as wrong.
+        """Count the drafts of choices that have taken tokens of this batch. Accepted drafts after a
+        stop string count as rejected.
         """
         for index, num_drafts, num_right in batch.drafts:
             if index in taken:  # else it had finished

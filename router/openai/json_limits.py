@@ -1,9 +1,9 @@
 """Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads
 and writes large bodies.
 
-A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8
-MiB has room for two million lists, which take seconds. Within these bounds a body of 8 MiB takes
-about 50 ms, texts of any length included.
+A parser holds Python's interpreter lock until it is done, on any thread: a body of 8 MiB has room
+for two million lists, which take seconds. Within these limits a body of 8 MiB takes about 50 ms,
+including texts of any length.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class ElementCounts(NamedTuple):
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the
-    thread for large bodies.
+    """Call ``work``, which reads or writes this number of bytes: directly if it is small, else on
+    the thread for large bodies.
 
     For JSON and gRPC's messages, one at a time; ``served_model.offload_if_large`` is for
     tokenizers.

@@ -53,8 +53,8 @@ def prompt_tokens(
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """Return a token's own text; its bytes if it is not made of whole characters, and its id if it
-    has no text.
+    """Return a token's own text; its bytes if it contains partial characters, and its id if it has
+    no text.
     """
     piece = tokenizer.bytes_of(token_id) if tokenizer else b""
     if not piece:
@@ -106,7 +106,7 @@ def chat_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> dict[str, Any]:
     """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``. Tokens of
-    thoughts are in a list apart.
+    the reasoning are in a separate list.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Usage(Answer):
         num_reasoning: int | None,
         drafts: tuple[int, int] | None,
     ) -> "Usage":
-        """Return the usage of so many tokens.
+        """Return the usage for these numbers of tokens.
 
         ``num_reasoning``: None without reasoning. ``drafts``: accepted and rejected; None without
         speculation.

@@ -51,7 +51,7 @@ class ResumeState:
     model: str = ""  # fingerprint of the model that began it
     choices: dict[int, ChoiceState] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    num_lost_ingresses: int = 0  # that had the request before
+    num_lost_ingresses: int = 0  # ingresses that had the request before
     waited_s: float = 0.0  # from the request's arrival until the current ingress was called
 
     @property

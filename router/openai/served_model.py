@@ -200,7 +200,7 @@ def validate_answer_size(
 
 
 def validate_logprobs(num_new_tokens: int, num_top: int, *, is_streamed: bool) -> None:
-    """Validate the log-probabilities of so many new tokens of all choices. Raises
+    """Validate the log-probabilities of ``num_new_tokens`` tokens of all choices. Raises
     ParameterError.
     """
     limit = MAX_STREAMED_LOGPROBS if is_streamed else MAX_WHOLE_LOGPROBS

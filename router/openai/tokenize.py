@@ -123,7 +123,7 @@ async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
 
 
 async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:
-    """Decode; ids without a piece decode to nothing. Raises RequestError for more tokens than the
+    """Decode; ids without a piece decode to "". Raises RequestError for more tokens than the
     context has positions.
     """
     tokenizer = _require_tokenizer(model, "tokens")

@@ -182,8 +182,8 @@ class BalancedPolicy:
         """Measure the time between stages, by their clocks. The least counts for a while: no stage
         was waited for.
 
-        Where it is more than ``OUTLIER_CLIP`` times the time in the stages, one was waited for, or
-        clocks disagree: then it is not known.
+        If it exceeds ``OUTLIER_CLIP`` times the time in the stages, a stage waited for it, or
+        clocks disagree: then it is unknown.
         """
         longest = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
         between = max(
@@ -320,7 +320,7 @@ class BalancedPolicy:
 
         While the stages are fully loaded, prompts are spread over the next rounds, so that all
         micro-batches are alike: every stage would have to wait for a large one. Otherwise they are
-        cut to be finished soonest, which means not at all where one stage works at a time.
+        cut to be finished soonest; where one stage works at a time, they are not cut at all.
         """
         pending = state.urgent_tokens or state.pending_tokens
         is_spread = self._spreads_prompts(state)

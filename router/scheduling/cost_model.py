@@ -18,8 +18,8 @@ SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])
 MIN_OBSERVATIONS = 12  # micro-batches before the model is used
 REFIT_EVERY = 16  # micro-batches
 DECAY = 0.99  # a micro-batch that was observed 70 micro-batches ago counts half
-RIDGE = 1e-3  # how strongly the fit keeps its previous coefficients where nothing varies
-# a time counts as at most so many times its prediction: something else delayed it
+RIDGE = 1e-3  # how strongly the fit keeps its previous coefficients where the work does not vary
+# a time is clipped to this multiple of its prediction, as an outlier
 OUTLIER_CLIP = 3.0
 
 Seconds = NDArray[np.float64]
@@ -29,7 +29,7 @@ class CostModel:
     """Seconds of every column as a linear function of the work: least squares with exponential
     forgetting.
 
-    Coefficients are at least zero: negative ones are left out, and the rest is fitted again.
+    Coefficients are at least zero: negative ones are removed, and the others are fitted again.
     """
 
     def __init__(self, num_columns: int, decay: float = DECAY) -> None:

@@ -54,7 +54,9 @@ class DecodeRows:
 
     @property
     def num_rows(self) -> int:
-        """The rows of all sequences: of 3 sequences with 2 drafts in all 5, and ahead 2."""
+        """The rows of all sequences: 5 for 3 sequences with 2 drafts in total, and 2 as
+        lookahead.
+        """
         return self.num_drafts + (0 if self.is_lookahead else len(self.sequences))
 
     def add_drafts(self, drafts: Tokens) -> None:
@@ -179,8 +181,8 @@ class DecodeQueue:
         *,
         with_lookahead: bool = False,
     ) -> DecodeRows:
-        """Return one token of each of the first ready sequences; fewer where a page is needed that
-        is not free yet.
+        """Return one token of each of the first ready sequences; fewer if a page is needed that is
+        not free yet.
 
         ``preempt`` makes another sequence release its pages, and returns whether any are free now.
         Within ``limits`` drafts follow. ``with_lookahead``: placeholders may be submitted.
@@ -297,8 +299,8 @@ class DecodeQueue:
         )
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return the most drafts after a sequence's last known token: its last token of all is
-        never submitted.
+        """Return the maximum number of drafts after a sequence's last known token: its very last
+        token is never submitted.
         """
         return min(sequence.max_len - sequence.num_known - 1, self._allocator.cache.num_drafts)
 

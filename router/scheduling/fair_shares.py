@@ -84,8 +84,8 @@ class FairShares:
         self._close(number, account)
 
     def begin(self, number: int, num_tokens: int) -> int:
-        """Claim so many prompt tokens of an admitted sequence; return when they are due within the
-        account.
+        """Claim ``num_tokens`` prompt tokens of an admitted sequence; return when they are due
+        within the account.
 
         Later prompts of the account that are shorter go first until as many tokens of the account
         have been computed.
@@ -100,9 +100,7 @@ class FairShares:
         return account.tag + num_tokens
 
     def adjust(self, number: int, num_tokens: int) -> None:
-        """Claim so many tokens more, or less: more or fewer of a prompt are cached than was
-        thought.
-        """
+        """Adjust the claimed tokens: more or fewer tokens of a prompt are cached than expected."""
         self._accounts[number].num_claimed += num_tokens
         self._note_lowered(number, num_tokens)
 
@@ -214,8 +212,8 @@ class FairShares:
         self._rest = left
 
     def _drop_reached(self) -> None:
-        """Forget which accounts were ahead up to the virtual time; of requests that have left,
-        all.
+        """Remove the records of accounts that were ahead up to the virtual time; for requests that
+        have left, all records.
         """
         while self._ahead and self._ahead[0][0] <= self._now:
             _, number = self._ahead.pop(0)

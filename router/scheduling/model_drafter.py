@@ -1,4 +1,4 @@
-"""Drafts of a draft model, which come later than they are asked for."""
+"""Drafts of a draft model, which arrive later than they are requested."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -28,15 +28,15 @@ class DraftQueue:
         self._waiting[drafter.seq_id] = drafter
 
     def end(self, seq_id: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self._waiting.pop(seq_id, None)
         if seq_id in self._known:
             self._known.remove(seq_id)
             self._ended.append(seq_id)
 
     def take(self) -> tuple[list["ModelDrafter"], list[int]]:
-        """Remove and return the sequences that wait, and the ids of ended ones, which the model is
-        to forget first.
+        """Remove and return the waiting sequences, and the ids of ended ones, which the model drops
+        first.
         """
         taken = list(self._waiting.values()), self._ended
         self._known.update(self._waiting)
@@ -70,7 +70,7 @@ class ModelDrafter:
         )
         self._queue = queue
         self._text: list[int] = []  # that the model has, with its drafts
-        # tokens at its beginning that are the sequence's, as far as these are known
+        # number of leading tokens that match the sequence's known tokens
         self._num_common = 0
         self._is_waiting = False
         self._num_asked = 0  # tokens of the text at the last request
@@ -131,7 +131,7 @@ class ModelDrafter:
             self._text += drafts
 
     def close(self) -> None:
-        """Let the model forget the sequence."""
+        """Let the model drop the sequence."""
         self._queue.end(self.seq_id)
 
     def _drafts(self) -> list[int]:
@@ -173,7 +173,7 @@ class NgramDrafter:
         self._tokens, self._min, self._max = tokens, min_ngram, max_ngram
         # index of the token that follows, by n-gram
         self._places: dict[tuple[int, ...], tuple[int, ...]] = {}
-        # tokens that are known as followers
+        # tokens that are indexed as followers
         self._num_indexed = max(min_ngram, len(tokens) - MAX_INDEXED)
 
     def index(self, max_tokens: int) -> int:
@@ -223,7 +223,7 @@ class NgramDrafter:
                 del places[ngram]
 
     def _num_common(self, place: int) -> int:
-        """Return how many tokens before this place equal the last ones of the text, at most
+        """Return how many tokens before this position equal the last tokens of the text, at most
         ``max_ngram``.
         """
         tokens, end = self._tokens, len(self._tokens)

@@ -68,7 +68,7 @@ class PageAllocator:
         return self.num_pages - sum(self.num_free)
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
-        """Return whether the sequence could be admitted if nothing else ran."""
+        """Return whether the sequence could be admitted if no other sequence ran."""
         return self._is_possible(self._pages(sequence.max_cached))
 
     def num_fitting(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
@@ -107,10 +107,9 @@ class PageAllocator:
         return True
 
     def reserve(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> bool:
-        """Make sure that ``allocate`` for so many positions is possible; return False if pages are
-        lacking.
+        """Reserve the pages for ``num_positions`` positions; return False if pages are lacking.
 
-        ``num_spare``: pages of each class without a window that must be left after that.
+        ``num_spare``: pages of each class without a window that must remain free after that.
         """
         if num_positions <= sequence.num_reserved_positions:
             return True
@@ -187,7 +186,9 @@ class PageAllocator:
         )
 
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
-        """Count a sequence that begins after so many cached tokens, if they were looked up."""
+        """Count a sequence that begins after ``num_cached`` cached tokens, if its prefix was looked
+        up.
+        """
         self.num_queried += sequence.num_known if self._looks_up(sequence) else 0
         self.num_hit += num_cached
 
@@ -265,8 +266,8 @@ class PageAllocator:
         return found, reusable_blocks(self.cache, found)
 
     def _find_pages(self, sequence: Sequence, num_blocks: int) -> list[list[int | None]]:
-        """Return the page of each block, by class, up to the first that a class without a window
-        lacks, or a little further.
+        """Return the page of each block, by class, up to the first block that a class without a
+        window lacks, or slightly beyond.
 
         Keys are computed some at a time: most prompts have no hit.
         """
@@ -301,8 +302,8 @@ class PageAllocator:
                 assert [s.reserved_pages[index] for s in holders] == ring
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
-        """Return the pages needed to begin: with a window all that it can ever need, else for its
-        known tokens and one more.
+        """Return the pages needed to begin: with a window the maximum that it can ever need, else
+        for its known tokens and one more.
         """
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [
@@ -331,7 +332,7 @@ class PageAllocator:
         )
 
     def _covered(self, window_class: WindowClass, num_pages: int) -> int:
-        """Return the number of positions for which so many pages suffice."""
+        """Return the number of positions that this number of pages covers."""
         return (
             UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
         )

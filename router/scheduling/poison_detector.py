@@ -78,7 +78,7 @@ class PoisonDetector:
         return False
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Drop a sequence that has ended."""
         if sequence in self._to_isolate:
             self._to_isolate.remove(sequence)
 

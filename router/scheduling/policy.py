@@ -14,7 +14,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ASSUMED_TOKEN_S = 1e-3
-ASSUMED_BREAK_EVEN = 0.5  # of drafts, where no times are known
+ASSUMED_BREAK_EVEN = 0.5  # of drafts, while no times are known
 NEVER = 2.0  # no draft reaches this acceptance probability
 
 
@@ -47,8 +47,8 @@ class WorkEstimator:
         self._shortest, self._longest = min(windows), max(windows)
 
     def visible_keys(self, num_positions: int) -> int:
-        """Return the keys that the last of so many positions sees, averaged over the kinds of
-        windows.
+        """Return the keys that the last of ``num_positions`` positions sees, averaged over the
+        kinds of windows.
 
         Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4
         + 10) // 2 = 7.
@@ -58,8 +58,8 @@ class WorkEstimator:
         return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
 
     def visible_keys_gained(self, num_positions: Sequence[int]) -> int:
-        """Return the sum, over sequences of so many positions, of how many more keys the last one
-        sees than the one before.
+        """Return the sum, over sequences of these lengths, of the additional keys that the last
+        position sees compared with the one before.
         """
         if not num_positions or max(num_positions) <= self._shortest:
             return len(num_positions)
@@ -153,13 +153,13 @@ class Policy(Protocol):
         """Return the budget of the next micro-batch, or None to wait for a result."""
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """Learn how long each stage took for a micro-batch of this budget. Called in the order of
-        submission.
+        """Update the policy with the time of each stage for a micro-batch of this budget. Called in
+        the order of submission.
         """
 
     def restart(self) -> None:
-        """Forget when stages last worked: they begin anew, some perhaps as other processes with
-        other clocks.
+        """Reset the times of the stages' last work: they restart, some perhaps as other processes
+        with other clocks.
         """
 
     def seconds(self, work: BatchWork) -> float:
@@ -210,7 +210,7 @@ class FixedInFlightPolicy:
         """Do nothing: there is no state."""
 
     def seconds(self, work: BatchWork) -> float:
-        """See ``Policy``: no times are known, so tokens count alike."""
+        """See ``Policy``: no times are known, so all tokens count the same."""
         return assumed_seconds(work)
 
     def draft_break_even(self, state: SchedulerState) -> float:

@@ -19,8 +19,8 @@ from itertools import islice, repeat
 
 from tramontane.proto.plan import CachePlan
 
-# The log of cached prefixes: which keys of blocks became known and which were forgotten. Ingresses
-# choose a pipeline by it.
+# The log of cached prefixes: keys of blocks that were added and removed. Ingresses choose a
+# pipeline by it.
 
 # of a key in a digest: with a million cached keys, a false match has probability 1 in 1.8e13
 KEY_BYTES = 8
@@ -132,8 +132,8 @@ def cache_salt(model: str, tenant: str) -> str:
 
 
 def first_page_seen(num_positions: int, window: int | None, page_size: int) -> int:
-    """Return the index of the page with the oldest position that the token after so many positions
-    sees.
+    """Return the index of the page with the oldest position that the token after ``num_positions``
+    positions sees.
     """
     return 0 if window is None else max(num_positions - window + 1, 0) // page_size
 
@@ -175,7 +175,8 @@ def _last_candidate(has_page: bytes, first: int, end: int) -> int:
     return end if gap < 0 else has_page.rfind(1, 0, gap) + 1
 
 
-# The pages of one window class: held by sequences, cached for prompts that begin alike, or free.
+# The pages of one window class: held by sequences, cached for prompts with a shared prefix, or
+# free.
 
 
 class PagePool:
@@ -206,7 +207,7 @@ class PagePool:
         return len(self._cached)
 
     def take(self) -> int:
-        """Return a page that had no holder. There must be one."""
+        """Return a page without a holder. One must exist."""
         if self._free:
             page = self._free.pop()
         else:
@@ -218,7 +219,7 @@ class PagePool:
         return page
 
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the page with the contents of each key, None where there is none."""
+        """Return the page with the contents of each key, None for missing ones."""
         return list(map(self._page_of.get, keys))
 
     def share(self, pages: Sequence[int]) -> None:
@@ -243,7 +244,7 @@ class PagePool:
                 self._free.append(page)
 
     def register(self, key: bytes, page: int) -> None:
-        """Make the contents of a held page known, unless another page has the same."""
+        """Record the contents of a held page, unless another page has the same."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
             self._log.add(key)

@@ -13,12 +13,13 @@ from tramontane.router.scheduling.cost_model import OUTLIER_CLIP
 
 # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_ROUND_RATIO = 0.97
-# a number of groups is not tried if its predicted round takes more than so many times the best one
+# a number of groups is not tried if its predicted round takes more than this multiple of the best
+# one
 MAX_TRIAL_COST = 2.0
 TRIAL_ROUNDS = 3  # rounds of one trial
 # rounds until a number of groups is tried again; doubled each time that it has not become the best
 RETRY_ROUNDS = 128
-MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is given up
+MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is abandoned
 SMOOTHING = 0.3  # weight of the newest correction
 
 # of the slowest stage's busy time; above it another micro-batch is allowed in flight
@@ -138,8 +139,8 @@ class GroupTuner:
             self._span = _Span(decode_groups)
 
     def restart(self) -> None:
-        """Forget when the last micro-batch ended: a stage may be another process since, with
-        another clock.
+        """Reset the end of the last micro-batch: a stage may be another process since, with another
+        clock.
         """
         self._span = None
 
@@ -302,7 +303,7 @@ class PromptPieces:
         self._num_left = 0
 
     def record(self, pending: int, taken: int) -> None:
-        """Record that so many of the pending tokens go now."""
+        """Record that this number of the pending tokens is submitted now."""
         self._num_left, self._pieces_left = (
             max(pending - taken, 0),
             max(self._pieces_left - COUNTDOWN, 1.0),

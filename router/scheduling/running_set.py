@@ -18,8 +18,8 @@ MIN_DECODES = 64  # that are expected of a sequence which has fewer
 class RunningSet:
     """Sequences that run, or have stopped and are still in flight.
 
-    Less urgent sequences are preempted for one that finds no slot or too few pages, never one that
-    is as urgent.
+    Less urgent sequences are preempted for one that finds no slot or too few pages, never an
+    equally urgent one.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 class SequenceStatus(Enum):
     """Where a sequence is between its arrival and its end."""
 
-    WAITING = auto()  # not admitted: holds nothing
+    WAITING = auto()  # not admitted: holds no pages
     RUNNING = auto()  # admitted: pages for all its known tokens are reserved
     # releases its pages as soon as no micro-batch in flight can access them, and then waits again
     PREEMPTED = auto()
@@ -38,9 +38,9 @@ class Sequence:
     num_known: int = field(init=False)
     num_dispatched: int = 0  # tokens submitted to the pipeline so far, or cached there
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
-    # tokens after the known ones, which steps in flight sample and later steps may begin with
+    # tokens after the known ones, to be sampled by steps in flight; later steps may begin with them
     num_placeholders: int = 0
-    is_decoding: bool = False  # all that was known at its admission has been computed
+    is_decoding: bool = False  # all tokens known at its admission have been computed
     # pages that it holds per window class, in the order of positions
     pages: list[list[int]] = field(default_factory=list)
     # pages per window class that no other sequence may take
@@ -52,7 +52,7 @@ class Sequence:
     # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached
     # prefix
     is_started: bool = False
-    num_registered: int = 0  # blocks that are known to the allocator
+    num_registered: int = 0  # blocks that are registered with the allocator
     is_cacheable: bool = True  # whether other sequences may begin with its pages
     # how urgent it is now: its priority, or 0 after it was passed over too often
     effective_priority: int = field(init=False)
@@ -136,7 +136,7 @@ class Sequence:
 
     @property
     def max_cached(self) -> int:
-        """Most positions that are ever cached: the last token of all is never fed back."""
+        """Maximum number of cached positions: the very last token is never fed back."""
         return self.max_len - 1
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from tramontane.proto.plan import SpeculativeConfig
 
 DECAY = 0.95  # of the weight of a draft with each later one
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
-MAX_ACCEPTANCE = 0.98  # that is believed
+MAX_ACCEPTANCE = 0.98  # upper limit of the estimate
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class SpeculationState:
         return is_submitted
 
     def index(self, max_tokens: int) -> int:
-        """Index up to so many tokens of the text; return how many were."""
+        """Index up to ``max_tokens`` tokens of the text; return how many."""
         return self._drafter.index(max_tokens)
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class FairQueue:
         self._shares = shares
         self._requeued: list[Sequence] = []
         self._by_account: dict[int, list[Sequence]] = {}  # no list is empty
-        # a heap; a turn in it may have become later since, or be gone
+        # a heap; an entry may be stale: its turn has become later, or its account has no sequence
         self._turns: list[tuple[int, int, int]] = []
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -204,10 +204,10 @@ def age_starved(
     """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent
     sequence that it passes over.
 
-    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest one ages:
-    waiting for equals makes no sequence more urgent. After ``MAX_PASSES`` it is promoted and is the
-    first of all; no sequence can take its slot, so it ends. The next oldest then continues the
-    count.
+    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest sequence
+    ages: waiting for equals makes no sequence more urgent. After ``MAX_PASSES`` it is promoted and
+    is the first of all; no sequence can take its slot, so it will end. The next oldest then
+    continues the count.
     """
     level = min(sequence.effective_priority for sequence in going)
     passed = [s for s in prefills.sequences if s.effective_priority > level and s not in going]
@@ -339,8 +339,8 @@ def _split_by_owner(waiting: list[Sequence], owner: int) -> tuple[list[Sequence]
 
 
 def _queue_share(bound: int | None, num_of_others: int, owner: int) -> float:
-    """Return how much an owner may fill: of a queue of 256 one may fill 128, next to it a second
-    one 64; without owners all.
+    """Return the number that an owner may use: of a queue of 256, one owner may use 128, next to it
+    a second one 64; without owners, all.
     """
     if bound is None:
         return math.inf

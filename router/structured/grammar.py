@@ -122,7 +122,7 @@ class Constraint(NamedTuple):
 
 
 class AnswerRule(NamedTuple):
-    """A rule of the grammar. ``where``: its place in the request."""
+    """A rule of the grammar. ``where``: the parameter of the request."""
 
     rule: str
     where: str
@@ -169,7 +169,7 @@ def json_rule(
 
 
 def too_large(num_chars: int, where: str) -> ParameterError:
-    """Return the error for schemas of so many characters."""
+    """Return the error for schemas of this number of characters."""
     return ParameterError(
         f"the schemas take {num_chars} characters; they may take {MAX_GRAMMAR_CHARS}", where
     )

@@ -13,7 +13,7 @@ from tramontane.router.tokenization.tokenizer import REPLACE_EACH, THINK_MARKERS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-SPACE = "\u2581"  # stands for a space in SentencePiece
+SPACE = "\u2581"  # represents a space in SentencePiece
 # decoder steps of Hugging Face that decode as SentencePiece, by settings
 SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {
     "Replace": {"pattern": {"String": SPACE}, "content": " "},
@@ -25,7 +25,7 @@ SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {
 BPE = "BPE"
 NUM_BYTES = 256  # tekken's first pieces
 MAX_UNUSED_IDS = 2**16  # ids without a piece
-SHORT_CHARS = 4096  # a text of so many takes Hugging Face's library 3 ms
+SHORT_CHARS = 4096  # Hugging Face's library takes 3 ms for a text of this length
 
 
 class SentencePieceTokenizer(Tokenizer):

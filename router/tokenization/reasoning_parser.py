@@ -291,7 +291,7 @@ class _MarkerScanner:
         return min(found, default=None)
 
     def _decide(self, text: str) -> list[Place]:
-        """Add text that is no marker, in parts that begin where tokens begin."""
+        """Add text without markers, in parts that begin where tokens begin."""
         places: list[Place] = []
         while text:
             start = self._num_decided
@@ -304,7 +304,7 @@ class _MarkerScanner:
         return places
 
     def _pop_waiting(self) -> int:
-        """Forget the waiting tokens that begin in decided text, and return how many they are."""
+        """Remove the waiting tokens that begin in decided text, and return their number."""
         num_popped = 0
         while self._waiting and self._waiting[0] < self._num_decided:
             self._waiting.popleft()

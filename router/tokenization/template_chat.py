@@ -331,7 +331,7 @@ def _to_json(
 MAX_VARIABLES = 32
 MAX_NAME_CHARS = 64
 MAX_JSON_CHARS = 4096  # of all variables
-MAX_NUMBER = 10**6  # a template may count up to it, or repeat a text as often
+MAX_NUMBER = 10**6  # a template may count up to it, or repeat a text this number of times
 MAX_DEPTH = 4
 
 

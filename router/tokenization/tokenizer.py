@@ -92,7 +92,7 @@ class IncrementalDecoder:
             if not piece:
                 return "", 0
         text = self._utf8.decode(piece[:1])
-        is_in_last = not self._utf8.getstate()[0]  # the first byte is no longer waiting for others
+        is_in_last = not self._utf8.getstate()[0]  # the first byte waits for no further bytes
         return text + self._utf8.decode(piece[1:]), len(text) - is_in_last
 
     def _without_space(self, token_id: int, piece: bytes) -> bytes:
@@ -106,7 +106,7 @@ class IncrementalDecoder:
 
 
 class Tokenizer(ABC):
-    """Base of tokenizers: every id stands for some bytes of UTF-8.
+    """Base of tokenizers: every id represents some bytes of UTF-8.
 
     ``bos_ids`` begin a sequence; without any, every sequence begins a text. ``strips_space``: as in
     SentencePiece, a text is encoded with a space before it, which decoding removes.

@@ -120,7 +120,7 @@ class AttentionKernels:
     is_batch_invariant: bool = False
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
-    # ``prefill``, if it takes an FP8 cache's keys as they are
+    # ``prefill``, if it reads an FP8 cache's keys without conversion
     fp8_prefill: Fp8PrefillKernel | None = None
     write: Write = LayerCache.write
     read: Read = LayerCache.read

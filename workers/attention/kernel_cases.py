@@ -48,8 +48,8 @@ class CaseSize:
 
     @property
     def max_correctness_window(self) -> int:
-        """Window that replaces wider ones: it ends within the keys, and kernels do not distinguish
-        them.
+        """Window that replaces wider windows: it ends within the keys, and kernels do not
+        distinguish them.
         """
         return self.correctness_keys // 4
 
@@ -100,8 +100,8 @@ class KernelCase:
 
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are
-    correct.
+    """Return a case per window class, with this number of single tokens, for the correctness check
+    of kernels.
     """
     windows, size = [window_class.window for window_class in plan.cache.classes], _size(device)
     return [
@@ -117,9 +117,7 @@ def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) ->
 
 
 def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are
-    fast.
-    """
+    """Return a case per window class, with this number of single tokens, for timing kernels."""
     return [
         _case(plan, device, num_tokens, window_class.window, TIMING_KEYS)
         for window_class in plan.cache.classes
@@ -193,8 +191,7 @@ def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: Rota
         qkv_BHd[:, num_queries + num_keys :],
     )
     (k_NGd, v_NGd), (expected_k_NGd, expected_v_NGd) = cached.dequantized(), expected.dequantized()
-    # A key that is rounded otherwise may have another number in FP8, which is a sixteenth away from
-    # it.
+    # A key with another rounding may become the adjacent FP8 number, which differs by a sixteenth.
     assert_close_norm(k_NGd, expected_k_NGd, MAX_FP8_DIFFERENCE if is_fp8 else MAX_DIFFERENCE)
     untouched = torch.tensor([1, 3, 4, 6, 7], device=device)
     if k_NGd[untouched].any() or not torch.equal(v_NGd, expected_v_NGd):

@@ -104,7 +104,7 @@ class PageRings:
         return pages * self.page_size + positions % self.page_size
 
     def of_tokens(self, slots_B: Tensor) -> "TokenRings":
-        """Return the rings of the sequences in these slots, as they are now."""
+        """Return a copy of the rings of the sequences in these slots."""
         return TokenRings(self.window, self.page_size, self.pages_SR.index_select(0, slots_B))
 
 
@@ -296,9 +296,7 @@ class LayerCache:
         )
 
     def read_back(self, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are read once they have been written: with FP8 they
-        differ.
-        """
+        """Return keys and values as they will be read after being written: with FP8 they differ."""
         return (k_TGd, v_TGd) if self.scales is None else self.quantized(k_TGd, v_TGd).dequantized()
 
     def write(
@@ -416,8 +414,8 @@ def page_table(ring: TokenRings, positions_B: Tensor, num_pages: int) -> PageTab
 def padded_width(starts: list[int], ring: PageRings) -> int:
     """Return the width in pages of a table for tokens at these positions.
 
-    It is a power of two, the middle between two, or the whole ring. So there are few widths, and
-    little of a table lies past its keys: split-K divides the table evenly, and a part without keys
+    It is a power of two, the midpoint between two, or the whole ring. So there are few widths, and
+    little of a table is beyond its keys: split-K divides the table evenly, and a part without keys
     would be wasted.
 
     P = 16, no window, positions 100 and 2000: 126 pages are needed, 128 returned. Position 1024:

@@ -18,7 +18,7 @@ from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadat
 from tramontane.workers.attention.rolling_cache import LayerCache, page_table
 from tramontane.workers.device.cuda import tensor_on
 
-SHORT_KEYS = 256  # padding to so many keys does not matter
+SHORT_KEYS = 256  # padding up to this number of keys does not matter
 MAX_BUCKET_KEYS = 2**15
 MIN_BLOCK_QUERIES = 64  # of a chunk that is longer than its window
 
@@ -247,7 +247,7 @@ class BatchSizeDispatch:
         return all(getattr(kernel, "finds_pages", False) for kernel in self.kernels)
 
     def build_mask(self, index: DecodeMetadata) -> Any:
-        """Build the mask of the kernel for so many tokens."""
+        """Build the mask of the kernel for this number of tokens."""
         return self._for(len(index.slots)).build_mask(index)
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:

@@ -29,7 +29,7 @@ from tramontane.workers.attention.rolling_cache import (
 )
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, attend_gathered
 
-# index scores, of all heads apart, and numbers of gathered keys, that are in memory at a time
+# index scores (per head), and numbers of gathered keys, in memory at a time
 MAX_SCORES = 2**24
 
 
@@ -67,7 +67,7 @@ class TorchSparseKernels:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """A sequence's tokens in a micro-batch: where they are in the packed row, their positions, and
+    """A sequence's tokens in a micro-batch: their location in the packed row, their positions, and
     the rows of all its keys.
     """
 

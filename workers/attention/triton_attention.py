@@ -37,7 +37,8 @@ ROWS = 64  # queries of a tile, at least; with 4 query heads for each key/value 
 KEYS = {2: 64, 4: 32}  # of a block, by the bytes of an element
 WARPS, STAGES = 8, 3
 COMBINE_WARPS = 4
-# one for each of an H100's multiprocessors, nearly: with fewer several share the keys of a token
+# nearly one for each of an H100's multiprocessors: with fewer, several programs share the keys of a
+# token
 MIN_PROGRAMS = 128
 MAX_KEPT_BYTES = 2**26  # of blocks that a second kernel adds, for all tokens
 NO_WINDOW = 2**30
@@ -339,7 +340,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
             weight_rk = weight_rk * tl.where(is_bad_k, 0.0, v_scale_k)[None, :]
         block_re = tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         if shares > 1:
-            # of the first of some query heads of one token
+            # of the first of several query heads of one token
             kept = first_head * num_blocks + begin // k_block - first_block
             sums = sums_2THP + kept + r * num_blocks
             tl.store(sums, block_highest_r, mask=is_query_r)

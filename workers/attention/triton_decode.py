@@ -39,7 +39,7 @@ LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and fini
 
 @dataclass(frozen=True, slots=True)
 class SplitMask:
-    """Which tokens there are, and how many parts of each token and key/value head have ended, [B,
+    """The existing tokens, and the number of finished parts of each token and key/value head, [B,
     G]: 0 between kernels.
     """
 
@@ -122,8 +122,8 @@ class SplitKDecode:
 
 
 def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
-    """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each
-    key/value head.
+    """Return the candidates for this number of single tokens: parts that make 16 to 128 programs
+    for each key/value head.
 
     16 tokens: 1, 2, 4 and 8 parts.
     """
@@ -273,7 +273,8 @@ def combine(  # type: ignore[no-untyped-def]
     """Add the parts of some query heads, each weighted by exp2(its highest score - the highest of
     all), some at a time.
 
-    They are read past the cache of this multiprocessor, because other ones have written them.
+    The loads bypass the cache of this multiprocessor, because other multiprocessors have written
+    the data.
     """
     h = tl.arange(0, h_block)
     e = tl.arange(0, e_block)

@@ -42,7 +42,7 @@ from tramontane.workers.device.cuda import to_device
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 # of a launch for single tokens: a GPU has about a hundred multiprocessors
 MIN_PROGRAMS, MAX_PROGRAMS = 64, 256
-# With batch invariance: so many parts of a token's keys, of at least so many keys each.
+# with batch invariance: number of parts of a token's keys, and minimum keys per part
 FIXED_PARTS, LEAST_KEYS = 16, 256
 MAX_PART_NUMBERS = 2**24  # in memory at a time, of unfinished results: 64 MiB
 MAX_TOKENS = 65535  # of a launch, as CUDA limits the second dimension of a grid
@@ -333,7 +333,9 @@ def _named(tile: Tile) -> str:
 
 
 def _block(number: int) -> int:
-    """Return the power of two that holds so many numbers or rows: 34 -> 64, 512 -> 512, 6 -> 16."""
+    """Return the power of two that holds this number of elements or rows: 34 -> 64, 512 -> 512, 6
+    -> 16.
+    """
     return max(int(triton.next_power_of_2(number)), MIN_BLOCK)
 
 

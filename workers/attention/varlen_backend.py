@@ -29,7 +29,7 @@ attend_packed: Callable[..., Any] = (
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """Where each chunk's queries and keys end, [C + 1] (int32), and the most of each."""
+    """The ends of each chunk's queries and keys, [C + 1] (int32), and their maximum lengths."""
 
     query_ends: Tensor
     key_ends: Tensor

@@ -35,9 +35,9 @@ RecordEvent = Callable[[], DeviceEvent]
 # Copies between a GPU and the host through pinned memory, which the GPU accesses without help of
 # the processor.
 #
-# A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from
-# pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it and
-# the copies that it was part of are done.
+# A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; a copy
+# from pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it
+# and its copies are done.
 
 
 class PinnedTransfer:

@@ -82,7 +82,7 @@ class KeptChoice:
             content = self.path.read_bytes()
         except OSError:
             return None
-        with suppress(ValueError):  # it is no JSON, or no text
+        with suppress(ValueError):  # not JSON, or not text
             kept = json.loads(content)
             chosen = next(
                 (name for name in self.question["candidates"] if kept == self._answered(name)), None

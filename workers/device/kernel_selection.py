@@ -138,7 +138,7 @@ def _is_right(
     prepare: Callable[[K], Compute],
     expected: Tensor,
 ) -> bool:
-    """Return whether this kernel runs and agrees with ``expected``; logs one line that says so.
+    """Return whether this kernel runs and agrees with ``expected``; logs one line with the result.
 
     ``origin``: how it was chosen.
     """

@@ -11,7 +11,7 @@ from types import MappingProxyType
 # a job, such as ``product of 16`` tokens, and a size
 Row = tuple[str, str]
 
-# matrices from so many numbers on are large: 4096 x 4096
+# matrices from this number of elements on are large: 4096 x 4096
 LARGE = 2**24
 # key/value heads of attention; matrices; the number of experts, and their matrices
 HEADS, MATRIX, EXPERTS = "8 heads of 128", "large", "8 large"

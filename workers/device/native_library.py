@@ -46,7 +46,7 @@ HEADERS = Path(__file__).parent  # where element.h is
 # with the library of PyTorch's own threads, which is loaded already and has the same name
 THREADS = "-fopenmp"
 COMPILE_TIMEOUT_S = 60.0
-# of a library, which follows it in its file; a loader does not look at it
+# of a library, appended to its file; a loader ignores it
 DIGEST, DIGEST_BYTES = "sha256", 32
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def kernel_folder() -> Path:
     created.
     """
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
-    with suppress(FileExistsError):  # also if it is no folder
+    with suppress(FileExistsError):  # also if it is not a folder
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     is_own = (
@@ -188,8 +188,8 @@ def _defined_macros(command: tuple[str, ...]) -> frozenset[str]:
 
 
 def vector_instructions() -> str:
-    """Return the best vector instructions that kernels are compiled for, as the compiler says, or
-    "". Raises CompilerError.
+    """Return the best vector instructions that the compiler uses for kernels, or "". Raises
+    CompilerError.
     """
     macros = _defined_macros((*_compiler()[0], *_target()))
     return next((name for name, macro in VECTOR_MACROS.items() if macro in macros), "")
@@ -219,7 +219,7 @@ def _short_digest(*parts: str | bytes) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name and instructions, as far as they are known."""
+    """Return the processor's name and instructions, as far as known."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             first = itertools.takewhile(str.strip, lines)

@@ -143,8 +143,8 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def panel_rows() -> int:
-    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``,
-    without compiling it.
+    """Return how many rows of a packed matrix a panel has here: ``COLUMNS`` of ``tile.h``, without
+    compiling it.
 
     1 without a C compiler, where matrices are not packed.
     """

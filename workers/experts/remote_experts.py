@@ -169,8 +169,8 @@ class RemoteExperts:
     def _notify(self) -> None:
         """Handle that an actor went up or down.
 
-        The counts of sent rows start anew: an actor that was down must not receive everything until
-        it has caught up.
+        The counts of sent rows restart: otherwise an actor that was down would receive all rows
+        until it has caught up.
         """
         with self.condition:
             self._sent.clear()

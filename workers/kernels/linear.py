@@ -21,12 +21,12 @@ class Linear(nn.Linear):
     """Linear layer without bias: x W^T in the dtype of x. A W in another one is converted, a block
     of rows at a time.
 
-    On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without
+    On a CPU it is used only without a C compiler, see ``packed_linear.py``. A CPU without
     instructions for 16-bit floats (AVX2 only) multiplies them six times slower than float32. There
-    the weights are converted to float32, a block of rows at a time, unless tokens are few.
-    ``product`` computes instead of all this where it is set: see ``RowProducts.linear``. So do
-    ``small_batch_products``: for up to how many tokens, in rising order, the name of a product, and
-    the product; see ``select_products``.
+    the weights are converted to float32, a block of rows at a time, unless tokens are few. If set,
+    ``product`` replaces all this: see ``RowProducts.linear``. So do ``small_batch_products``: the
+    largest number of tokens, in rising order, with the name of a product, and the product; see
+    ``select_products``.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:

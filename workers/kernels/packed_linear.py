@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_matmul.c")
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
-# WEIGHT in the source, for weights of another dtype than the activations
+# WEIGHT in the source, for weights whose dtype differs from the activations'
 WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 4}
 INTEGER_PRODUCTS = 3  # WEIGHT, too
 NO_MEMORY = "there is no memory for the inputs of a matrix product"

@@ -36,7 +36,9 @@ MAX_ROW_TILES = 8  # more are as good as these
 
 
 def tiles_for(element_size: int, capability: int) -> tuple[Tile, ...]:
-    """Return the tiles for elements of so many bytes, on GPUs of this major compute capability."""
+    """Return the tiles for elements of this size in bytes, on GPUs of this major compute
+    capability.
+    """
     return tuple(
         tile for tile in TILES[element_size] if tile != WIDE_TILE or capability >= WIDE_CAPABILITY
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 # per program: of Mixtral 8x7B 1792 gate_up programs per choice, 1024 down programs per token
 OUTPUTS, DOWN_OUTPUTS = 8, 4
 INPUTS = 512  # per iteration of a gate_up program, which reads two matrices
-TOKENS = 16  # for up to so many one compiled kernel chooses
+TOKENS = 16  # up to this number of tokens, one compiled kernel chooses the experts
 DOWN_INPUTS = 1024  # per iteration of a down program, of all experts of a token: 512 of each of 2
 
 
@@ -60,8 +60,8 @@ def choose_experts(
 def gate_up_gemv(
     x_TD: Tensor, w13_E2FD: Tensor, expert_ids_Tk: Tensor, scale_E2F: Tensor | None = None
 ) -> Tensor:
-    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices of no expert (E or
-    more) are undefined.
+    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices without an expert (E
+    or more) are undefined.
 
     ``scale_E2F``: of quantized matrices, for each row.
     """
@@ -242,8 +242,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # as above
     n_block: tl.constexpr,
     i_block: tl.constexpr,
 ):
-    """Compute some outputs of one token, with all its experts at once, so that more loads are under
-    way.
+    """Compute some outputs of one token, with all its experts at once, so that more loads are in
+    flight.
     """
     token = tl.program_id(0)
     j = tl.arange(0, j_block)

@@ -203,7 +203,7 @@ def _is_same_device(control: ControlSocket, location: DeviceLocation) -> bool:
 
 
 def num_abandoned_operations() -> int:
-    """Return how many threads of this process are still in a first operation that was given up."""
+    """Return how many threads of this process are still in an abandoned first operation."""
     return sum(thread.name == ABANDONED for thread in threading.enumerate())
 
 
@@ -219,7 +219,7 @@ def _join(
     """
     try:
         control.send(None)
-        control.receive(TIMEOUT_S)  # the other end has its group as well
+        control.receive(TIMEOUT_S)  # the other end has its group, too
         _run_first_operation(control, lambda: _transfer_one(control, channel, device, is_sender))
         if is_sender:
             control.send(None)

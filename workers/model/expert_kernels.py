@@ -176,12 +176,12 @@ def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
 
 logger = logging.getLogger(__name__)
 
-# up to so many rows the product is used that is the fastest for so many
+# up to each number of rows, the fastest product for the second number is used
 ROW_CLASSES = {64: 64, 128: 128, 512: 256}
 NUM_MANY_ROWS = 2048  # the product of more rows is timed with this number, where torch has none
 # on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
 TORCH_FP8_CAPABILITY = (9, 0)
-ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
+ADVANTAGE = 1.05  # another product must be this many times as fast as torch's
 
 
 def select_gpu_kernels(
@@ -218,8 +218,8 @@ def _is_on_gpu(stack: StackedExperts) -> bool:
 
 
 def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
-    """Return whether the kernels for small batches pass a self test; if not, log one line that says
-    why.
+    """Return whether the kernels for small batches pass a self test; if not, log the reason in one
+    line.
     """
     reason = try_or_reason(lambda: _test_small_batch_kernel(stack, dtype))
     if reason:

@@ -85,8 +85,8 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
     """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts
     without rows do not run.
 
-    Rows after the last group are left out of the result: [sum of sizes, D]. Experts that are packed
-    are two products of all groups, with the same results.
+    Rows after the last group are left out of the result: [sum of sizes, D]. Packed experts are two
+    products of all groups, with the same results.
     """
     rows_CD = rows_CD[: sum(sizes)]
     if not len(rows_CD):
@@ -247,7 +247,7 @@ def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
 
 
 class ExpertTokenCounter:
-    """How many tokens each expert of some layers was given, added up on the device of the tokens.
+    """Number of tokens routed to each expert of some layers, counted on the device of the tokens.
 
     One thread adds, any other may read. On a GPU adding does not wait, and may be part of a CUDA
     graph.
@@ -277,7 +277,7 @@ class ExpertTokenCounter:
         return self._ends_LE[layer - self._layers.start]
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Reset all counts."""
         self._ends_LE.zero_()
 
     def read(self) -> dict[int, list[int]]:

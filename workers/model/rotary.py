@@ -184,8 +184,8 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
 
 
 def deinterleave_rows(stored_RD: Tensor, num_heads: int, plain_rows: int = 0) -> Tensor:
-    """Reorder rows of heads from rotary pairs side by side, as they are stored, to halves, as they
-    are used.
+    """Reorder rows of heads from adjacent rotary pairs, the stored order, to halves, the order of
+    use.
 
     A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3. The
     first ``plain_rows`` of each head are not rotated and come before the rotated ones of all heads:

@@ -226,7 +226,7 @@ class StageModel(nn.Module):
         return self._expert_tokens.read()
 
     def clear_expert_load(self) -> None:
-        """Forget which experts have been chosen so far."""
+        """Reset the counts of chosen experts."""
         self._expert_tokens.clear()
 
 

@@ -83,7 +83,7 @@ def integer_weights(logits_SV: Tensor, best_S1: Tensor, temperature_S1: Tensor) 
     395007542.2.
     """
     distance_SV = best_S1 / temperature_S1 - logits_SV / temperature_S1
-    # no number goes there, too
+    # NaN also becomes FARTHEST
     distance_SV = torch.where(distance_SV < FARTHEST, distance_SV, FARTHEST)
     octaves_SV = (distance_SV * DISTANCE_UNITS).long() * LOG2_E  # in units of 2**-56
     fraction_SV = octaves_SV.bitwise_right_shift(26).bitwise_and_(2**30 - 1)
@@ -98,7 +98,7 @@ def share(total: Tensor, part: Tensor) -> Tensor:
     """Return the whole part of ``total * part / 2**36``, for totals below 2**50 and parts up to
     2**36.
 
-    Their product may have 86 bits, so the lower 24 bits of the total are multiplied apart.
+    Their product may have 86 bits, so the lower 24 bits of the total are multiplied separately.
     """
     upper, lower = total >> 24, total & (2**24 - 1)
     return (upper * part + (lower * part >> 24)) >> (SHARE_BITS - 24)
@@ -120,7 +120,7 @@ def choose_plainly(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
 
 
 def _choose_rows(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
-    chosen_S = logits_SV.argmax(-1)  # of equal ones the first
+    chosen_S = logits_SV.argmax(-1)  # the first of equal ones
     best_S1 = logits_SV.gather(1, chosen_S[:, None])
     temperature_S1 = params_S5[:, :1].to(torch.int32).view(torch.float32)
     is_drawn_S = (params_S5[:, 0] > 0) & (best_S1 / temperature_S1)[:, 0].isfinite()

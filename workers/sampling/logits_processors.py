@@ -132,7 +132,7 @@ class LogitsState:
 
 
 class LogitsProcessor:
-    """Processor of the logits of all sequences that ask for changes.
+    """Processor of the logits of all sequences that request changes.
 
     Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have
     been counted. Drafts are counted once they are known to be right (``count_draft``).

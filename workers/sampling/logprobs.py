@@ -93,8 +93,8 @@ def token_logprobs(
 def _logsumexp(logits_RV: Tensor) -> Tensor:
     """Return the logarithm of the sum of each row's exponentials, [R, 1].
 
-    Of a single row PyTorch divides the sum between the threads of a CPU, of several it does not:
-    two copies are summed alike.
+    On a CPU, PyTorch splits the sum of a single row between threads, but not the sums of several
+    rows: two copies are summed like other rows.
     """
     is_single = len(logits_RV) == 1 and logits_RV.device.type == "cpu"
     return (logits_RV.repeat(2, 1) if is_single else logits_RV).logsumexp(-1, keepdim=True)[

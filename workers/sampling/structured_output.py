@@ -1,9 +1,8 @@
 """Structured output: masks of the tokens that a sequence's grammar allows next, computed by
 llguidance.
 
-The state of a grammar follows from the grammar and the output so far, so the last stage is the only
-one to keep it: a sequence that is computed again brings its output in its chunks, and the grammar
-is advanced by it.
+The state of a grammar is determined by the grammar and the output so far, so only the last stage
+keeps it: a recomputed sequence brings its output in its chunks, and the grammar is advanced by it.
 """
 
 import logging
@@ -54,7 +53,7 @@ class Vocabulary:
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):
     """Interface that ``LLTokenizer`` expects. A token without a piece becomes a special token that
-    no text means.
+    no text contains.
     """
 
     eos_token_id = None  # type: ignore[assignment]  # makes llguidance add one

@@ -148,7 +148,7 @@ class DraftVerifier:
         rows = verdict.rows
         try:
             verdict.sampled.wait()
-        except Exception as error:  # of this step, whichever is read now
+        except Exception as error:  # of this step, regardless of the step that is read now
             verdict.token_ids, verdict.error = (NO_TOKEN,) * len(rows.seq_ids), error
             return
         verdict.token_ids = rows.accepted(verdict.sampled.tensor.tolist(), self._latest)

@@ -167,8 +167,8 @@ class CudaGraphRunner:
         self._incoming_BD = torch.zeros(
             num_incoming, plan.args.dim, dtype=self._dtype, device=self._device
         )
-        # Of all graphs: memory that a graph returns is never given to another one, and the sizes of
-        # 256 decodes would keep ten times the largest one's logits.
+        # Shared by all graphs: memory that a graph returns is never given to another one, and the
+        # sizes of 256 decodes would keep ten times the largest size's logits.
         self._logits_BV = torch.empty(
             max_rows if plan.is_last else 0, plan.args.vocab_size, device=self._device
         )
@@ -228,7 +228,7 @@ class CudaGraphRunner:
         self._copy_inputs(size[0], [[], [], []])
         try:
             graph = self._graphs[size] = self._graph_capture(lambda: self._compute(size))
-        except RuntimeError as error:  # the device cannot capture it, or has no memory left for it
+        except RuntimeError as error:  # the device cannot capture it, or has no memory left
             self._has_failed = True
             logger.warning(
                 "%s records no more CUDA graphs: capturing %d decodes failed (%s)",

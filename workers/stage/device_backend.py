@@ -97,9 +97,9 @@ def compile_native_kernels(plan: StagePlan) -> None:
 def select_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
-    This compiles kernels, and on a GPU times them unless this machine has chosen before. Raises
-    ConfigError if the plan requires batch invariance on a GPU that has no kernels for it, or a
-    cache in FP8 on one that has no FP8.
+    This compiles kernels, and on a GPU times them unless this machine has stored choices. Raises
+    ConfigError if the plan requires batch invariance on a GPU without kernels for it, or an FP8
+    cache on a GPU without FP8.
     """
     if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
         check_fp8_support(plan.label, torch.cuda.get_device_capability(device))

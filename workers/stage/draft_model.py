@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
     @property
     def needs_sample(self) -> bool:
-        """Whether it ends with the last token that is known."""
+        """Whether it ends with the last known token."""
         return self.end == len(self.sequence.text)
 
     @property
@@ -111,7 +111,7 @@ class DraftModel:
     # ---- which sequences are held, and their texts
 
     def _restart(self) -> None:
-        """Forget all sequences, here and on the worker."""
+        """Drop all sequences, here and on the worker."""
         self._worker.fence(self._worker.epoch + 1)
         self._held: dict[int, _Sequence] = {}  # the least recently used first
         self._free_slots = list(range(self._worker.plan.max_num_seqs))
@@ -181,7 +181,7 @@ class DraftModel:
         return self._free_slots.pop() if self._free_slots else None
 
     def _drop(self, seq_id: int | None) -> None:
-        """Forget a sequence if it is held."""
+        """Drop a sequence if it is held."""
         if seq_id is not None and (sequence := self._held.pop(seq_id, None)) is not None:
             self._begin_again(sequence)
             self._free_slots.append(sequence.slot)
@@ -217,7 +217,7 @@ class DraftModel:
             sequence.num_cached = end
             sequence.num_written = max(sequence.num_written, end)
             token_id = sampled.get(sequence.worker_id)
-            if token_id == NOT_FINITE_TOKEN:  # nothing can be drafted
+            if token_id == NOT_FINITE_TOKEN:  # no drafts are possible
                 sequence.goal = len(sequence.text)
             elif token_id is not None:
                 sequence.text.append(token_id)

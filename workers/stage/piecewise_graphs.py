@@ -166,7 +166,7 @@ class PiecewiseGraphRunner:
         """
         begin, sizes = time.monotonic(), piece_sizes(self._plan.max_num_batched_tokens)
         self._memory = _Memory.of(self._plan, sizes[-1], self._device)
-        # the device cannot capture it, or has no memory left for it, or computes other numbers
+        # the device cannot capture it, or has no memory left, or computes other numbers
         reason = try_or_reason(partial(self._record, sizes)) or try_or_reason(self._try_sizes)
         self._model.clear_expert_load()  # counts of the trial
         if reason:
@@ -186,7 +186,7 @@ class PiecewiseGraphRunner:
             self._pieces[size] = self._capture(partial(self._compute, size))
 
     def has_size_for(self, num_tokens: int) -> bool:
-        """Return whether a step of so many tokens can be computed."""
+        """Return whether a step of this number of tokens can be computed."""
         return padded_tokens(num_tokens) in self._pieces
 
     def run(self, begin_T: Tensor, positions_T: Tensor, attend: AttendInto) -> Tensor:

@@ -1,5 +1,5 @@
-"""The direct link: hidden states go from stage to stage over channels, which are made anew for
-every epoch.
+"""The direct link: hidden states are sent from stage to stage over channels, which are reconnected
+for every epoch.
 """
 
 from concurrent.futures import ThreadPoolExecutor

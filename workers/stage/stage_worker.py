@@ -116,7 +116,7 @@ class StageWorker:
                 plan, self.table, model.head, read_pieces, self.last_sampled_tokens, *sampling
             )
         self.numerics = Numerics()  # until ``load`` has found them out
-        self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
+        self.profiler: StepProfiler | None = None  # of served steps, if requested at ``load``
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
         # the sequences that the last step has sampled a token for
@@ -219,9 +219,7 @@ class StageWorker:
         self.model.clear_expert_load()
 
     def fence(self, epoch: int) -> None:
-        """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only
-        grow.
-        """
+        """Drop every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
         self._begin_epoch(epoch)
 
@@ -240,7 +238,7 @@ class StageWorker:
             )
 
     def check_epoch(self, batch: MicroBatch) -> None:
-        """Raise StaleEpochError for a step of another epoch than the stage is fenced to."""
+        """Raise StaleEpochError for a step of another epoch than the stage's current one."""
         if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
             raise StaleEpochError(
                 f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch"

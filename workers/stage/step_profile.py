@@ -1,4 +1,4 @@
-"""The profile of served steps that the environment asks for, as
+"""The profile of served steps that the environment requests, as
 ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``.
 """
 

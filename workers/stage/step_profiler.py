@@ -1,10 +1,10 @@
-"""Profiles of served steps by PyTorch's profiler: where a stage's time goes under the load of a
-real server.
+"""Profiles of served steps by PyTorch's profiler: the breakdown of a stage's time under the load of
+a real server.
 
-The environment asks for one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the
-first steps that it serves, records as many as wanted, and writes two files: a trace for Perfetto or
-Chrome, and a table of operations and kernels. Steps take longer while they are recorded, and one
-waits for the files.
+The environment requests one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the
+first steps that it serves, records the requested number, and writes two files: a trace for Perfetto
+or Chrome, and a table of operations and kernels. Steps take longer while they are recorded, and one
+step waits for the files.
 """
 
 import logging

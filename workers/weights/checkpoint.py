@@ -261,8 +261,8 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
-    """Return the file of each tensor that is not of an encoder of images. An index is compared with
-    the files that it names.
+    """Return the file of each tensor outside the vision encoder. An index is compared with the
+    files that it names.
     """
     single = folder / SINGLE_NAMES[layout.value]
     index = single.with_name(single.name + INDEX_SUFFIX)

@@ -138,7 +138,7 @@ def write_random_checkpoint(
             )
         on_start()
         _write(folder, args, layout, parts, on_written)
-        # last: without it the folder is no model
+        # last: without it the folder is not a model
         (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")
     # also Ctrl-C: half a checkpoint is useless and would block the next attempt
     except BaseException:

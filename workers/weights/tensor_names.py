@@ -144,8 +144,8 @@ SPARSE_NAMES = replace(
     rotary_alpha="lerope.alpha",
 )
 
-# Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in
-# memory.
+# Of the text model inside ``Mistral3ForConditionalGeneration``, in its published form and in its
+# in-memory form.
 WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
 # Of AutoFP8, the program, and by which name transformers has the same number: a weight is its FP8
 # number times the scale.
