@@ -116,7 +116,7 @@ class BalancedPolicy:
         self._group_counts = sorted(
             {2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1}
         )
-        self._transit_s: float | None = None  # # time of one micro-batch between the stages
+        self._transit_s: float | None = None  # time of one micro-batch between the stages
         # seconds of decodes by which earlier micro-batches took less than their share
         self._decode_debt = 0.0
 

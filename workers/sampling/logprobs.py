@@ -64,8 +64,8 @@ def token_logprobs(
     """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens
     with their log-probabilities.
 
-    The entry is None for a row whose logits are not finite, see ``sample``. Log-probabilities do
-    not depend on other rows; the choice between equal logits does not either, on GPUs only with
+    The entry is None for a row whose logits are not finite, see ``sample``. Log-probabilities and
+    the choice between equal logits do not depend on the other rows; on GPUs this holds only with
     ``has_exact_sums``.
     """
     totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else _logsumexp(logits_RV)
