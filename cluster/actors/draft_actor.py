@@ -123,7 +123,7 @@ class RayDraftModel:
                 )
                 return answer
         except (RayError, TimeoutError, ValueError) as error:
-            actor, self._actor = self._actor, None  # another one may have its name
+            actor, self._actor = self._actor, None  # another actor may have its name
             if isinstance(error, TimeoutError) and actor is not None:
                 await asyncio.to_thread(
                     replace_hung_workers, {self._name: actor}, CALL_TIMEOUT_S / 2
@@ -134,5 +134,5 @@ class RayDraftModel:
 
 
 def draft_port(spec: PipelineSpec) -> RayDraftModel | None:
-    """Return the router's way to a pipeline's draft model, if it has one."""
+    """Return the router's port to a pipeline's draft model, if it has one."""
     return RayDraftModel(spec.draft_name) if spec.draft_model else None

@@ -33,8 +33,8 @@ RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an Ex
 
 @dataclass(frozen=True, slots=True)
 class ExpertHealth(WorkerHealth):
-    """Health and work since loading: seconds for which experts computed, and rows that they were
-    given.
+    """Health and work since loading: seconds for which experts computed, and rows that they
+    received.
     """
 
     busy_s: float
@@ -155,8 +155,7 @@ def create_expert_actor(
 
 
 def rebalance_experts(spec: PipelineSpec, new: ExpertPlan) -> int:
-    """Make a pipeline follow another expert plan, and return how many copies of experts were
-    loaded.
+    """Make a pipeline use another expert plan, and return how many copies of experts were loaded.
 
     For each intermediate plan, actors load the experts that it adds; then it is stored and
     announced to the stages; then actors unload the experts that it removes. A stage that misses the

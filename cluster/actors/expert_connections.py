@@ -1,5 +1,5 @@
 """A stage's connections to expert actors: calls through Ray's object store, or direct channels that
-Ray only introduces.
+Ray only sets up.
 """
 
 import logging

@@ -33,8 +33,8 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
     """Replace every worker that does not answer, or has computed for longer than ``limit_s``
     without a pause.
 
-    Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or
-    loads.
+    Returns the reason to fence the pipeline again; "" if there is none, as a worker still computes
+    or loads.
     """
     answers = _check_health(workers, ANSWER_TIMEOUT_S)
     unanswered = {name: worker for name, worker in workers.items() if name not in answers}
@@ -124,7 +124,7 @@ def _check_health(
 
 
 def _kill_processes(workers: Mapping[str, "ActorHandle[Any]"], min_age_s: float) -> list[str]:
-    """Call ``kill_worker_process`` for all workers at once: one on a lost node takes seconds.
+    """Call ``kill_worker_process`` for all workers concurrently: one on a lost node takes seconds.
     Return the names of the killed.
     """
     if not workers:

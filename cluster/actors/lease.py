@@ -40,7 +40,7 @@ class LeaseManager:
         self._renewed_at = now
 
     def claim(self, holder: str, now: float, yielding: str = "") -> None:
-        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that is
+        """Make ``holder`` the holder. Raises LeaseError while another one holds it, unless that is
         ``yielding``, which has to yield.
         """
         current = self.lease
@@ -54,7 +54,7 @@ class LeaseManager:
         self._renewed_at = now
 
     def next_epoch(self, floor: int) -> int:
-        """Grant a new epoch to the holder: higher than all before, and than ``floor``.
+        """Grant a new epoch to the holder: higher than all earlier epochs, and than ``floor``.
 
         floor 1000 after epoch 7: 1001. After epoch 1001: 1002.
         """

@@ -22,8 +22,8 @@ SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = (
     "-experts-",
     "-drafts-",
 )
-GPU_UNITS = 10_000  # into which Ray divides a GPU
-NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
+GPU_UNITS = 10_000  # units into which Ray divides a GPU
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ class OwnerApplication:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorRefs:
-    """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches
-    them.
+    """A pipeline's expert actors: their names, in the order of the plan, and their link to stages.
 
     ``plan``: the plan with which the pipeline was created. A later plan is in the cluster's
     key-value store, where restarted actors find it. ``max_open``: micro-batches that a stage keeps
@@ -73,7 +72,7 @@ class ExpertActorRefs:
     max_open: int
 
     def current_plan(self) -> ExpertPlan:
-        """Return the plan that the pipeline follows now."""
+        """Return the plan that the pipeline uses now."""
         value = kv_get(_plan_key(self.pipeline))
         return replace(self.plan, actors=decode_expert_actors(value)) if value else self.plan
 
@@ -99,7 +98,7 @@ class WorkerSettings:
     device: str
     threads: int
     pipeline: str = ""
-    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # of the planning machine; () is not checked
     logs: LogSettings | None = None  # None leaves logging to Python
 
 
@@ -133,7 +132,7 @@ class PipelineSpec:
     use_gpus: bool
     # of each bundle (see ``gpu_placement``); () allows any node
     nodes: tuple[tuple[str, ...], ...] = ()
-    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # of the planning machine; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
     # micro-batches that a stage keeps open, if experts are on actors of their own

@@ -78,7 +78,7 @@ class HiddenStateTransfers:
         self._add(Transport.INLINE if is_inline else Transport.PLASMA, array_B.nbytes)
 
     def add_direct(self, num_bytes: int) -> None:
-        """Count hidden states that went through a direct channel."""
+        """Count hidden states sent through a direct channel."""
         self._add(Transport.DIRECT, num_bytes)
 
     def _add(self, transport: Transport, num_bytes: int) -> None:
@@ -156,8 +156,8 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
-        # Applies to this thread only. torch.compile would compile again in threads of steps that
-        # have another number.
+        # Applies to this thread only. torch.compile would recompile in threads of steps that have
+        # another number.
         torch.set_num_threads(settings.threads)
         return StageWorker.load(
             self._plan,

@@ -1,7 +1,7 @@
 """The supervisor of a pipeline: it creates the actors, grants the lease, and removes a pipeline
 that no router drives.
 
-It is not on the path of steps.
+Steps do not pass through it.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ class Supervisor:
         # clock gives one.
         floor = max(newest_epoch(stages), time.time_ns() // 1_000_000)
         with self._lock:
-            # again: another router may have come in between
+            # again: another router may have claimed it in the meantime
             self._leases.claim(holder, time.monotonic(), yielding)
             epoch = self._leases.next_epoch(floor)
         fence_stages(stages, epoch, holder, self.spec.link)
@@ -139,7 +139,7 @@ class Supervisor:
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
-        """Make the pipeline follow another plan while it runs; see ``rebalance_experts``."""
+        """Make the pipeline use another plan while it runs; see ``rebalance_experts``."""
         return rebalance_experts(self.spec, plan)
 
     @ray.method(concurrency_group="lease")
@@ -307,8 +307,8 @@ def _group(spec: PipelineSpec) -> PlacementGroup:
 
 
 def is_head_alive() -> bool:
-    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is away, Ray makes
-    callers wait.
+    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is unreachable, Ray
+    makes callers wait.
     """
     called_at = time.monotonic()
     try:
@@ -320,7 +320,7 @@ def is_head_alive() -> bool:
 
 def may_be_claimed(deployments: DeploymentWatch | None, last: Lease | None) -> bool:
     """Return True if a router of a living application may still claim its pipeline; a newer
-    deployment's would have.
+    deployment's would have claimed it.
     """
     from ray import serve  # rarely needed, and slow to import
 

@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 async def call_with_retry(call: Callable[[], Any]) -> Any:  # the actor's return value
-    """Await a call that may safely be made twice, again while the supervisor restarts. Raises
-    RayError.
-    """
+    """Await an idempotent call, again while the supervisor restarts. Raises RayError."""
     deadline = time.monotonic() + SUPERVISOR_RETRY_TIMEOUT_S
     for delay_s in backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S):
         try:
@@ -130,7 +128,7 @@ class _Heartbeat:
         self._supervisors: list[ActorHandle[Any]] = []
 
     def refresh(self) -> None:
-        """Look up the supervisors that there are now."""
+        """Look up the current supervisors."""
         found = []
         try:
             for name in self._names():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # in a row; one more than a poison request causes: two with other requests, the third alone
 MAX_FAILURES = 4
-# threads that were left in a call of NCCL; one may be due to a neighbor that died just then
+# threads left in a call of NCCL; one may be due to a neighbor that died at that moment
 MAX_ABANDONED = 3
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class FailureGuard:
 
     @contextmanager
     def guard_connect(self) -> Iterator[None]:
-        """Guard the making of channels, which leaves a thread behind where two GPUs cannot be
+        """Guard the creation of channels, which leaves a thread running if two GPUs cannot be
         connected.
         """
         try:
@@ -104,12 +104,12 @@ class FailureGuard:
 
 
 def _end_process() -> None:
-    # an exit that Ray does not take for intended, and that does not wait for the device
+    # an exit that Ray does not consider intended, and that does not wait for the device
     os._exit(1)
 
 
 def device_self_test(device: str) -> bool:
-    """Return True if the device still computes 1 + 1."""
+    """Return whether the device still computes 1 + 1."""
     import torch
 
     try:
@@ -209,7 +209,7 @@ class WorkerActor(Generic[W]):
     workers never need it.
     """
 
-    # in a row; then memory is most likely too small, and loading is not tried again
+    # in a row; then memory is most likely too small, and loading is not retried
     max_load_crashes = 3
 
     def __init__(self, label: str, weight_bytes: int, settings: WorkerSettings) -> None:

@@ -109,7 +109,7 @@ class HttpApp:
 
     def __init__(self, config: HttpAppConfig) -> None:
         self._config, self._model = config, config.model
-        # one largest body fits
+        # a body of the maximum size fits
         limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         self._bodies = BodyReader(limiter, config.max_body_bytes, config.model.counts)
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
@@ -185,7 +185,7 @@ class HttpApp:
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
-        """Answer ``GET /health``: 200 if tokens can be made now, or else 503."""
+        """Answer ``GET /health``: 200 if tokens can be generated now, else 503."""
         if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
         return json_error(

@@ -19,8 +19,8 @@ from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 from tramontane.router.openai.response_models import Event, to_json
 
-# How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in two
-# ways, and Anthropic's.
+# The error format of each API, as the body of a response and as an event of a stream: OpenAI's in
+# two ways, and Anthropic's.
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages/"

@@ -34,10 +34,10 @@ MESSAGE_NODE = "tramontane.node"
 # a message: updates of choices, and parts of a response that is not streamed
 MESSAGE_PROGRESS = "tramontane.progress"
 MESSAGE_UPDATES = "tramontane.updates"  # in each message of a stream: the updates that it makes
-PROGRESS_INTERVAL_S = 1.0  # the most work that the loss of an ingress repeats
+PROGRESS_INTERVAL_S = 1.0  # the maximum work that the loss of an ingress repeats
 # of log-probabilities in one report, which Ray Serve pickles within some milliseconds
 MAX_PROGRESS_BYTES = 2**18
-# the client's own timeout has passed: another ingress could not help
+# the client's own timeout has passed: another ingress cannot help
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT
 OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
@@ -110,7 +110,7 @@ class FailoverResponse:
         self._start, self._is_retry, self.is_refused, self.node = None, True, False, None
 
     async def send(self, message: Message) -> None:
-        """Take a message of the present ingress, and pass it on where the client is to have it."""
+        """Take a message of the current ingress, and forward it if the client is to receive it."""
         if message["type"] != MESSAGE_NODE and self.node is None:
             self.node = ""  # a healthy application that is not ours
         if message["type"] == MESSAGE_NODE:
@@ -227,7 +227,7 @@ class FailoverMiddleware:
             await self._app(scope, receive, send)
             return
         body, response = _BufferedBody(receive), FailoverResponse(send, scope["path"])
-        # else every ingress would get another id
+        # otherwise every ingress would get another id
         if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):
             scope = {
                 **scope,
@@ -353,8 +353,8 @@ class _BufferedBody:
         return message
 
     def add(self, message: Message, max_bytes: int) -> int:
-        """Buffer a part, and return how many bytes more are buffered now. A body that gets too
-        large is dropped whole.
+        """Buffer a part, and return how many more bytes are buffered now. A body that gets too
+        large is dropped completely.
         """
         part = message.get("body", b"")
         if len(self._buffer) + len(part) > MAX_BODY or len(part) > max_bytes:

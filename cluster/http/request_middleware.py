@@ -42,7 +42,7 @@ class AuthMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate the request, name it, answer it and log how."""
+        """Authenticate the request, assign its id, answer it and log the outcome."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -90,7 +90,7 @@ class _AccessLog:
 
     def __init__(self, send: Send, public_paths: frozenset[str]) -> None:
         self._send, self._public_paths, self._started_at = send, public_paths, time.monotonic()
-        self._status = 0  # no response: the client left before it, or its last message was lost
+        self._status = 0  # no response: the client disconnected, or its last message was lost
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and note the status."""
@@ -99,7 +99,7 @@ class _AccessLog:
         await self._send(message)
 
     def write(self, scope: Scope, request_id: str) -> None:
-        """Log how the request was answered; on level debug for public paths, which are polled
+        """Log the outcome of the request; on level debug for public paths, which are polled
         often.
         """
         path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._started_at, 6)

@@ -1,5 +1,5 @@
-"""Back-pressure for clients that do not read their responses: these wait, and the client is dropped
-after a timeout.
+"""Back-pressure for clients that do not read their responses: responses wait, and the client is
+dropped after a timeout.
 
 Ray Serve passes a response on through an unbounded queue, so writing never waits; its length is
 observed here. Everything behind it waits for its reader: gRPC between replica and proxy, and the
@@ -52,7 +52,7 @@ def with_backpressure(
     """Wrap ``send`` so that it waits while too much is buffered. It raises SlowClientError after
     ``limit_s``.
     """
-    # which takes every message at once, so that no time limit is needed
+    # a queue takes every message at once, so no time limit is needed
     is_queue = buffered_messages.get(None) is not None
 
     async def send_and_wait(message: Message) -> None:

@@ -118,7 +118,7 @@ async def _docs_page(_request: Request) -> Response:
 
 
 async def _docs_asset(request: Request) -> Response:
-    """Answer with a file of the package, which is found without importing it: it needs another
+    """Answer with a file of the package, which is located without importing it: it needs another
     framework.
     """
     name = request.url.path.rpartition("/")[2]

@@ -74,7 +74,7 @@ def _parse_after(given: Sequence[str]) -> AfterByPipeline:
     return {match[1]: int(match[2]) for match in matches if match}
 
 
-# ``GET /metrics``: how loaded the server is, for gateways that route by load.
+# ``GET /metrics``: the load of the server, for gateways that route by load.
 #
 # These are the gauges of the model server protocol of Kubernetes' Gateway API Inference Extension,
 # in Prometheus' text format. All other metrics are exported by Ray, on every node.

@@ -1,5 +1,5 @@
-"""Endpoints that generate tokens, whole or as a stream: completions, chats, and the APIs that are
-chats in another shape.
+"""Endpoints that generate tokens, whole or as a stream: completions, chats, and APIs that are chats
+in another format.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ class BodyLimiter:
         async with aclosing(request.stream()) as parts:
             while True:
                 try:
-                    # a part that is there already is taken, however late
+                    # a part that has arrived is taken, however late
                     async with asyncio.timeout_at(deadline):
                         part = await anext(parts, None)
                 except TimeoutError:

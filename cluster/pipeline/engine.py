@@ -64,7 +64,7 @@ class Chain(StageChain, Protocol):
         ...
 
     async def fingerprint(self) -> str:
-        """Return the pipeline's fingerprint; "" if it cannot be found out now."""
+        """Return the pipeline's fingerprint; "" if it is unavailable now."""
         ...
 
 
@@ -186,8 +186,8 @@ def make_scheduler(
 
 
 def _max_tokens(config: EngineConfig, plan: PipelinePlan) -> int:
-    """Return the most tokens of a micro-batch: as given now, else as the pipeline, which may be an
-    earlier one, was planned.
+    """Return the maximum number of tokens of a micro-batch: as configured now, else from the plan
+    of the pipeline, which may be an earlier one.
     """
     return config.max_num_batched_tokens or plan.max_num_batched_tokens
 
@@ -209,7 +209,7 @@ def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
 
 def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting
-    decodes would only cost.
+    decodes would only cost time.
     """
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:

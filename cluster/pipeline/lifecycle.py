@@ -297,7 +297,7 @@ def _new_names(
     first_number: int,
     randrange: Callable[[int], int] = random.randrange,
 ) -> Iterator[str]:
-    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each
+    """Yield unused names of pipelines, without end: the first from ``first_number`` on, then each
     from a wider range.
 
     With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was

@@ -131,7 +131,7 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
     def update(wait_s: float = 0.0) -> None:
         try:
             losses.observe(*poller.poll(wait_s))
-        # the head node is away, or an actor was removed between its listing and its look-up
+        # the head node is unreachable, or an actor was removed between its listing and its look-up
         except Exception:
             logger.debug(
                 "the workers of %s could not be polled; the next attempt follows",

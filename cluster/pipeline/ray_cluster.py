@@ -85,7 +85,7 @@ def local_ray_cluster(
             )
     except PipelineError:
         raise
-    # Ray raises a bare Exception where its node does not come up in time
+    # Ray raises a bare Exception if its node does not start in time
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "timed out during startup" in reason:
@@ -168,8 +168,8 @@ def check_ray_address(address: str, advice: str = ADVICE) -> None:
 
 
 def _resolve_address(address: str, advice: str) -> str:
-    """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its
-    outer address.
+    """Resolve like Ray: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is replaced
+    by its external address.
     """
     try:
         resolved = resolve_cluster_address(address)
@@ -185,7 +185,9 @@ def _resolve_address(address: str, advice: str) -> str:
 
 
 def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
-    """Ask the process at an address whether it is a living head node, as Ray's own nodes do."""
+    """Check that the process at an address is a living head node, by the same call as Ray's own
+    nodes.
+    """
     import grpc  # a local cluster does not need it
 
     with head_channel(address) as channel:

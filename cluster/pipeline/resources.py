@@ -55,8 +55,8 @@ class ClusterResources:
     may_grow: bool = False
 
     def may_grow_for(self, spec: PipelineSpec) -> bool:
-        """Return whether nodes that are added could hold the pipeline: not if it is planned for
-        certain nodes.
+        """Return whether added nodes could hold the pipeline: not if it is planned for certain
+        nodes.
         """
         return self.may_grow and not any(spec.nodes)
 
@@ -257,9 +257,7 @@ def _amounts(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
 
 
 def _room(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
-    """Return for how many bundles there is room, where sums alone do not show that it is too
-    few.
-    """
+    """Return the number of bundles that fit, where sums alone do not show that it is too low."""
     nodes = _allowed(needs, amounts)
     if any(needed > _sum(amounts, nodes, name) + ROUNDING for name, needed in _used(needs).items()):
         return ""

@@ -44,7 +44,7 @@ from tramontane.proto.units import backoff_delays
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
-# The fingerprint of a pipeline: with the same one, the same request gives the same tokens.
+# The fingerprint of a pipeline: with equal fingerprints, the same request gives the same tokens.
 
 PREFIX = "fp_"  # as OpenAI's begin
 NUM_DIGITS = 16
@@ -64,8 +64,8 @@ def pipeline_fingerprint(
 ) -> str:
     """Return the fingerprint of stages, in order, and of expert actors if there are any.
 
-    If all are batch-invariant and compute in the same way it does not depend on how layers and
-    experts are distributed.
+    If all are batch-invariant and compute in the same way, it does not depend on the distribution
+    of layers and experts.
     """
     first = stages[0][0]
     common = _common_parts([*(numerics for _, numerics in stages), *experts])
@@ -412,7 +412,7 @@ async def _root_cause(error: BaseException, failures: list[BaseException]) -> Ba
     """Return the first failure that is not a LinkError, which is only a consequence of another
     stage's failure.
 
-    It may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is
+    That may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is
     returned.
     """
     for _ in range(CAUSE_POLLS):

@@ -33,7 +33,7 @@ GRPC_FUNCTIONS = tuple(
     f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs")
 )
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
-UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
+UNBOUNDED = 1_000_000  # our own limits are reached first, and their errors have OpenAI's format
 MAX_SURGE_PERCENT = 100  # new replicas all start before the replicas of the old version stop
 
 

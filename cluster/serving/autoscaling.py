@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineAutoscalingPolicy:
-    """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues
-    included, would fill.
+    """Ray Serve's policy for the Router deployment: the number of pipelines that their load,
+    including waiting queues, would fill.
 
     ``autoscale_load``: the target utilization of a pipeline's slots or of its cache's pages,
     whichever is scarcer. ``autoscale_tokens``: the target number of tokens in flight per pipeline,

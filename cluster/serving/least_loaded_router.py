@@ -1,4 +1,4 @@
-"""Which router gets a request: Ray Serve's routing, with an ingress's own counts."""
+"""Routing of requests to routers: Ray Serve's routing, with an ingress's own counts."""
 
 import random
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-# Constraints on a call's replica. They travel in the call's session id, which has no other use
+# Constraints on a call's replica. They are sent as the call's session id, which has no other use
 # here.
 ANY, ONLY, EXCEPT = "", "=", "!"
 
@@ -19,7 +19,7 @@ def exclude(replicas: Collection[str]) -> str:
 
 
 def prefer(replica: str | None, excluded: Collection[str]) -> str:
-    """Return the constraint to this replica if it is there, else to any that is not excluded: a and
+    """Return the constraint to this replica if it exists, else to any that is not excluded: a and
     {"b"} gives "=a!b".
     """
     return (ONLY + replica if replica else ANY) + exclude(excluded)

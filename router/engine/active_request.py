@@ -188,8 +188,8 @@ class ActiveRequest:
         )
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
-        """Return name, start and end of queue, prefill and decode as far as they have come, by the
-        router's clock.
+        """Return name, start and end of the phases queue, prefill and decode that have begun, by
+        the router's clock.
         """
         bounds = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
         spans = zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False)
@@ -222,7 +222,7 @@ class QueueWaitTracker:
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
         """Return the longest wait of this priority in whole seconds: of the request that started
-        last, or of a request that still waits.
+        last, or of a request that is still waiting.
         """
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)

@@ -1,4 +1,4 @@
-"""Whether a router makes progress, and how its recoveries went: for health checks and metrics."""
+"""Progress of a router, and the outcome of its recoveries: for health checks and metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,5 +81,5 @@ class HealthTracker:
             self.last_recovery = replace(self.last_recovery, resumed_at=now)
 
     def progressed_within(self, limit_s: float) -> bool:
-        """Return whether the last progress was less than so long ago."""
+        """Return whether the last progress is less than this time ago."""
         return self._clock() - self._progress_at < limit_s

@@ -40,7 +40,7 @@ Known = tuple[int, int]  # number of a replica's router, and version of its cach
 
 @dataclass(frozen=True, slots=True)
 class PrefixDigest:
-    """The cached keys of a pipeline, as changes since a version, and how busy the pipeline is.
+    """The cached keys of a pipeline, as changes since a version, and the load of the pipeline.
 
     ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority,
     by priority. ``prefill_s``, ``decode_s``: seconds for one further token.

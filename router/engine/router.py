@@ -84,8 +84,8 @@ class Router:
     async def run(self) -> None:
         """Drive the pipeline until cancelled, or until it is lost permanently.
 
-        After any other failure requests only wait: the stages are fenced again, and all live
-        sequences are computed again.
+        After any other failure, requests wait: the stages are fenced again, and all live sequences
+        are recomputed.
         """
         try:
             while True:
@@ -226,7 +226,7 @@ class Router:
         self.wake.set()
 
     async def refresh_fingerprint(self) -> None:
-        """Read the pipeline's fingerprint; if it is another one, requests get it before their next
+        """Read the pipeline's fingerprint; if it has changed, requests get it before their next
         tokens.
         """
         if self._read_fingerprint is None:

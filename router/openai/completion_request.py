@@ -228,7 +228,7 @@ class SamplingFields(NeutralFields, GuidedFields):
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
-MAX_ERRORS = 64  # more are only counted, because pydantic lists each with its input
+MAX_ERRORS = 64  # further errors are only counted, because pydantic lists each with its input
 
 LayersInput = Annotated[
     list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})
@@ -451,8 +451,8 @@ def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
 
 
 def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """Return where the problem is in the client's JSON, with the field that a message is chosen by,
-    which pydantic leaves out.
+    """Return the location of the problem in the client's JSON, with the field that selects the type
+    of a message, which pydantic leaves out.
     """
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
@@ -461,7 +461,7 @@ def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
 
 
 def _tag(problem: ErrorDetails) -> Any:
-    """Return the client's value of the field that a message is chosen by."""
+    """Return the client's value of the field that selects the type of a message."""
     return problem["input"][problem["ctx"]["discriminator"].strip("'")]
 
 

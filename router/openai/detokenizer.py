@@ -161,8 +161,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
         )
         self._tools, self._thoughts = tools, thoughts
         self._calls: list[CallDelta] = []
-        self._reasoning: list[str] = []  # that was not taken
-        # tokens that may be of a marker
+        self._reasoning: list[str] = []  # reasoning that has not been taken
+        # tokens that may be part of a marker
         self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()
         self.num_reasoning_tokens = None if thoughts is None else 0
 
@@ -173,7 +173,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
     @property
     def can_think(self) -> bool:
-        """Whether the model has a format for thoughts."""
+        """Whether the model has a format for reasoning."""
         return self._thoughts is not None
 
     @property
@@ -284,7 +284,7 @@ async def completion_grammar(tokenizer: Tokenizer | None, request: CompletionReq
     )
 
 
-# Stop strings in a text that grows.
+# Stop strings in a growing text.
 
 
 class StopMatcher:

@@ -39,7 +39,7 @@ class HttpErrorSpec:
 
 
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
-    """Return how a response describes an error."""
+    """Return the description of an error in a response."""
     return HttpErrorSpec(error.http_status, error.openai_type, error.parameter, error.openai_code)
 
 
@@ -73,8 +73,8 @@ def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
 
 
 def is_form(place: Sequence[str | int], index: int) -> bool:
-    """Return whether a part of a place is the form that pydantic chose, which is not in the
-    client's JSON.
+    """Return whether a part of a location is the union member that pydantic chose, which is not in
+    the client's JSON.
 
     It puts the role of a message after its index, ("messages", 0, "user", "content"), after
     ``tool_choice`` its form, and after an object that its ``type`` tells apart ``type=`` with that:
@@ -150,7 +150,7 @@ def describe_json_error(message: str) -> str:
     if (position := _POSITION.search(text)) is None:
         return reason
     line, column = position.groups()
-    # prompt=hi, as a form has it
+    # prompt=hi, like a form
     if text.startswith("expected value") and (line, column) == ("1", "1"):
         reason = "a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"

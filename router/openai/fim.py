@@ -1,5 +1,5 @@
-"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the shape of
-a chat's answer.
+"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the format
+of a chat's answer.
 """
 
 from typing import Annotated, Any
@@ -36,9 +36,7 @@ class FimRequest(SamplingFields):
     max_tokens: Annotated[int | None, bounded("max_tokens")] = None
 
     def as_completion(self, max_model_len: int) -> CompletionRequest:
-        """Return the completion with the same answer; without max_tokens as long as the context has
-        room for.
-        """
+        """Return the completion with the same answer; without max_tokens it fills the context."""
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
         max_tokens = max_model_len if self.max_tokens is None else self.max_tokens
         return CompletionRequest.model_construct(
@@ -59,7 +57,7 @@ def parse_fim(body: bytes) -> FimRequest:
 
 
 class FimFormatter(ChatFormatter):
-    """Writes answers in the shape of a chat's, without thoughts and tool calls."""
+    """Writes answers in the format of a chat's, without reasoning and tool calls."""
 
     def choice(self, change: CompletionChange) -> ChatChange:
         """Return the chunk's part for one choice."""

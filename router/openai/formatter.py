@@ -65,7 +65,7 @@ class AnswerFormatter(ABC):
 
     @property
     def answer_bytes(self) -> int:
-        """About how many bytes of JSON the whole answer is."""
+        """Approximate size of the whole answer in bytes of JSON."""
         return self.generation.answer_bytes
 
 

@@ -167,7 +167,7 @@ class Generation:
             "object": object_name,
             "created": resume_state.created,
             "model": model.name,
-            "system_fingerprint": None,  # until the router has named it
+            "system_fingerprint": None,  # until the router has sent it
         }
         self._times: RequestTimings | None = None
         self._num_cached = 0  # tokens of prompts
@@ -200,7 +200,7 @@ class Generation:
     async def collect(
         self, source: TokenSource, report: ProgressCallback = no_progress
     ) -> list[dict[str, Any]]:
-        """Return the fields of whole choices. ``report`` gets all changes but the last; with them
+        """Return the fields of whole choices. ``report`` gets all changes but the last; with these
         another ingress can resume.
         """
         parts: list[list[Mapping[str, Any]]] = [[] for _ in self._choices]
@@ -276,7 +276,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Number of tokens so far. A prompt counts once, however many choices it has."""
+        """Number of tokens so far. A prompt counts once, regardless of its number of choices."""
         return self.usage_of(has_tokens=True)
 
     def usage_of(self, *, has_tokens: bool) -> Usage:
@@ -308,7 +308,7 @@ class Generation:
         return Timings(**rounded, cached_tokens=self.usage.prompt_tokens_details.cached_tokens)
 
     def _json_bytes(self, batch: RequestOutput) -> int:
-        """Return about how many bytes of JSON a batch becomes. The first change of a choice may
+        """Return the approximate size of a batch in bytes of JSON. The first change of a choice may
         repeat its prompt.
         """
         num_bytes = batch.num_values * BYTES_PER_VALUE
@@ -320,7 +320,7 @@ class Generation:
         return num_bytes
 
     def _process(self, batch: RequestOutput) -> list[CompletionChange]:
-        """Return one change per choice that the batch has tokens of."""
+        """Return one change per choice with tokens in the batch."""
         texts: dict[int, list[str]] = {}
         token_ids: dict[int, list[int]] = {}
         scores = index_by_position(batch.logprobs)
@@ -407,7 +407,7 @@ class Generation:
                 change["logprobs"] = write(tokenizer, tokens, num_top)
 
     def _add_experts(self, changes: list[CompletionChange], batch: Sequence[ExpertChoices]) -> None:
-        """Add the experts since the last change, of the tokens that a choice has: more may have
+        """Add the experts since the last change, for the tokens that a choice has: more may have
         been generated than it takes.
         """
         own: dict[int, list[ExpertChoices]] = {change["index"]: [] for change in changes}

@@ -1,4 +1,4 @@
-"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads
+"""Limits on the elements of a JSON body, checked before objects are built, and a thread that reads
 and writes large bodies.
 
 A parser holds Python's interpreter lock until it is done, on any thread: a body of 8 MiB has room
@@ -25,7 +25,7 @@ DIGITS_TO_ZEROS = bytes(
     ord("0") if chr(byte).isdecimal() and byte < 128 else ord(" ") for byte in range(256)
 )
 SMALL_BODY = 2**16  # bytes; too few for more elements, and parsed within a few milliseconds
-SCAN_BYTES = 2**16  # between two moments in which other threads may run
+SCAN_BYTES = 2**16  # between two points at which other threads may run
 # One thread, so that the event loop competes with at most one parser for the interpreter lock.
 BODY_POOL = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
@@ -89,8 +89,8 @@ def check_elements(body: bytes, what: str = "the body", parameter: str | None = 
 def count_elements(body: bytes) -> ElementCounts:
     r"""Count the elements of JSON, up to the first piece of 64 KiB in which a bound is exceeded.
 
-    A number is found to be too long if it is so within a piece, so at the latest where it has twice
-    as many digits.
+    A number is found to be too long if it is too long within a piece, so at the latest if it has
+    twice as many digits.
 
     ``{"a": [1, "2, [3]"], "b\",": 4}`` has 2 commas, 2 groups and 2 members: quotes that are
     escaped do not end a string.

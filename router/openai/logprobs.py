@@ -1,4 +1,4 @@
-"""Tokens with their log-probabilities, in the shapes that clients receive: OpenAI's two and
+"""Tokens with their log-probabilities, in the formats of client responses: OpenAI's two and
 vLLM's.
 """
 

@@ -31,7 +31,7 @@ def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: Val
 Bulk = Annotated[T, WrapValidator(_validate_json)]
 
 
-# ``json.dumps`` makes one a call
+# ``json.dumps`` creates one per call
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 # items of a list, each with some tens of values, that are encoded in two milliseconds
 MAX_PIECE = 64
@@ -44,7 +44,7 @@ def encode_and_free(answer: dict[str, Any], list_depth: int = CHOICES_DEPTH) -> 
     """Encode an answer or an event as JSON, and empty its ``BULK_LISTS``. ``list_depth``: of the
     deepest list of large items.
 
-    To free half a million values takes long, so the thread that encodes them does it. They are
+    Freeing half a million values takes long, so the thread that encodes them does it. They are
     encoded piece by piece: the encoder holds Python's interpreter lock until it returns.
     """
     encoded = b"".join(map(str.encode, _json_pieces(answer, 0, list_depth)))

@@ -1,5 +1,5 @@
-"""The model that an ingress serves: its description, the token ids of prompts, and which requests
-it can serve.
+"""The model that an ingress serves: its description, the token ids of prompts, and the validation
+of requests.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
-    """Call ``work`` here, or in a thread if it is so large that it would delay other requests.
+    """Call ``work`` directly, or in a thread if it is so large that it would delay other requests.
 
     For tokenizers, several at a time; ``json_limits.run_off_loop`` is for reading and writing JSON
     and gRPC's messages.

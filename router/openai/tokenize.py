@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's names and formats."""
 
 from typing import Annotated, Literal
 

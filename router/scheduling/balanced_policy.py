@@ -33,7 +33,7 @@ from tramontane.router.scheduling.round_times import (
 MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2
 # Decodes are treated as equal while their keys take at most this share of their other time.
 MAX_KEY_TIME_SHARE = 0.2
-TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
+TRANSIT_GROWTH = 1.01  # growth per micro-batch: the shortest transit time counts half after 70
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
 
@@ -179,8 +179,8 @@ class BalancedPolicy:
             measured.restart()
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
-        """Measure the time between stages, by their clocks. The least counts for a while: no stage
-        was waited for.
+        """Measure the time between stages, by their clocks. The shortest time counts for a while:
+        no stage was waited for then.
 
         If it exceeds ``OUTLIER_CLIP`` times the time in the stages, a stage waited for it, or
         clocks disagree: then it is unknown.
@@ -204,7 +204,7 @@ class BalancedPolicy:
         return float(slowest_2[0] - slowest_2[1])
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """See ``Policy``: tokens per second must not become fewer.
+        """See ``Policy``: drafts must not reduce the tokens per second.
 
         64 streams in one micro-batch of 20 ms, 0.2 ms per row: 0.2 * 64 / 20 = 0.64, and 0.77 with
         the margin. One stream, through the stages in 10 ms, and 0.4 ms more with two rows: 0.04,
@@ -302,8 +302,8 @@ class BalancedPolicy:
         return BatchWork(decodes=count, decode_keys=num_keys)
 
     def _decode_slopes(self) -> tuple[float, float]:
-        """Return the seconds per decode and per key that it sees, summed over the stages: only
-        their proportion matters.
+        """Return the seconds per decode and per visible key, summed over the stages: only their
+        ratio matters.
         """
         if self._slopes_cache[0] != self._cost.version:
             base, token, key = self._predict(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.policy import BatchWork
 
-# so that each feature is about one where it matters
+# so that the features are about one in relevant ranges
 SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])
 MIN_OBSERVATIONS = 12  # micro-batches before the model is used
 REFIT_EVERY = 16  # micro-batches

@@ -15,8 +15,8 @@ from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 from tramontane.router.scheduling.speculation_state import Drafter, SpeculationState
 
-# Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed over
-# several.
+# Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed in
+# several micro-batches.
 TOKENS_INDEXED = 1024
 Tokens = tuple[int, ...]
 NO_DRAFTS: Tokens = ()
@@ -243,8 +243,8 @@ class DecodeQueue:
         last_row: int,
         num_spare: int = 0,
     ) -> bool:
-        """Give a sequence the pages that it lacks for positions from the first to before the second
-        number; return False if one is not free.
+        """Give a sequence the missing pages for positions from the first number to before the
+        second; return False if a page is not free.
         """
         start, end = span
         if not self._allocator.reserve(sequence, end, num_spare):
@@ -255,7 +255,7 @@ class DecodeQueue:
         return True
 
     def _draft(self, sequence: Sequence, limits: DraftLimits, num_left: int) -> Tokens:
-        """Return drafts of the tokens after the next one, for which pages are reserved.
+        """Return drafts of the tokens after the next one; their pages are reserved.
 
         A sequence that returns its expert choices gets none: the choices of rejected drafts would
         be included.

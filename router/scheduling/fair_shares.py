@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Account:
-    """``tag``: where the tokens computed so far have brought it, in virtual time."""
+    """``tag``: its virtual time after the tokens computed so far."""
 
     tag: int
     num_waiting: int = 0  # sequences without a slot
@@ -52,8 +52,9 @@ class FairShares:
         self._accounts: dict[int, _Account] = {}
         # virtual time, and its value when the first of the active accounts came
         self._now = self._began = 0
-        self._rest = 0  # tokens computed that have not advanced the virtual time yet
-        # tag and number of accounts without admitted prompts that are past it, in order
+        self._rest = 0  # computed tokens that have not advanced the virtual time yet
+        # tag and number of accounts without admitted prompts that are ahead of the virtual time, in
+        # order
         self._ahead: list[tuple[int, int]] = []
         self._num_active = self._num_prefilling = 0  # accounts
 
@@ -63,12 +64,12 @@ class FairShares:
         return self._num_active > 1
 
     def tag(self, number: int) -> int:
-        """Return where an active account is, in virtual time."""
+        """Return the virtual time of an active account."""
         return self._accounts[number].tag
 
     def turn(self, number: int) -> int:
-        """Return where an active account will be once its admitted prompts are computed: the lowest
-        gets the next slot.
+        """Return the virtual time that an active account will have once its admitted prompts are
+        computed: the lowest gets the next slot.
         """
         account = self._accounts[number]
         return account.tag + account.num_claimed
@@ -78,7 +79,7 @@ class FairShares:
         self._open(number).num_waiting += 1
 
     def stop_waiting(self, number: int) -> None:
-        """Count a waiting sequence less."""
+        """Remove a waiting sequence from the count."""
         account = self._accounts[number]
         account.num_waiting -= 1
         self._close(number, account)
@@ -87,7 +88,7 @@ class FairShares:
         """Claim ``num_tokens`` prompt tokens of an admitted sequence; return when they are due
         within the account.
 
-        Later prompts of the account that are shorter go first until as many tokens of the account
+        Shorter prompts that the account adds later are computed first, until as many of its tokens
         have been computed.
         """
         account = self._open(number)
@@ -125,7 +126,7 @@ class FairShares:
         self._close(number, account)
 
     def charge_decodes(self, number: int, num_tokens: int) -> None:
-        """Charge tokens of answers, which take no turn."""
+        """Charge output tokens, which take no turn."""
         account = self._accounts.setdefault(number, _Account(self._began))
         if account.num_prefilling:
             account.tag += num_tokens
@@ -170,7 +171,7 @@ class FairShares:
             self._accounts.clear()
             self._ahead.clear()
             self._began, account = self._now, None
-        elif number > 0:  # decodes may have brought all active keys past the virtual time
+        elif number > 0:  # decodes may have advanced all active keys past the virtual time
             self._now = max(
                 self._now, min(each.tag for each in self._accounts.values() if each.is_active)
             )

@@ -18,7 +18,7 @@ class DraftQueue:
     def __init__(self) -> None:
         self.on_request: Callable[[], None] = lambda: None
         self._waiting: dict[int, ModelDrafter] = {}
-        self._known = set[int]()  # to the draft model; most sequences of a busy server never are
+        self._known = set[int]()  # ids known to the draft model; rarely all of a busy server
         self._ended: list[int] = []
 
     def add(self, drafter: "ModelDrafter") -> None:
@@ -47,9 +47,9 @@ class DraftQueue:
 class ModelDrafter:
     """The ``Drafter`` of one sequence that a draft model continues.
 
-    The model drafts from the text with the drafts that it has returned, as if these were right;
-    when one was not, it begins after the last token that was. ``tokens`` is only read; it grows
-    outside. ``max_len``: of text and drafts.
+    The model drafts from the text with its earlier drafts, as if these were right; after a wrong
+    draft, it begins after the last right token. ``tokens`` is only read; it grows outside.
+    ``max_len``: of text and drafts.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ModelDrafter:
             max_len,
         )
         self._queue = queue
-        self._text: list[int] = []  # that the model has, with its drafts
+        self._text: list[int] = []  # the text that the model has, with its drafts
         # number of leading tokens that match the sequence's known tokens
         self._num_common = 0
         self._is_waiting = False
         self._num_asked = 0  # tokens of the text at the last request
-        self._num_in_vain = 0  # the same at the last one for which there were no drafts
+        self._num_in_vain = 0  # tokens of the text at the last request that gave no drafts
 
     def index(self, _max_tokens: int) -> int:
         """Do nothing: there is no index."""
@@ -215,7 +215,7 @@ class NgramDrafter:
         tokens, places, size = self._tokens, self._places, self._min
         for follower in range(self._num_indexed, end):
             ngram = tuple(tokens[follower - size : follower])
-            before = places.pop(ngram, None)  # so that it is the youngest now
+            before = places.pop(ngram, None)  # so that it is the most recent entry
             places[ngram] = (follower,) if before is None else (*before[1 - MAX_PLACES :], follower)
         self._num_indexed = end
         if len(places) > MAX_INDEXED:

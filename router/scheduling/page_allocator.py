@@ -1,5 +1,5 @@
-"""The page allocator: which sequence holds which cache page. Stages own the bytes; only this module
-owns the numbers.
+"""The page allocator: assigns cache pages to sequences. Stages own the bytes; only this module owns
+the page numbers.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class PageAllocator:
 
     @property
     def free_share(self) -> float:
-        """The share of the pages that no sequence holds, of the class that has the least."""
+        """The share of the pages that no sequence holds, of the class with the lowest share."""
         return min(n / c.num_pages for n, c in zip(self.num_free, self.cache.classes, strict=True))
 
     @property
@@ -178,8 +178,8 @@ class PageAllocator:
         sequence.num_registered = num_blocks
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence that has not begun need not compute if it begins now.
-        Keys are computed once.
+        """Return how many tokens a sequence that has not begun could skip if it began now. Keys are
+        computed once.
         """
         return (
             self._find_prefix(sequence)[1] * self.cache.page_size if self._looks_up(sequence) else 0
@@ -230,7 +230,7 @@ class PageAllocator:
         another sequence of the same micro-batch would read them before they are written.
         """
         for sequence, end in self._just_written:
-            if sequence.pages:  # else it has been released
+            if sequence.pages:  # otherwise it has been released
                 # 0 if it is to begin again
                 self._register_blocks(sequence, min(end, sequence.num_dispatched))
         self._just_written.clear()
@@ -269,7 +269,7 @@ class PageAllocator:
         """Return the page of each block, by class, up to the first block that a class without a
         window lacks, or slightly beyond.
 
-        Keys are computed some at a time: most prompts have no hit.
+        Keys are computed in groups: most prompts have no hit.
         """
         found: list[list[int | None]] = [[] for _ in self._pools]
         is_broken, num_found = False, 0
@@ -283,8 +283,8 @@ class PageAllocator:
         return found
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Assert that pages have the holders that are counted, and that reservations are complete
-        and add up.
+        """Assert that pages have the counted holders, and that reservations are complete and add
+        up.
         """
         holders = list(holders)
         for index, window_class in enumerate(self.cache.classes):

@@ -1,4 +1,4 @@
-"""Detection of poison requests: a sequence under suspicion runs alone before it is blamed."""
+"""Detection of poison requests: a suspected sequence runs alone before it is blamed."""
 
 from collections import deque
 from collections.abc import Mapping

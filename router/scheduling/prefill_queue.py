@@ -55,7 +55,7 @@ class PrefillQueue:
             self.is_sorted = False
 
     def charge_decodes(self, sequences: Iterable[Sequence]) -> None:
-        """Charge keys the tokens of answers that were scheduled since they were charged last."""
+        """Charge keys the output tokens that were scheduled since the last charge."""
         for sequence in sequences:
             if (
                 sequence.is_decoding
@@ -145,7 +145,7 @@ class PrefillQueue:
         return chunks
 
     def _charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge a chunk that is submitted, and remove the sequence with its last one."""
+        """Charge a submitted chunk, and remove the sequence after its last one."""
         shares = self._shares_of(sequence)
         shares.compute(sequence.account, num_tokens)
         sequence.num_claimed -= num_tokens

@@ -24,8 +24,8 @@ from tramontane.proto.plan import CachePlan
 
 # of a key in a digest: with a million cached keys, a false match has probability 1 in 1.8e13
 KEY_BYTES = 8
-MAX_CHANGES = 2**15  # that are kept; a reader that is further behind receives all keys
-# that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
+MAX_CHANGES = 2**15  # changes that are kept; a reader that is further behind receives the full list
+# latest keys sent at once: they fit into one message between replicas, of up to 4 MiB
 MAX_KEYS = 2**18
 
 
@@ -43,14 +43,14 @@ class KeyChanges:
 
 
 class PrefixHashLog:
-    """The keys that every pool has a page of. Of three pools two have key k: no change; once the
-    third has it, k is added.
+    """The keys of which every pool has a page. With three pools of which two have key k, nothing
+    changes; once the third has it, k is added.
     """
 
     def __init__(self, num_pools: int) -> None:
         self._num_pools = num_pools
         self._num_with: dict[bytes, int] = {}  # pools with a page of this key
-        # the key, and whether it is there now
+        # the key, and whether it exists now
         self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)
         self._version = 0
 
@@ -95,7 +95,7 @@ class PrefixHashLog:
 
 
 def split_keys(data: bytes) -> list[bytes]:
-    """Return the keys that ``KeyChanges`` has joined."""
+    """Return the keys that ``KeyChanges`` has concatenated."""
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
 
 
@@ -147,7 +147,7 @@ def reusable_blocks(cache: CachePlan, pages: Sequence[Sequence[int | None]]) -> 
     prefix of 6 needs blocks 3 to 5; so 4 is the next candidate, which needs blocks 1 to 3.
     """
     windows = [c.window for c in cache.classes]
-    has_page = [bytes([page is not None for page in own]) for own in pages]  # which C code searches
+    has_page = [bytes([page is not None for page in own]) for own in pages]  # bytes are searched in C
     num_blocks = min(map(len, has_page))
     while num_blocks:
         firsts = [

@@ -17,7 +17,7 @@ MAX_ROUND_RATIO = 0.97
 # one
 MAX_TRIAL_COST = 2.0
 TRIAL_ROUNDS = 3  # rounds of one trial
-# rounds until a number of groups is tried again; doubled each time that it has not become the best
+# rounds until a number of groups is tried again; doubled each time that it is not the best
 RETRY_ROUNDS = 128
 MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is abandoned
 SMOOTHING = 0.3  # weight of the newest correction
@@ -190,8 +190,8 @@ class HostGap:
         self._num_without = 0  # steps since the last one that has shown the gap
 
     def is_long(self, step_s: float) -> bool:
-        """Return whether the stages wait for a share of the time that matters. False until
-        ``NUM_GAPS`` have been seen.
+        """Return whether the stages wait for a significant share of the time. False until
+        ``NUM_GAPS`` gaps have been measured.
         """
         return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
 
@@ -245,8 +245,8 @@ class InFlightTuner:
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
-            # Where several micro-batches are open in a stage, it was idle in the part between two
-            # ends that was not work.
+            # With several micro-batches open in a stage, it was idle for the time between two ends
+            # that was not work.
             gap = (
                 max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0)
                 if self._last_end[stage]

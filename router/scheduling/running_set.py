@@ -1,4 +1,4 @@
-"""The running set: which sequences hold a slot and pages, and which is preempted for which; and the
+"""The running set: the sequences with a slot and pages, the choice of sequences to preempt, and the
 load of a pipeline.
 """
 
@@ -12,7 +12,7 @@ from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import BatchWork, WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
 
-MIN_DECODES = 64  # that are expected of a sequence which has fewer
+MIN_DECODES = 64  # expected further tokens of a sequence that has fewer
 
 
 class RunningSet:

@@ -234,7 +234,7 @@ class Scheduler:
             self.draft_counts.add(num_drafts, len(tokens) - num_known)
             own = self._apply(sequence, tokens, finished.get(sequence.seq_id))
             sequence.num_draft_tokens += num_drafts
-            if own:  # drafts after the end are not right
+            if own:  # drafts after the end are rejected
                 sequence.num_accepted_draft_tokens += min(len(tokens), len(own) + 1) - num_known
             accepted += own
         return accepted
@@ -397,8 +397,8 @@ class Scheduler:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
     def _admit(self) -> None:
-        """Admit waiting sequences in queue order until no slot or page is left; a suspect only into
-        an empty pipeline.
+        """Admit waiting sequences in queue order until no slot or page is left; a suspected
+        sequence only into an empty pipeline.
         """
         self._prefills.priority_limit = NUM_PRIORITIES
         if self._poison_detector:
@@ -460,7 +460,7 @@ class Scheduler:
     def _preempt_last(self) -> bool:
         """Preempt the least urgent, youngest sequence; return whether its pages are free now.
 
-        One at a time: the first in rank is never the last one unless it is alone, and alone it has
+        One at a time: the first in rank is the last one only if it is alone, and alone it has
         enough pages.
         """
         # a stopped sequence is about to release its pages

@@ -11,7 +11,7 @@ Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is between its arrival and its end."""
+    """The state of a sequence between its arrival and its end."""
 
     WAITING = auto()  # not admitted: holds no pages
     RUNNING = auto()  # admitted: pages for all its known tokens are reserved
@@ -61,7 +61,7 @@ class Sequence:
     num_failures: int = 0
     failed_at: tuple[int, int] = (0, 0)  # common positions: the first, and the one after the last
     num_known_at_failure: int = 0
-    speculation: SpeculationState | None = None  # once it decodes, where there is speculation
+    speculation: SpeculationState | None = None  # set when it decodes, if there is speculation
     num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
     num_accepted_draft_tokens: int = 0  # draft tokens that were accepted
     # the same for all sequences of a request: the id of its first one

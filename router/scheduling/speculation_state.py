@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tramontane.proto.plan import SpeculativeConfig
 
-DECAY = 0.95  # of the weight of a draft with each later one
+DECAY = 0.95  # decay of a draft's weight with each later draft
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
 MAX_ACCEPTANCE = 0.98  # upper limit of the estimate
 
@@ -63,8 +63,8 @@ class AcceptanceEstimate:
         )
 
     def num_worthwhile(self, break_even: float, most: int) -> int:
-        """Return how many drafts in a row give most tokens per second, if a row takes this share of
-        the time without any.
+        """Return the number of consecutive drafts that gives the most tokens per second, if each
+        row takes this share of the time without drafts.
 
         With n drafts of probability a, E = 1 + a + ... + a**n tokens come in the time 1 + n b. One
         more is worth it while a**(n+1) / b is at least E / (1 + n b). Estimate 0.7, b = 0.1: 0.24 /

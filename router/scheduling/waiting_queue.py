@@ -21,7 +21,7 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key
 
-# micro-batches that may pass a sequence over; with the last one it becomes as urgent as any
+# micro-batches that may pass a sequence over; after the last one it becomes as urgent as any
 MAX_PASSES = 64
 
 
@@ -244,7 +244,7 @@ class SchedulerLimits:
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
     enable_prefix_caching: bool = False  # whether sequences reuse cached pages
     share_prefixes: bool = False  # also across tenants
-    model: str = ""  # mark of the model and its weights
+    model: str = ""  # identifier of the model and its weights
     speculative: SpeculativeConfig | None = None
     # whether decodes are submitted before the preceding tokens are known
     async_scheduling: bool = False

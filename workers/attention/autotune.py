@@ -73,9 +73,7 @@ def select_working_kernels(
 def select_kernels(
     plan: StagePlan, device: torch.device, selector: KernelSelector
 ) -> AttentionKernels:
-    """Choose the kernels of a stage on a GPU by their speed, or PyTorch's where no other can be
-    used.
-    """
+    """Select the kernels of a stage on a GPU by their speed, or PyTorch's if no other is usable."""
     prefills, decodes = _gpu_candidates(plan, device)
     with torch.inference_mode():
         correctness, timing = (
@@ -179,11 +177,11 @@ def _with_triton_writes(
 
 @cache  # for tests, which start many equal stages in one process
 def kernels_for_cpu(plan: StagePlan) -> AttentionKernels:
-    """Return the kernels in C, or PyTorch's attention, which needs keys in one piece, where they
-    cannot be compiled or are wrong; logs why.
+    """Return the C kernels, or PyTorch's attention, which needs keys in one piece, if they cannot
+    be compiled or are not correct; logs why.
     """
     try:
-        native = native_kernels(plan)  # which write to caches as PyTorch's do
+        native = native_kernels(plan)  # they write to caches like PyTorch's
         _check_attention(plan, torch.device("cpu"), native, CPU_TOKENS)
         return native
     except Exception as error:  # compilers and kernels raise errors of any kind
@@ -234,7 +232,7 @@ def _choose_decode(
 
 
 def _row(job: str, plan: StagePlan) -> Row | None:
-    """Return where the table may have a kernel: for keys and values in bfloat16 that are heads of a
+    """Return the table row for a kernel: only for keys and values in bfloat16 that are heads of a
     product.
     """
     args = plan.args
@@ -244,7 +242,7 @@ def _row(job: str, plan: StagePlan) -> Row | None:
 
 
 def _shapes(plan: StagePlan) -> str:
-    """Return all of a plan that the cases depend on.
+    """Return the parameters of a plan that the cases depend on.
 
     ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``.
     """

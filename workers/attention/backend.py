@@ -47,8 +47,8 @@ class PrefillKernel(Protocol):
 
 
 class PagedPrefillKernel(Protocol):
-    """A ``PrefillKernel`` that also reads cached keys in place, with the mask that it has built of
-    an index with pages.
+    """A ``PrefillKernel`` that also reads cached keys in place, with a mask built from an index
+    with pages.
     """
 
     def attend_pages(

@@ -248,7 +248,7 @@ def _case(
 def _filled_ring(
     window: int | None, page_size: int, num_tokens: int, device: torch.device
 ) -> PageRings:
-    """Return a full page ring per token, from a pool in which the pages of no sequence are in
+    """Return a full page ring per token, from a pool in which the pages of a sequence are not in
     order.
     """
     entries = ring_pages(window, page_size, TABLE_KEYS)

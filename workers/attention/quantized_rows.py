@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 PER_LARGEST = 1 / torch.finfo(FP8).max  # of FP8, 448
-# of zeros, and of vectors that would need a smaller one
+# of zeros, and of vectors that would need a smaller scale
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 

@@ -69,7 +69,7 @@ class PageRings:
         """Put a sequence's pages from index ``first`` on into their entries; ``flush`` makes them
         visible to ``rows``.
 
-        R = 5, pages 7 and 8 of a sequence: entries 2 and 3, from which its pages 2 and 3 disappear.
+        R = 5, pages 7 and 8 of a sequence: entries 2 and 3, where they replace its pages 2 and 3.
         """
         assert len(pages) <= self.ring_pages
         assert all(0 <= page < self.num_pages for page in pages)

@@ -19,7 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from tramontane.workers.attention.metadata import PrefillMetadata
 from tramontane.workers.device.cuda import tensor_on
 
-# Later versions of torch ask whether query heads share keys; the first one always lets them.
+# Later versions of torch require a flag for grouped query heads; the first version always supports
+# them.
 attend_packed: Callable[..., Any] = (
     partial(varlen_attn, enable_gqa=True)
     if "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -71,15 +71,15 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has
-        # ever been used.
+        # One stream for all graphs: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each
+        # stream that has ever been used.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # All graphs that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph,
         # also those that other graphs use.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
-        """Record a CUDA graph."""
+        """Capture a CUDA graph."""
         (graph,) = self.in_pieces(lambda _cut: compute())
         return graph
 

@@ -33,7 +33,7 @@ class _Sequence:
     slot: int
     sampling: SamplingParams
     text: list[int] = field(default_factory=list)
-    worker_id: int = NOT_BEGUN  # its id on the worker, another one each time it begins
+    worker_id: int = NOT_BEGUN  # its id on the worker, a new one each time it begins
     goal: int = 0
     num_cached: int = 0
     num_written: int = 0
@@ -108,7 +108,7 @@ class DraftModel:
             for s, length in zip(sequences, lengths, strict=True)
         ]
 
-    # ---- which sequences are held, and their texts
+    # ---- held sequences, and their texts
 
     def _restart(self) -> None:
         """Drop all sequences, here and on the worker."""
@@ -153,7 +153,7 @@ class DraftModel:
             self._begin_again(sequence)
 
     def _has_window(self, sequence: _Sequence, window_class: WindowClass) -> bool:
-        """Return whether the cache still has all that the next token sees.
+        """Return whether the cache still has all positions that the next token sees.
 
         P = 4, W = 6, R = 3: after 17 tokens the ring has the pages 2 to 4, with positions from 8
         on. Position 13 sees from 8 on, and can be computed again; position 12 cannot.
@@ -166,7 +166,7 @@ class DraftModel:
         return oldest >= window_class.first_written(0, sequence.num_written, self._page_size)
 
     def _begin_again(self, sequence: _Sequence) -> None:
-        """Compute a sequence from its first token on, under a new id on the worker."""
+        """Restart a sequence from its first token, under a new id on the worker."""
         if sequence.worker_id != NOT_BEGUN:
             self._freed.append(sequence.worker_id)
         sequence.worker_id = NOT_BEGUN

@@ -52,9 +52,9 @@ StageOutput = HiddenStates | StepResult
 
 
 class HiddenStatesCopy:
-    """The way of a step's hidden states from the GPU to the host.
+    """The transfer of a step's hidden states from the GPU to the host.
 
-    The copy is launched when they are delivered, before the GPU is given the next step.
+    The copy is launched when they are delivered, before the next step is launched on the GPU.
     """
 
     def __init__(self) -> None:

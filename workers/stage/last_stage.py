@@ -1,5 +1,5 @@
-"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state
-that sampling has.
+"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state of
+sampling.
 
 Shape letters: T tokens, S sampled rows, D model width, V vocabulary.
 """
@@ -81,7 +81,7 @@ class LastStage:
         self.logprobs.clear()
 
     def prompt_logprobs(self, batch: MicroBatch, hidden_TD: Tensor) -> tuple[Scored, ...]:
-        """Return the log-probabilities of prompts that ask for them."""
+        """Return the log-probabilities of prompts that request them."""
         return tuple(self.logprobs.prompts(batch, hidden_TD, self._head))
 
     def logits(self, hidden_TD: Tensor, sampled_rows: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
 
 logger = logging.getLogger(__name__)
 
-# of a step that is replayed: with more the device takes longer than the host does to launch kernels
+# of a replayed step: with more tokens the device takes longer than the host needs to launch kernels
 MAX_TOKENS = 512
 STEP = 64  # sizes are multiples of it
 
@@ -52,7 +52,7 @@ def padded_tokens(num_tokens: int) -> int:
 
 
 def piece_sizes(max_num_batched_tokens: int) -> range:
-    """Return the sizes that a stage records, 64, 128, ... 512 at most. Where steps have up to 100
+    """Return the sizes that a stage captures, 64, 128, ... 512 at most. Where steps have up to 100
     tokens: 64 and 128.
     """
     return range(STEP, padded_tokens(min(max_num_batched_tokens, MAX_TOKENS)) + 1, STEP)
@@ -86,7 +86,7 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, plan: StagePlan, max_tokens: int, device: torch.device) -> "_Memory":
-        """Make it, filled with zeros. The values of latent attention are its keys."""
+        """Make the tensors, filled with zeros. The values of latent attention are its keys."""
         args, dtype = plan.args, getattr(torch, plan.dtype)
         number, zeros = (
             partial(torch.zeros, dtype=torch.int64, device=device),
@@ -210,7 +210,7 @@ class PiecewiseGraphRunner:
         return memory.hidden_MD[:num_tokens].clone()  # the next step overwrites it
 
     def _begin(self, begin_T: Tensor, positions_T: Tensor) -> None:
-        """Put a step where the first piece finds it."""
+        """Copy a step's input to the memory of the first piece."""
         assert self._memory is not None
         memory, num_tokens = self._memory, len(positions_T)
         (memory.tokens_M if self._plan.is_first else memory.hidden_MD)[:num_tokens] = begin_T

@@ -95,7 +95,7 @@ class PingPongExecutor:
     ) -> None:
         self.worker = worker
         self._max_open, self._num_threads = max_open, num_threads
-        # one condition for all that the computing thread waits for
+        # one condition for all events that the computing thread waits for
         self._experts, self._condition = experts, experts.condition
         self._arrived: dict[int, RunningStep] = {}  # by step id, until their turn to begin
         self._open: deque[RunningStep] = deque()

@@ -50,8 +50,8 @@ class StageLink:
         return self._listener.address
 
     def connect(self, inlet: Address | None) -> None:
-        """Make the channels at once: from the stage before, which listens at ``inlet``, and to the
-        next. Raises LinkError.
+        """Make the channels concurrently: from the previous stage, which listens at ``inlet``, and
+        to the next. Raises LinkError.
 
         One after the other, each stage would wait for the one before it, and the last stage for all
         edges in turn.
@@ -106,7 +106,7 @@ class StageLink:
                 self._inlet = self._channels.connect(inlet, self._host)
         except BaseException:
             if self._listener is not None:
-                self._listener.close()  # which ends the wait for the next stage
+                self._listener.close()  # this ends the wait for the next stage
             raise
 
     def _linked_step(self, batch: MicroBatch, last: StepResult | None) -> StepResult:

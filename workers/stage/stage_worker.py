@@ -1,4 +1,4 @@
-"""One stage: its share of the model, its caches, and the order in which steps may run."""
+"""One stage: its layers of the model, its caches, and the order in which steps may run."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ class StageWorker:
         on_activity("choosing kernels")
         self.backend = backend or select_backend(plan, self.device)
         model.finalize_weights(self.device, self.backend.row_products, self.backend.selector)
-        if self.device.type == "cuda":  # elsewhere they take memory as they fill
+        if self.device.type == "cuda":  # on other devices caches take memory as they fill
             on_activity("allocating caches")
         self.cache = RollingCache(
             plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes
@@ -115,7 +115,7 @@ class StageWorker:
             self.last_stage = LastStage(
                 plan, self.table, model.head, read_pieces, self.last_sampled_tokens, *sampling
             )
-        self.numerics = Numerics()  # until ``load`` has found them out
+        self.numerics = Numerics()  # until ``load`` has determined them
         self.profiler: StepProfiler | None = None  # of served steps, if requested at ``load``
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -136,7 +136,7 @@ class StageWorker:
 
         ``on_activity`` is called with the names of later phases, such as ``choosing kernels``.
         """
-        # which is to fail first
+        # checked first, as it may raise
         profiler = StepProfiler.from_environment(plan, torch.device(device))
         if torch.device(device).type == "cpu":
             compile_native_kernels(plan)
@@ -182,7 +182,7 @@ class StageWorker:
         return device_name(str(self.device))
 
     def prepare(self) -> None:
-        """Record the CUDA graphs of common sizes before the first step. Changes no state."""
+        """Capture the CUDA graphs of common sizes before the first step. Changes no state."""
         with self._inference_context():
             if self.graphs is not None:
                 self.graphs.prepare()

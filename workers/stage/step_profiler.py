@@ -68,7 +68,7 @@ class StepProfiler:
         logger.info("%s records %d steps for %s", self._plan.label, self._num_steps, self._folder)
 
     def _write(self) -> None:
-        """Write the files. A stage serves on if it cannot."""
+        """Write the files. If that fails, the stage continues to serve."""
         recorded, self._profile = self._profile, None
         assert recorded is not None
         if self._device.type == "cuda":
