@@ -147,7 +147,7 @@ def reusable_blocks(cache: CachePlan, pages: Sequence[Sequence[int | None]]) -> 
     prefix of 6 needs blocks 3 to 5; so 4 is the next candidate, which needs blocks 1 to 3.
     """
     windows = [c.window for c in cache.classes]
-    has_page = [bytes([page is not None for page in own]) for own in pages]  # bytes are searched in C
+    has_page = [bytes([page is not None for page in own]) for own in pages]  # bytes: searched in C
     num_blocks = min(map(len, has_page))
     while num_blocks:
         firsts = [
