@@ -28,7 +28,7 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
 }
-# of latent attention both are read from its widths
+# with latent attention both are computed from its widths
 HEADS = {"head_dim": "head_dim", "n_kv_heads": "num_key_value_heads"}
 EXPERTS = {
     "num_experts": ("num_experts", "number of experts"),

@@ -1,4 +1,4 @@
-"""End-of-sequence tokens that the tokenizer's files of a checkpoint name."""
+"""End-of-sequence tokens named by the tokenizer's files of a checkpoint."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 
 
 def _ids_of(name: str, settings: dict[str, Any], folder: Path) -> Iterator[int]:
-    """Yield the ids that files give a token, the most specific first; the largest file is read
+    """Yield the ids of a token in the files, the most specific first; the largest file is read
     last.
     """
     for token_id, token in _object(settings.get("added_tokens_decoder")).items():
@@ -75,7 +75,7 @@ def _tekken_ids(path: Path) -> Iterator[int]:
     at = data.find(QUOTED_EOS)
     while at >= 0:  # the enclosing object has no nested objects
         token = _object(_parse(data[data.rfind(b"{", 0, at) : data.find(b"}", at) + 1]))
-        # which pieces of text have
+        # pieces of text have them
         if token.get("token_str") == TEKKEN_EOS and "token_bytes" not in token:
             ranks += _number(token.get("rank"))
         at = data.find(QUOTED_EOS, at + 1)

@@ -63,7 +63,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     name is similar.
     """
     known = list(known)
-    # of versions the last is the newest
+    # of several versions the last is the newest
     longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
     similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
@@ -183,7 +183,7 @@ class TramontaneError(Exception):
         return cls(message)
 
 
-# ---- the user can do something about it
+# ---- errors that the user can fix
 
 
 class UserError(TramontaneError):

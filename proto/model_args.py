@@ -17,7 +17,7 @@ MAX_DIM, MAX_EXPERTS = 2**31 - 1, 1024  # a larger number can only come from a d
 class YarnScaling:
     """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3)."""
 
-    factor: float  # how many times longer the context is than ``original_max_seq_len``
+    factor: float  # ratio of the context to ``original_max_seq_len``
     original_max_seq_len: int  # the context of pretraining
     # pairs of elements that rotate more often than this within it keep their frequency
     beta_fast: float = 32.0
@@ -27,7 +27,7 @@ class YarnScaling:
     # Queries past the original context are multiplied by 1 + llama4_beta * ln(1 + floor(position /
     # original_max_seq_len)).
     llama4_beta: float = 0.0
-    # multiplies all scores of attention, as some models with latent attention have it
+    # multiplies all attention scores, in some models with latent attention
     score_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class LatentArgs:
 
 @dataclass(frozen=True, slots=True)
 class SparseArgs:
-    """Sparse latent attention, as Mistral Large 4 has it (transformers,
-    modeling_mistral_large4.py); an entry for each layer.
+    """Sparse latent attention of Mistral Large 4 (transformers, modeling_mistral_large4.py); an
+    entry for each layer.
 
     A token attends to the ``index_topk`` earlier ones that an *indexer* finds the most relevant, to
     all while they are fewer. Layers can use the choice, and also the cache, of an earlier layer.
@@ -171,7 +171,7 @@ class GateScores(StrEnum):
     # 2.1)
     LOGITS = "logits"
     SOFTMAX = "softmax"  # the softmax of all logits (Mistral Small 4)
-    # with a bias for each expert, by which they are chosen only (DeepSeek-V3, arXiv 2412.19437, eq.
+    # with a bias for each expert, used only for the selection (DeepSeek-V3, arXiv 2412.19437, eq.
     # 12-16)
     SIGMOID = "sigmoid"
 
@@ -435,7 +435,7 @@ class ModelArgs:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that compute a token: without the experts that it does not choose."""
+        """Parameters that compute a token: without the experts that are not selected."""
         return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 0)
 
     def _count_parameters(self, num_experts: int) -> int:

@@ -34,9 +34,7 @@ from tramontane.proto.quantization_config import (
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights of full size, which every stage makes for itself instead of reading a
-    checkpoint.
-    """
+    """Random weights of full size, which every stage generates instead of reading a checkpoint."""
 
 
 WeightSource = Path | RandomWeights
@@ -146,7 +144,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 def _check_formats(
     folder: Path, layout: Layout, config: Mapping[str, Any], args: ModelArgs
 ) -> None:
-    """Raise CheckpointError for quantization that stands outside of the configuration, and for
+    """Raise CheckpointError for quantization that is defined outside the configuration, and for
     weights of other programs.
     """
     if layout is Layout.HUGGING_FACE and (given := config.get("quantization")):

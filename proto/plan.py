@@ -1,4 +1,4 @@
-"""Plan of a pipeline: everything that is fixed for its life.
+"""Plan of a pipeline: all settings that are fixed for its life.
 
 A ``PipelinePlan`` defines the layers of each stage (one ``StagePlan`` each), the division of caches
 into pages (``CachePlan``), and the experts of each actor if they are outside the stages
@@ -14,7 +14,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.units import format_bytes
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 
-Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
+Link = Literal["object-store", "direct"]  # transport of hidden states from stage to stage
 # Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with
 # a scale for each vector.
 KvCacheDtype = Literal["auto", "fp8"]
@@ -137,13 +137,12 @@ NGRAM_BYTES = 340  # of an n-gram with four positions, without its tokens; measu
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names: by n-grams of the text so far, or by a draft
-    model.
+    """The drafting method, with vLLM's names: by n-grams of the text so far, or by a draft model.
 
-    ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most.
+    ``num_speculative_tokens``: maximum drafts of a sequence in one micro-batch.
     ``prompt_lookup_min``, ``prompt_lookup_max``: how many of the last tokens must be found earlier
-    in the text, and up to how many are compared to choose between several places. ``model``: the
-    draft model's folder.
+    in the text, and up to how many are compared to choose between several occurrences. ``model``:
+    the draft model's folder.
     """
 
     num_speculative_tokens: int
@@ -216,11 +215,11 @@ class ExpertPlan:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Format in which the weights are in memory."""
+        """Format of the weights in memory."""
         return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
-        """Return a plan with the same actors and these experts on them."""
+        """Return a plan with the same actors and another assignment of experts."""
         pairs = zip(self.actors, experts_by_actor, strict=True)
         actors = (
             replace(a, experts=tuple(sorted(e)), weight_bytes=len(e) * self.expert_bytes)
@@ -277,7 +276,7 @@ class StagePlan:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Format in which the weights are in memory."""
+        """Format of the weights in memory."""
         return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     @property
@@ -320,7 +319,7 @@ class StagePlan:
 
 class LimitChoice(NamedTuple):
     """A limit that the planner has chosen, as the user left it open: the key of the configuration,
-    its value, and why.
+    its value, and the reason.
     """
 
     key: str
@@ -328,7 +327,7 @@ class LimitChoice(NamedTuple):
     reason: str
 
     def describe(self) -> str:
-        """Return a sentence for people."""
+        """Return a readable sentence."""
         return f"the planner has chosen --{self.key.replace('_', '-')} {self.value}: {self.reason}"
 
 
@@ -338,7 +337,7 @@ class PipelinePlan:
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
-    max_concurrent_stages: int  # for which there are processors at the same time
+    max_concurrent_stages: int  # stages for which there are processors at the same time
     experts: ExpertPlan | None = None
     chosen: tuple[LimitChoice, ...] = ()  # on GPUs
     on_gpus: bool = False

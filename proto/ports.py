@@ -1,4 +1,4 @@
-"""Protocols between the rooms: how requests reach a router, how steps reach stages."""
+"""Protocols between the rooms: of requests to a router, and of steps to stages."""
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ class TokenSource(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield the tokens of all sequences of a request until every one has finished.
 
-        Each item holds everything that became ready since the previous one. Closing the generator
+        Each item holds all tokens that became ready since the previous one. Closing the generator
         aborts the unfinished sequences. Raises RequestError if the request cannot be accepted or
         OverloadedError if the queue is full, both before the first token, and PipelineError at any
         time.

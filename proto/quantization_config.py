@@ -24,7 +24,7 @@ LOADED_IN = MappingProxyType({"load_in_4bit": 4, "load_in_8bit": 8})
 # Layers that every FP8 checkpoint lists as not quantized: none of them is quantized here.
 OUTSIDE = re.compile(r"vision|multi_modal|patch_merger|(gate|norm)(\.weight)?\$?$")
 OF_LAYERS = re.compile(r"layers|_proj|self_attn|attention|mlp|experts|feed_forward")
-# Ends of the names of tensors that only one format has, the most particular first.
+# Suffixes of tensor names that only one format has, the most specific first.
 TENSOR_ENDS = MappingProxyType(
     {
         ".g_idx": "GPTQ",
@@ -142,7 +142,7 @@ def _in_blocks(block: Iterable[int]) -> str:
 
 
 def _is_matrix(name: str) -> bool:
-    """Return whether an entry of a list of layers that are not quantized names a matrix that has to
-    be.
+    """Return whether an entry of a list of unquantized layers names a matrix that has to be
+    quantized.
     """
     return OF_LAYERS.search(name) is not None and OUTSIDE.search(name) is None

@@ -47,14 +47,14 @@ _EXPECTED = {  # requirement for an out-of-bounds value; "be from 0 to 20" if mi
 _OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}  # may be None
 _COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 NUM_PRIORITIES = 10
-# instead of a token: the logits that it would have been chosen from are not finite
+# instead of a token: its logits are not finite
 NOT_FINITE_TOKEN = -2
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # allowed in headers and logs
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason for a sequence's end."""
 
     STOP = "stop"  # an end-of-sequence token, or the sequence's grammar is complete
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -66,7 +66,7 @@ class FinishReason(StrEnum):
 class Identity(NamedTuple):
     """The sender of a request, by its API key."""
 
-    # a number for sharing slots, which changes with the set of keys; 0 if there are not several
+    # a number for sharing slots, which changes with the set of keys; 0 unless there are several
     owner: int = 0
     tenant: str = ""  # the key's digest, the owner of batch jobs and files; empty without keys
 
@@ -136,7 +136,7 @@ class SamplingParams:
             if not (name in _OPTIONAL and value is None) and not _is_within(value, bounds):
                 expected = _EXPECTED.get(name) or f"be from {bounds['ge']} to {bounds['le']}"
                 raise RequestError(f"{name} is {value}; it must {expected}")
-        object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients write -1
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients send -1
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is"
@@ -165,7 +165,7 @@ class SamplingParams:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether sampling depends on which tokens there are so far."""
+        """Whether sampling depends on the tokens so far."""
         return self.needs_token_counts or bool(self.grammar)
 
     @property
@@ -200,7 +200,7 @@ class Request:
     sequences: tuple[SequenceRequest, ...]
     priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
     owner: int = 0  # represents the client's API key, for fair queueing between keys
-    # by a router or ingress that was lost since: not to be refused for lack of capacity
+    # by a router or ingress that has since been lost: not to be refused for lack of capacity
     already_admitted: bool = False
     request_id: str = ""  # name of the request in logs, including the stages' logs
     cache_salt: str = ""  # only requests with the same one share cached pages
@@ -212,7 +212,7 @@ class Request:
 
     @property
     def was_accepted(self) -> bool:
-        """Whether a router or ingress that was lost since has accepted it."""
+        """Whether a router or ingress that has since been lost has accepted it."""
         return self.already_admitted or any(each.output_ids for each in self.sequences)
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ class DecodeColumns(NamedTuple):
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether the tokens of any column are to be taken from the steps before."""
+        """Whether any column's token is to be taken from earlier steps."""
         return PLACEHOLDER_TOKEN in self.token_ids
 
 
@@ -200,7 +200,7 @@ class StepResult:
     expert_choices: tuple[ExpertChoices, ...] = ()
     # of prompts and of ``token_ids``, for the sequences that requested them
     logprobs: tuple[Logprobs, ...] = ()
-    # (sequence, why it ends), where its token does not show it
+    # (sequence, reason for its end), where its token does not show it
     finished: tuple[tuple[int, FinishReason], ...] = ()
 
     @property

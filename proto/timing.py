@@ -38,7 +38,7 @@ KILL_TIMEOUT_S = 10.0  # of a process that hangs
 RESCUE_TIMEOUT_S = 30.0
 HANG_WATCH_INTERVAL_S = 0.2
 WORKER_START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
-RAY_DEATH_REPORT_S = 1.6  # as long as Ray may need to report that an actor is dead
+RAY_DEATH_REPORT_S = 1.6  # the time that Ray may need to report the death of an actor
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
 
@@ -63,7 +63,7 @@ NEW_VERSION_TIMEOUT_S = 120.0
 # ---- Ray Serve's proxies and replicas
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them
-# three missed checks replace a replica, before ingresses give its requests up
+# three missed checks replace a replica, before ingresses give up its requests
 HEALTH_CHECK_TIMEOUT_S = 10.0
 # before another attempt, after an ingress that was soon lost and sent no update
 ATTEMPT_PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)

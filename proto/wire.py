@@ -33,7 +33,7 @@ from tramontane.proto.step import (
 
 # Ingress replicas and routers of two versions communicate during an upgrade. The hash changes with
 # every field of these classes.
-_OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which changes without a field
+_OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which may change without a field
 _INGRESS_ROUTER_TYPES = (
     Request,
     SequenceRequest,
@@ -194,7 +194,7 @@ def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.Tramon
 
 
 def encode_error(error: errors.TramontaneError, replica: str) -> bytes:
-    """Encode why a request was refused or failed, and the name of the router replica."""
+    """Encode the reason why a request was refused or failed, and the name of the router replica."""
     retry_after_s = error.retry_after_s if isinstance(error, errors.OverloadedError) else 0
     return _pack((error.wire_name, str(error), retry_after_s, replica))
 

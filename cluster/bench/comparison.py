@@ -29,8 +29,8 @@ WARMUP_SHARE = 0.1
 
 
 class VllmPolicy(FixedInFlightPolicy):
-    """vLLM: every micro-batch may have the whole budget, decodes first. As many in flight as there
-    are stages.
+    """vLLM: every micro-batch may have the whole budget, decodes first. The number in flight is the
+    number of stages.
 
     v1/core/sched/scheduler.py, v1/engine/core.py step_with_batch_queue; max_num_batched_tokens
     2048.

@@ -201,7 +201,7 @@ class _Chat:
             )
         answer = ChatReply()
         if self._has_answered and not self._interrupts and not self._as_json:
-            print()  # between answers by pipe; a terminal shows the question there
+            print()  # between answers in a pipe; a terminal shows the question there
         self._has_answered = True
         await self._interruptible(self._answer(prompt_ids, answer))
         self._conversation = extended.with_answer(answer.text)
@@ -309,7 +309,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
         loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        # it cannot be read; the loop is closed; so is the input
+        # it cannot be read, or the loop or the input is closed
         with suppress(OSError, RuntimeError, ValueError):
             for line in _own_stdin() if sys.stdin else ():
                 hand_over(line)

@@ -1,5 +1,5 @@
-"""``tramontane config``: the configuration that flags and a file result in, and the page that
-describes all keys.
+"""``tramontane config``: the configuration from flags and a file, and the page that describes all
+keys.
 """
 
 import json
@@ -98,7 +98,7 @@ def _redact(settings: EngineConfig) -> dict[str, Any]:
 
 
 def _sources(context: typer.Context) -> dict[str, str]:
-    """Return where the values come from that are not defaults."""
+    """Return the sources of the values that are not defaults."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
     given = {

@@ -1,5 +1,5 @@
-"""``tramontane k8s`` and ``tramontane cluster-yaml``: the pods or machines that a model needs, as
-files.
+"""``tramontane k8s`` and ``tramontane cluster-yaml``: files for the pods or machines that a model
+needs.
 """
 
 import re
@@ -27,7 +27,7 @@ from tramontane.cluster.deploy.ray_up import MACHINES, InstanceType, RayUpSpec, 
 from tramontane.cluster.deploy.ray_up import MARK as RAY_UP_MARK
 from tramontane.proto.errors import ConfigError, PlanError
 
-# Pods are alike: the keys that they share are options of this command and of cluster-yaml.
+# Pods are alike: their common keys are options of this command and of cluster-yaml.
 SHARED_KEYS = (
     *("stages", "dtype", "quantize", "batch_invariant", "max_model_len"),
     *("page_size", "kv_cache_memory", "kv_cache_dtype", "threads_per_stage", "link"),

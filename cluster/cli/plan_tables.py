@@ -214,7 +214,7 @@ class DraftModelReport:
 
 
 def show_draft_model(console: Console, drafting: DraftModelReport) -> None:
-    """Say where a draft model is, and for how many sequences at a time."""
+    """Show the location of a draft model, and its number of concurrent sequences."""
     stage = drafting.stage
     where = ", on the last stage's GPU," if drafting.shares_gpu else ""
     console.print(

@@ -240,7 +240,7 @@ def _bar(share: float) -> Text:
 
 
 def _experts(recent: LoadWindow, load: MeasuredLoad, width: int) -> Group:
-    """Render the recent load, or after one sample that since the stages were loaded."""
+    """Render the recent load, or after one sample the load since the stages were loaded."""
     tokens, when = (
         (recent.tokens, f"the last {recent.span_s:.0f} s")
         if recent.span_s

@@ -112,9 +112,9 @@ def defer_signals(note: str) -> Iterator[None]:
     """Finish the block before the first signal takes effect, and print ``note`` at once; a second
     signal ends the process.
 
-    It is for blocks that block the event loop, and holds for signals that Python answers with
-    KeyboardInterrupt or that a loop handles, which sees them after the block. Other handlers of
-    signals are left alone. After a first signal a second one ends the process in the clean-up, too.
+    It is for blocks that block the event loop, and applies to signals that Python answers with
+    KeyboardInterrupt or that a loop handles, which sees them after the block. Other signal handlers
+    are not changed. After a first signal a second one ends the process in the clean-up, too.
     """
     received: list[int] = []
 

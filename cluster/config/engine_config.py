@@ -1,4 +1,4 @@
-"""The validated configuration, and the files that give it."""
+"""The validated configuration, and its files."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     ),
 )
 PIPELINES_PER_INGRESS = 16
-SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
+SECRETS = {"jobs_database", "jobs_storage"}  # may contain a password
 
 
 class EngineConfig(
@@ -65,7 +65,7 @@ class EngineConfig(
 
     @classmethod
     def key_names(cls) -> set[str]:
-        """Return the keys as files and flags have them."""
+        """Return the keys' names in files and flags."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     @property
@@ -142,7 +142,7 @@ class EngineConfig(
 
     @property
     def weights(self) -> WeightSource:
-        """Where every stage gets its weights from."""
+        """The source of every stage's weights."""
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
 
     @property
@@ -328,7 +328,7 @@ class ConfigFile:
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
-        """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in
+        """Name the options of a message by the file's keys: ``--stages is 9`` becomes ``stages (in
         file.yaml) is 9``.
 
         ``--stage-times[0].last`` becomes ``stage_times[0].last (in file.yaml)``. An option that was
@@ -375,7 +375,7 @@ def _repeated_key(node: yaml.Node | None) -> str:
 
 
 def _position(error: yaml.MarkedYAMLError) -> str:
-    """Return where the error is, without the text there, which may be an API key."""
+    """Return the position of the error, without the text there, which may be an API key."""
     mark = error.problem_mark or error.context_mark
     return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 

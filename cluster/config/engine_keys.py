@@ -145,7 +145,7 @@ Numbers = tuple[int, ...] | None
 
 
 class PipelineKeys(KeyGroup):
-    """The model, and how stages hold it."""
+    """The model, and its stages."""
 
     title = "Pipeline"
 
@@ -290,7 +290,7 @@ class PipelineKeys(KeyGroup):
 
 
 class ExpertKeys(KeyGroup):
-    """Experts on actors of their own."""
+    """Experts on separate actors."""
 
     title = "Expert actors"
 

@@ -1,6 +1,4 @@
-"""How a key of the configuration is declared, and parsers of values that can be written in several
-ways.
-"""
+"""Declaration of a configuration key, and parsers of values with several notations."""
 
 import re
 from pathlib import Path

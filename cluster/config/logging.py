@@ -1,4 +1,4 @@
-"""Log settings of every process: format, level, and where records go."""
+"""Log settings of every process: format, level, and destination of records."""
 
 import logging
 from collections.abc import Mapping

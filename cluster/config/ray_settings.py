@@ -16,7 +16,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # else a router that hangs would keep its pipeline
+    # otherwise a hanging router would keep its pipeline
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PIECE_CHARS = 1024  # of a text, in one request
-CHARS_PER_TOKEN = 0.25  # at least: a character that no token has takes up to four
+CHARS_PER_TOKEN = 0.25  # at least: a character that no token contains takes up to four tokens
 NUM_REQUESTS = 8  # at once
 
 # experts of each token, the heaviest first, by layer

@@ -1,5 +1,5 @@
-"""Command line options, made from the keys of the configuration, and the configuration that they
-and ``--config`` give.
+"""Command line options, made from the keys of the configuration, and the configuration from these
+and ``--config``.
 """
 
 import inspect
@@ -32,7 +32,7 @@ def option(*names: str, help: str, panel: str | None = None, **details: Any) -> 
 
 
 def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """Return an option without a value, which typer's help would otherwise show with one: ``--json
+    """Return an option without a value; typer's help would otherwise show one: ``--json
     <bool>``.
     """
     return typer.Option(name, help=help, rich_help_panel=panel, metavar="")

@@ -31,7 +31,7 @@ def read_prompts(arguments: list[str] | None) -> list[Prompt]:
 
 
 def _lines_of_stdin() -> list[str]:
-    """Return lines as editors count them: form feeds and Unicode separators do not end a line."""
+    """Return lines by the rules of editors: form feeds and Unicode separators do not end a line."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
     data = sys.stdin.buffer.read()

@@ -81,8 +81,8 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
 def no_answer(
     client: httpx.Client | httpx.AsyncClient, error: Exception
 ) -> ConfigError | ConnectionLostError:
-    """Return the error for a server that did not answer: ConfigError for a port that cannot be the
-    right one.
+    """Return the error for a server that did not answer: ConfigError for a port that is certainly
+    wrong.
     """
     message = f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}"
     if is_other_protocol(error):

@@ -77,7 +77,7 @@ HIDDEN = "***"
 
 
 def hide_secrets_in_title(arguments: Sequence[str]) -> None:
-    """Set a process title without secrets, before Ray reads it. Until then they can be seen."""
+    """Set a process title without secrets, before Ray reads it. Until then they are visible."""
     if redact_arguments(arguments) == list(arguments):
         return
     set_process_title(list2cmdline(redact_arguments(psutil.Process().cmdline())))

@@ -47,7 +47,7 @@ def application_args(context: typer.Context, fixed: Collection[str]) -> dict[str
 def planned_config(
     args: dict[str, Any], model: Path | None, replicas: int, max_replicas: int | None = None
 ) -> EngineConfig:
-    """Return the configuration of the application, with the path that the model has here."""
+    """Return the configuration of the application, with the model's local path."""
     model_key = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
     config = validate_config(

@@ -1,4 +1,4 @@
-"""Logs of Ray Serve's processes, and the lines that a router logs about each request.
+"""Logs of Ray Serve's processes, and a router's log lines for each request.
 
 A request is logged when it is accepted and when it ends, once each and without its tokens.
 """
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServeLogHandler(logging.Handler):
-    """Passes records on to Ray Serve's handlers of the moment, which it replaces when its
-    configuration changes.
+    """Passes records on to Ray Serve's current handlers, which it replaces when its configuration
+    changes.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -79,8 +79,8 @@ def log_accepted(request: Request) -> None:
 
 
 def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:
-    """Log how a request ended. It is incomplete if it failed, its client left or its ingress was
-    lost.
+    """Log the end of a request. It is incomplete if it failed, its client disconnected or its
+    ingress was lost.
     """
     if not logger.isEnabledFor(logging.INFO):
         return

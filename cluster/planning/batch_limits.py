@@ -1,5 +1,5 @@
-"""How many tokens a micro-batch has and how many sequences run at once on GPUs, where the user
-leaves it open.
+"""Selection of the number of tokens of a micro-batch and of concurrent sequences on GPUs, if the
+user leaves it open.
 
 Larger micro-batches of prompts are closer to a GPU's matrix rate, and make the sequences that
 decode next to them wait longer. More sequences share each reading of the weights, and have fewer
@@ -34,7 +34,7 @@ SEQS_ON_GPUS = tuple(range(MAX_SEQS_ON_GPUS, SEQS_ON_CPUS - 1, -32))
 ROOM = 1024
 # largest share of a stage's memory that the runtime may take by larger limits
 MAX_RUNTIME_SHARE = 0.15
-# longest time of a micro-batch of prompts: a sequence that decodes next to them waits for so long
+# longest time of a micro-batch of prompts: a sequence that decodes next to them waits for this time
 MAX_STEP_S = 0.15
 
 # Dense products in bfloat16, in TFLOP/s, from NVIDIA's data sheets. The first entry whose text is a
@@ -208,7 +208,7 @@ def _with_reasons(config: EngineConfig, plan: PipelinePlan, seconds: float | Non
 
 
 def _why_tokens(plan: PipelinePlan, seconds: float | None) -> str:
-    """Return why no larger micro-batches were chosen."""
+    """Return the reason for not choosing larger micro-batches."""
     tokens, speed = (
         plan.max_num_batched_tokens,
         "" if seconds is not None else "; the speed of the GPU is not known",

@@ -1,4 +1,5 @@
-"""How many sequences a plan can hold, and which changes would make an impossible plan possible.
+"""The number of sequences that a plan can hold, and the changes that would make an infeasible plan
+feasible.
 
 Computed from the configuration alone, without weights and machines.
 """
@@ -72,7 +73,7 @@ def num_seqs_in_pages(plan: PipelinePlan, length: int) -> int:
 
 
 def max_length_in_slots(plan: PipelinePlan) -> int:
-    """Return up to which length there are pages for a sequence in every slot.
+    """Return the maximum length for which there are pages for a sequence in every slot.
 
     7414 pages of 16 positions, no window, 64 slots: 115 pages each, 1840 positions. A whole ring
     suffices for any length.

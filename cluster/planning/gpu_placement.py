@@ -152,7 +152,7 @@ def _without_draft_values(config: EngineConfig, hardware: Hardware) -> EngineCon
 
 
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware without the smallest GPUs, which draft models have to themselves."""
+    """Return the hardware without the smallest GPUs, which are reserved for draft models."""
     num_drafting = config.num_draft_models * config.max_pipelines
     if not num_drafting or not hardware.gpus or config.local:
         return hardware
@@ -171,7 +171,7 @@ def _without_draft_part(slots: tuple[GpuSlot, ...]) -> tuple[GpuSlot, ...]:
 
 
 def draft_memory(config: EngineConfig, hardware: Hardware) -> int:
-    """Return the bytes of memory that a draft model has on any GPU that it may be given."""
+    """Return the bytes of memory of a draft model on any GPU that it may get."""
     smallest = min((*(gpu.memory for gpu in hardware.gpus), *(config.gpu_memory or ())))
     return smallest // (DRAFT_PART if draft_shares_gpu(config, hardware) else 1)
 
@@ -254,7 +254,7 @@ def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[GpuSlot, i
     the number of ``gpus`` of this kind.
     """
     alike: dict[object, list[Gpu]] = {}
-    # whole GiB: drivers of different versions keep different megabytes for themselves
+    # whole GiB: drivers of different versions reserve different numbers of megabytes
     for here in by_node(cluster):
         kind = (frozenset(gpu.name for gpu in here), round(min(gpu.memory for gpu in here) / GIB))
         alike.setdefault(kind, []).extend(here)

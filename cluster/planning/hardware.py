@@ -142,8 +142,8 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
 def probe_local() -> Hardware:
     """Return this machine's free hardware, as far as this process may use it.
 
-    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would be a CPU's, or leave
-    GPUs idle, without a word.
+    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would silently use the
+    CPU, or leave GPUs idle.
     """
     num_gpus = num_visible_gpus()
     visible = visible_gpus() if num_gpus else []

@@ -1,4 +1,4 @@
-"""Search for the fastest plan: which of the available GPUs the stages get. Pure arithmetic."""
+"""Search for the fastest plan: the assignment of the available GPUs to stages. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -167,10 +167,10 @@ class PlanRequest:
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
     experts_inside: bool = True  # the stages have the model's experts, if it has any
-    # stage times of a pipeline that ran, which give the cost of the head
+    # stage times of an earlier run of a pipeline, which give the cost of the head
     stage_times: tuple[StageTime, ...] | None = None
     batch_invariant: bool | None = None  # see StagePlan
-    num_drafts: int = 0  # most drafts of a sequence in flight; page rings are longer by them
+    num_drafts: int = 0  # maximum drafts of a sequence in flight, added to page rings
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
     # rows per panel of packed matrices, whose last panel is filled up on CPUs; 1: not packed
     panel_rows: int = 1

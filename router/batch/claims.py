@@ -76,7 +76,7 @@ class PendingLine(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """The lease of a job as it stands in the database; every renewal changes it."""
+    """The lease of a job as stored in the database; every renewal changes it."""
 
     owner: str
     epoch: int
@@ -155,7 +155,7 @@ class JobClaimStore:
         )
         with self._database.writing() as connection:
             found = connection.execute(claimable.with_for_update(skip_locked=True)).all()
-            # else it was renewed since
+            # otherwise it has been renewed since
             rows = [row for row in found if row.owner is None or expired[row.number] == _lease(row)]
             for row in rows:
                 state = JobState.RUNNING.value if row.state == JobState.QUEUED else row.state

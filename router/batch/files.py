@@ -83,7 +83,7 @@ class StorageFile:
         self._num_bytes += len(piece)
 
     def close(self) -> int:
-        """Complete the file, which then survives a loss of power; return its size."""
+        """Complete the file, which then survives a power failure; return its size."""
         with _storage_errors(), self._file:
             if self._is_local:
                 self._file.flush()
@@ -100,7 +100,7 @@ def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSy
         filesystem, path = url_to_fs(url, **options)
     except (ValueError, ImportError) as error:  # unknown scheme, or its library is not installed
         raise ConfigError(f"{what} is {redact(url)!r:.200}: {redact(str(error))}") from None
-    except Exception as error:  # some connect, or open a file, and have errors of their own
+    except Exception as error:  # some connect, or open a file, and raise their own errors
         raise ConfigError(
             f"{what} is {redact(url)!r:.200}, which cannot be used: {describe(error)}"
         ) from None
@@ -118,7 +118,7 @@ def read_file(file: BinaryIO) -> Pieces:
 def _storage_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # file systems have errors of their own
+    except Exception as error:  # file systems raise their own errors
         raise JobStoreError(f"the jobs' storage cannot be used now: {describe(error)}") from error
 
 
@@ -134,7 +134,7 @@ def redact(text: str) -> str:
 
 Purpose = Literal["batch", "batch_output"]
 MAX_NAME = 255  # characters
-INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time never will be complete
+INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time will never be complete
 # of a file that is being written, after which its size is recorded and checked
 RECORD_BYTES = 2**26
 

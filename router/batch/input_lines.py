@@ -19,7 +19,7 @@ MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
 PROMPT = re.compile(r'"(?:messages|prompt)"\s*:')
 SEARCHED_CHARACTERS = 2**14  # for the prompt, which few lines have further back
-COMPARED_CHARACTERS = 256  # some fifty tokens: less than that is not worth another order
+COMPARED_CHARACTERS = 256  # some fifty tokens: a shorter prefix is not worth another order
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -69,8 +69,8 @@ class ParsedLine(NamedTuple):
 
 
 class LineSplitter:
-    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of a line that is
-    too long is dropped.
+    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of an overlong line
+    is dropped.
 
     The pieces ``ab``, ``c\nd`` and the end give the lines ``abc`` and ``d``.
     """

@@ -29,7 +29,9 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 async def retry_while_store_down(call: Callable[[], Awaitable[T]], sleep: Sleep) -> T:
-    """Await a call, again every ``RETRY_S`` while the database or the storage cannot be used."""
+    """Await a call, and repeat it every ``RETRY_S`` while the database or the storage is
+    unavailable.
+    """
     while True:
         try:
             return await call()

@@ -146,7 +146,7 @@ POLL_S = 1.0
 THREADS = 4
 PAGE_SIZE = 256  # lines of a job that are fetched at once
 MAX_JOBS = 64  # that take turns, shared by the tenants; each tenant has at least one
-MAX_TRIES = 10  # that failed while the line ran
+MAX_TRIES = 10  # failed attempts while the line ran
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 

@@ -1,5 +1,5 @@
-"""OpenAI's format of batch jobs and files: models of requests and responses, and how these are
-built.
+"""OpenAI's format of batch jobs and files: models of requests and responses, and their
+construction.
 """
 
 import json
@@ -92,7 +92,7 @@ class Batch(Answer):
 
 
 def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
-    """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires
+    """Format a job. Times are whole seconds since 1970, as in OpenAI's API; the job expires
     ``keep_s`` after its end.
     """
     job, errors = stored.job, list(stored.problems)

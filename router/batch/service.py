@@ -45,11 +45,11 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """Where jobs are stored. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs
+    """The stores of jobs. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs
     that clients may submit.
     """
 
-    database: str = field(repr=False)  # may hold a password, as may the next
+    database: str = field(repr=False)  # may contain a password, as may the next field
     storage: str = field(repr=False)
     queue: str
     endpoints: tuple[Endpoint, ...] = ("/v1/completions",)
@@ -194,7 +194,7 @@ class BatchService:
                 job, self._submissions, self._threads, self.limits, self._clock, is_sent
             ).run(pieces)
             return await self._threads.run(self._submissions.accept, job, input_digest or digest)
-        except BaseException:  # also if the client has left
+        except BaseException:  # also if the client has disconnected
             await asyncio.shield(self._discard(creating))
             raise
 

@@ -1,4 +1,4 @@
-"""Threads for the jobs' storage and for URLs of clients, slow as these may be."""
+"""Threads for the jobs' storage and for clients' URLs, which may be slow."""
 
 import asyncio
 import inspect
@@ -34,7 +34,7 @@ class StorageThreads:
         assert 0 < per_tenant < count
         self._per_tenant, self._timeout_s = per_tenant, timeout_s
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="storage")
-        # as long as a call of the tenant has it
+        # kept while a call of the tenant uses it
         self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -149,8 +149,8 @@ class JobSubmissions:
     def _insert(
         self, connection: Connection, job: StoredJob, rows: Sequence[dict[str, Any]]
     ) -> None:
-        """Insert lines. A valid one is refused by the unique index if the job has its custom_id; it
-        is inserted as invalid.
+        """Insert lines. The unique index refuses a valid line whose custom_id the job already has;
+        it is inserted as invalid.
         """
         dialect = sqlite if self._database.is_sqlite else postgresql
         valid, accepted = [row for row in rows if row["text"] is not None], set[int]()
@@ -175,7 +175,7 @@ class JobSubmissions:
             )
 
     def accept(self, job: StoredJob, input_digest: str | None = None) -> StoredJob:
-        """Accept a job: it is durable then. One without a valid line fails at once. Raises
+        """Accept a job: it is durable then. A job without a valid line fails at once. Raises
         JobRefusedError if it has no lines.
         """
         this = select(jobs).where(jobs.c.number == job.number)
@@ -304,7 +304,7 @@ def _line_error(problem: str) -> str:
 # the threads of jobs.
 
 MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
-# that are split at once: threads are shared, and a mebibyte of line ends takes a second
+# bytes that are split at once: threads are shared, and a mebibyte of line ends takes a second
 SPLIT_BYTES = 2**16
 
 
@@ -389,7 +389,7 @@ class JobIngest:
 
 
 def digest_of_url(url: str) -> str:
-    """Return the digest of a URL, which no text has."""
+    """Return the digest of a URL, which differs from the digest of any text."""
     return f"url:{hashlib.sha256(url.encode(errors='replace')).hexdigest()}"
 
 

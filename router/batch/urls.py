@@ -27,7 +27,7 @@ from tramontane.router.batch.storage_threads import Pieces, StorageThreads
 LOCAL_SCHEMES, HTTP_SCHEMES = ("file", "local"), ("http", "https")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_URL = 8192  # characters
-MAX_DECODINGS = 4  # of %252e, which is %2e after the first one and a dot after the second
+MAX_DECODINGS = 4  # of %252e, which is %2e after the first decoding and a dot after the second
 MAX_REDIRECTS = 10
 HTTP_TIMEOUT_S = 60.0  # for a connection, and for each next byte
 HTTP_HEADERS = {"accept-encoding": "identity"}  # a compressed body could be of any size
@@ -106,7 +106,7 @@ class UrlReader:
             ) from None
         except TramontaneError:
             raise
-        except Exception as error:  # file systems have errors of their own
+        except Exception as error:  # file systems raise their own errors
             raise JobRefusedError(f"{url!r:.200} cannot be read: {describe(error)}") from error
 
     def _pieces(self, url: str) -> Pieces:
@@ -202,8 +202,8 @@ def _store_prefix(prefix: str) -> _StorePrefix:
 
 
 def _is_plain(url: str) -> bool:
-    """Whether a URL is printable ASCII without parts that its server or file system may take for
-    another place.
+    """Whether a URL is printable ASCII without parts that its server or file system may interpret
+    as another location.
 
     These are control characters, ``..``, also ``..;`` and after a backslash, and chains
     (``zip::file://``); plain or percent-encoded, also several times. Some servers turn bytes that
@@ -235,9 +235,7 @@ def _is_plain_text(text: str) -> bool:
 
 
 def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Parse a URL. Raises _OutsideError for one without a host, or with a user name, which no
-    prefix has.
-    """
+    """Parse a URL. Raises _OutsideError if it has no host, or a user name, which no prefix has."""
     try:
         url = httpx.URL(text) if base is None else base.join(text)
     except httpx.InvalidURL:
@@ -248,7 +246,7 @@ def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
 
 
 def _redirect_target(url: httpx.URL, location: str) -> httpx.URL:
-    """Return where a redirect leads, which is held to the rules of clients' URLs. Raises
+    """Return the target of a redirect, which must obey the rules of clients' URLs. Raises
     _OutsideError.
     """
     if not location or not _is_plain(location):
@@ -261,7 +259,7 @@ def _origin(url: httpx.URL) -> tuple[str, bytes, int]:
 
 
 def _path(url: httpx.URL) -> bytes:
-    """Return the path as the server gets it."""
+    """Return the path that the server receives."""
     return url.raw_path.partition(b"?")[0]
 
 

@@ -166,5 +166,5 @@ class BlockFormatter(AnswerFormatter):
 
     @property
     def answer_bytes(self) -> int:
-        """About how many bytes of JSON the whole answer is."""
+        """Approximate size of the whole answer in bytes of JSON."""
         return self.generation.answer_bytes + self._echo_bytes + self._choice.num_chars

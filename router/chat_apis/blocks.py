@@ -1,5 +1,5 @@
-"""An answer as blocks in their order: thoughts, text, tool calls. Which blocks there are follows
-from its tokens alone.
+"""An answer as blocks in their order: reasoning, text, tool calls. Its tokens alone determine its
+blocks.
 
     blocks = Blocks()
     for step in blocks.push(choice.take_pieces()):

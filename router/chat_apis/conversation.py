@@ -103,7 +103,7 @@ class ConversationBuilder:
         self.places.append(place)
 
     def build(self, fields: Mapping[str, Any], names: Names) -> Conversation:
-        """Return the conversation as a request with these fields more."""
+        """Return the conversation as a request with additional fields."""
         request = ChatRequest.model_construct(messages=tuple(self.messages), **fields)
         return Conversation(request, tuple(self.places), names)
 

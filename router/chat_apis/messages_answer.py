@@ -157,7 +157,7 @@ class MessagesFormatter(BlockFormatter):
         }
 
     def _stop(self) -> dict[str, Any]:
-        """Return why the answer ended."""
+        """Return the reason for the end of the answer."""
         stop, reason = self._choice.stop_string, self._choice.finish_reason
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
         if self._choice.finish is FinishReason.STOP and stop is not None:
@@ -179,9 +179,7 @@ async def prepare_message(
 async def count_tokens(
     model: ServedModel, template: ChatTemplate, conversation: Conversation
 ) -> TokenCount:
-    """Count the tokens of a conversation, as it would be given to the model. Raises
-    ParameterError.
-    """
+    """Count the tokens of a conversation's prompt. Raises ParameterError."""
     return TokenCount(input_tokens=len(await encode_conversation(model, template, conversation)))
 
 

@@ -311,7 +311,7 @@ class ToolDefinition(RequestModel):
     ] = None
 
     def tool(self) -> Tool:
-        """Return the tool as chats have it."""
+        """Return the tool in the format of chats."""
         function = Function(
             name=self.name,
             description=self.description,

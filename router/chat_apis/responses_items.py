@@ -1,5 +1,5 @@
-"""Items of a Responses conversation: messages, calls of functions and their results; and the
-messages of a chat that they are.
+"""Items of a Responses conversation: messages, function calls and their results; and their
+conversion to chat messages.
 """
 
 from collections.abc import Iterable

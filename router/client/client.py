@@ -126,7 +126,7 @@ class AsyncClient:
         never repeated automatically.
 
         After a lost response, submit again with the same ``request_key``, a text that no other job
-        has: it is the same job. With other lines or options the key is refused.
+        uses: it is the same job. With other lines or options the key is refused.
         """
         requests = messages.submit_requests(options or JobOptions(), source, url, request_key)
         return parse_job(await self._call(self._batch.SubmitJob, requests, timeout_s))
@@ -244,8 +244,8 @@ class AsyncClient:
 
 
 class _BlockingClient(AsyncClient):
-    """An AsyncClient over gRPC's blocking API: where that one's coroutines are suspended, these
-    block.
+    """An AsyncClient over gRPC's blocking API: its methods block where the AsyncClient's coroutines
+    are suspended.
     """
 
     async def close(self) -> None:

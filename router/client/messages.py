@@ -114,7 +114,9 @@ class CompletionTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request. ``completion_tokens_details`` are of servers that speculate."""
+    """Token counts of a request. ``completion_tokens_details``: only from servers that
+    speculate.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -233,7 +235,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 def _field(kind: type[M], name: str, value: Any) -> M:
-    """Make a message with this field alone, so that an error can name it. Protobuf's own messages
+    """Make a message with only this field, so that an error can name it. Protobuf's own messages
     describe its internals.
     """
     try:
@@ -353,7 +355,7 @@ def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
 @contextmanager
 def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
     """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised, or
-    that kept it from answering.
+    that describe why it did not answer.
     """
     try:
         yield

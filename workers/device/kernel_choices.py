@@ -38,7 +38,7 @@ class Question(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """The choices on one platform, kept in ``folder``."""
+    """The choices on one platform, stored in ``folder``."""
 
     platform: str
     folder: Path

@@ -122,7 +122,7 @@ def _recall(
     prepare: Callable[[K], Compute],
     expected: Tensor,
 ) -> str | None:
-    """Return the name of the kernel that was chosen before, if it still runs and is right."""
+    """Return the name of the stored choice, if this kernel still runs and is correct."""
     name = kept.recall()
     if name is None or _is_right(job, name, CHOSEN_BEFORE, kernels, prepare, expected):
         return name
@@ -140,7 +140,7 @@ def _is_right(
 ) -> bool:
     """Return whether this kernel runs and agrees with ``expected``; logs one line with the result.
 
-    ``origin``: how it was chosen.
+    ``origin``: the source of the choice.
     """
     reason = try_or_reason(
         lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)

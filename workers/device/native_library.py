@@ -61,7 +61,7 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     """Load a compiled source, once per process and arguments; ``sizes`` are names that it needs.
     Raises CompilerError.
 
-    It is kept in a folder of this user below the machine's own temporary folder, for stages that
+    It is cached in a folder of this user below the machine's temporary folder, for stages that
     start again.
     """
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
@@ -96,7 +96,7 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
         return None
     try:
         if hashlib.new(DIGEST, content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
-            # to load it may end this process
+            # loading it could end this process
             raise OSError("its end is missing, or a part of it has changed")
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -167,7 +167,7 @@ def source_digest(source: Path) -> str:
 
 
 def platform_name() -> str:
-    """Name all that kernels in C depend on besides their sources: options, compiler and processor.
+    """Name the conditions of C kernels besides their sources: options, compiler and processor.
     Raises CompilerError.
     """
     command, found = _compiler()
@@ -180,9 +180,7 @@ def platform_name() -> str:
 
 @cache
 def _defined_macros(command: tuple[str, ...]) -> frozenset[str]:
-    """Return the names that a compiler defines by itself, with these options. Raises
-    CompilerError.
-    """
+    """Return the macros that a compiler predefines with these options. Raises CompilerError."""
     text = _run([*command, "-dM", "-E", "-x", "c", os.devnull])
     return frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define "))
 
@@ -244,7 +242,7 @@ def _compile(command: list[str], library: Path) -> None:
             file.write(hashlib.new(DIGEST, content).digest())
             file.flush()
             os.fsync(file.fileno())  # after a power failure the file is complete or missing
-        made.replace(library)  # at once: several stages may start together
+        made.replace(library)  # atomically: several stages may start together
 
 
 def _run(command: list[str]) -> str:

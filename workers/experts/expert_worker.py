@@ -86,7 +86,7 @@ class ExpertWorker:
         elif plan.batch_invariant:
             self._fused_ops, self._products = self._row_wise()
         self.busy_s, self.num_rows = 0.0, 0
-        self.numerics = Numerics()  # until ``load`` has found them out
+        self.numerics = Numerics()  # until ``load`` has determined them
 
     @classmethod
     def load(

@@ -167,7 +167,7 @@ class RemoteExperts:
             self._queued[actor] -= num_rows
 
     def _notify(self) -> None:
-        """Handle that an actor went up or down.
+        """Handle an actor's change between up and down.
 
         The counts of sent rows restart: otherwise an actor that was down would receive all rows
         until it has caught up.
@@ -209,8 +209,8 @@ class PendingExpertCall:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``poll`` has something to do: all replies or one error have arrived, or an actor
-        is up again.
+        """Whether ``poll`` can make progress: all replies or one error have arrived, or an actor is
+        up again.
         """
         futures = [part.future for part in self._parts]
         is_done = [future.done() for future in futures]

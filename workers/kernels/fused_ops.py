@@ -207,7 +207,7 @@ def try_ops(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch
     """Compare with the eager operations, on the widths, strides and kinds of tensors that layers
     have.
 
-    With other tensors the first step would compile again.
+    For tensors of other kinds the first step would compile again.
     """
     generator = torch.Generator(device).manual_seed(0)
 

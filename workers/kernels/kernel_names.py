@@ -86,8 +86,8 @@ def name_in_c(source: Path) -> str:
 
 
 def describe_kernel(kernel: object) -> str:
-    """Return the name of a kernel with the parameters that its ``repr`` has:
-    ``PackedPrefill(FwOp(NAME fa2F))``.
+    """Return the name of a kernel with the parameters in its ``repr``: ``PackedPrefill(FwOp(NAME
+    fa2F))``.
     """
     if is_dataclass(kernel) and not isinstance(kernel, type):
         parameters = [

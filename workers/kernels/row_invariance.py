@@ -67,11 +67,11 @@ def triton_products(device: torch.device, weights: WeightFormat) -> RowProducts:
 
 @dataclass(frozen=True, slots=True)
 class TiledProducts:
-    """Products by tiles, which are by the dtypes of rows and matrix. All give the same bits: they
-    differ in speed alone.
+    """Products by tiles, which depend on the dtypes of rows and matrix. All tiles give the same
+    bits and differ only in speed.
     """
 
-    # which change no bits: not part of the name
+    # they change no bits: not part of the name
     tiles: "dict[Dtypes, tuple[Tile, ...]]" = field(repr=False)
 
     def linear(self, x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
@@ -237,7 +237,7 @@ def refusal(label: str, problem: str) -> ConfigError:
 
 
 def triton_refusal(label: str, error: Exception) -> ConfigError:
-    """Return the error where Triton's kernels do not run or are not correct."""
+    """Return the error for Triton kernels that do not run or are not correct."""
     return refusal(label, f"Triton's kernels cannot be used ({one_line(error)})")
 
 

@@ -32,7 +32,7 @@ TILES = {
 FEW_ROWS, MANY_ROWS = 64, 128  # of a tile
 # of a product: fewer leave more than a quarter of an H100's 132 multiprocessors idle
 MIN_PROGRAMS = 96
-MAX_ROW_TILES = 8  # more are as good as these
+MAX_ROW_TILES = 8  # more row tiles count as this number
 
 
 def tiles_for(element_size: int, capability: int) -> tuple[Tile, ...]:

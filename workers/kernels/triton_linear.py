@@ -85,7 +85,7 @@ def tiled_grouped_linear(
 
 
 def num_tiles(num_rows: int, num_experts: int, tile: Tile) -> int:
-    """Return how many tiles of rows there may be, however the rows are divided among the experts.
+    """Return the maximum number of row tiles, for any division of the rows among the experts.
 
     200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20
     rows in tiles of 16: 9.

@@ -108,7 +108,7 @@ class ControlSocket:
                 end.close()
 
     def detach(self) -> socket.socket:
-        """Give up the connection for another use. This object must not be used any more."""
+        """Give up the connection for another use. This object must not be used afterwards."""
         self._wake_reader.close()
         self._wake_writer.close()
         return self.connection

@@ -24,7 +24,7 @@ from tramontane.workers.links.control_socket import ControlSocket
 NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # CUDA places smaller allocations in one block, and would share the whole block
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
-POLL_S = 0.005  # between two looks at the work that the device still has for a closed channel
+POLL_S = 0.005  # between two polls of the work that the device still has for a closed channel
 # Number of polls of a dead neighbor's pending event before the device is given up. The event may
 # also be one that the neighbor recorded and could not announce, and no work waits for it: then this
 # end's work is soon done.

@@ -129,7 +129,7 @@ class CudaIpc:
             target_N.copy_(source_N, non_blocking=True)
 
     def end_process(self, reason: str) -> NoReturn:
-        """See ``IpcBackend``. Ray takes this for a crash, and starts another process."""
+        """See ``IpcBackend``. Ray treats this as a crash, and starts another process."""
         logger.error("this process ends, and gets a new one: %s", reason)
         os._exit(1)  # any other exit would wait for the GPU
 
@@ -164,7 +164,7 @@ def handle_from_bytes(runtime: Any, handle: bytes) -> Any:
 
 @contextmanager
 def _check() -> Iterator[None]:
-    """Turn all errors into RuntimeError, so that tensors go by way of the host.
+    """Turn all errors into RuntimeError, so that tensors are sent through the host.
 
     Other versions of CUDA's bindings may have other names.
     """

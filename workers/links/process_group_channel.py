@@ -177,7 +177,7 @@ def interface_for_address(host: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the essence of an error: gloo's messages begin with a source location and end with
+    """Return the main part of an error: gloo's messages begin with a source location and end with
     advice.
     """
     return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]
