@@ -1,5 +1,5 @@
-"""What ``config.json`` and ``params.json`` of one folder say together, whichever of them the
-weights belong to.
+"""Combination of ``config.json`` and ``params.json`` of one folder, for weights in either
+layout.
 """
 
 import math
@@ -18,8 +18,8 @@ from tramontane.proto.mistral_params import (
 from tramontane.proto.model_args import LatentArgs, ModelArgs
 from tramontane.proto.presets import context_len
 
-# Keys of config.json by those of params.json, and fields of ``ModelArgs`` where these have other
-# names than the latter.
+# Keys of config.json by keys of params.json; fields of ``ModelArgs`` where their names differ from
+# the latter.
 SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -28,7 +28,7 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
 }
-# of latent attention both are read from its widths
+# with latent attention both are computed from its widths
 HEADS = {"head_dim": "head_dim", "n_kv_heads": "num_key_value_heads"}
 EXPERTS = {
     "num_experts": ("num_experts", "number of experts"),
@@ -56,13 +56,13 @@ Difference = tuple[str, object, str, object]  # key and value of config.json, an
 def join_configs(
     args: ModelArgs, config: Mapping[str, Any], params: Mapping[str, Any], source: str
 ) -> ModelArgs:
-    """Add to ``args``, which ``config`` describes, what only ``params`` says. Raises
+    """Add the values that only ``params`` has to ``args``, which ``config`` describes. Raises
     CheckpointError if the two contradict.
 
-    What a file does not say is not compared, nor what the tensors show: vocabulary, tied
-    embeddings, types and formats. The context is the longer one. ``params`` alone tells the windows
-    of layers that have different ones, where config.json knows one window or none (Ministral 8B),
-    and whether YaRN's magnitude is applied, where config.json says nothing of it.
+    Values that a file lacks are not compared, nor values that the tensors show: vocabulary, tied
+    embeddings, types and formats. The context is the longer one. ``params`` alone has the windows
+    of layers that differ, where config.json has one window or none (Ministral 8B), and the use of
+    YaRN's magnitude, where config.json does not mention it.
     """
     with checkpoint_errors(source):
         text = text_config(config)
@@ -85,7 +85,9 @@ def join_configs(
 
 
 def _with_windows(args: ModelArgs, text: Mapping[str, Any], params: Mapping[str, Any]) -> ModelArgs:
-    """Return ``args`` with a pattern of windows that a class of one window cannot express."""
+    """Return ``args`` with a pattern of windows that a config class with one window cannot
+    express.
+    """
     if (
         not isinstance(stated_window(params), list)
         or text.get("layer_types")
@@ -115,7 +117,7 @@ def _with_magnitude(
 
 
 def _differences(args: ModelArgs, params: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield what both files say, the same or not."""
+    """Yield the values that both files have, equal or not."""
     for name, key in (SIZES if args.latent else SIZES | HEADS).items():
         if params.get(name) is not None:
             yield key, getattr(args, name), name, params[name]
@@ -149,8 +151,8 @@ def _block(
 
 
 def _window_differences(args: ModelArgs, windows: tuple[int | None, ...]) -> Iterator[Difference]:
-    """Yield the window of the first layer where the files differ; one as long as the context is
-    none.
+    """Yield the window of the first layer where the files differ; a window as long as the context
+    counts as none.
     """
     for layer, pair in enumerate(zip(args.windows, windows, strict=True)):
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""End-of-sequence tokens that the tokenizer's files of a checkpoint name."""
+"""End-of-sequence tokens named by the tokenizer's files of a checkpoint."""
 
 import json
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ NOTHING_ENDS = (
 
 
 def tokenizer_eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of ``eos_token`` of a folder's tokenizer, and of tekken's ``</s>``; none that
-    the model cannot produce.
+    """Return the ids of ``eos_token`` of a folder's tokenizer, and of tekken's ``</s>``, without
+    ids that the model cannot produce.
 
-    Files that are missing or damaged name none: loading the tokenizer reports them. SentencePiece
-    files are not read: the id of Mistral's is 2, the default of its models.
+    Missing or damaged files have no ids: loading the tokenizer reports them. SentencePiece files
+    are not read: the id of Mistral's is 2, the default of its models.
     """
     found = [*_named_ids(folder), *_tekken_ids(folder / TEKKEN)]
     return tuple(dict.fromkeys(token_id for token_id in found if 0 <= token_id < vocab_size))
@@ -36,7 +36,7 @@ def tokenizer_eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 def _named_ids(folder: Path) -> Iterator[int]:
     """Yield the id of the token that the settings name. As in transformers, older folders have it
-    in a file of its own.
+    in a separate file.
     """
     settings = _object(_read(folder / SETTINGS))
     name = _text(settings.get("eos_token"))
@@ -49,7 +49,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 
 
 def _ids_of(name: str, settings: dict[str, Any], folder: Path) -> Iterator[int]:
-    """Yield the ids that files give a token, the most specific first; the largest file is read
+    """Yield the ids of a token in the files, the most specific first; the largest file is read
     last.
     """
     for token_id, token in _object(settings.get("added_tokens_decoder")).items():
@@ -65,7 +65,7 @@ def _ids_of(name: str, settings: dict[str, Any], folder: Path) -> Iterator[int]:
 
 def _tekken_ids(path: Path) -> Iterator[int]:
     """Yield the rank of the special token ``</s>``. Only its object is parsed: the pieces of
-    130,000 others take 0.3 s.
+    130,000 other tokens take 0.3 s.
     """
     try:
         data = path.read_bytes()
@@ -73,9 +73,9 @@ def _tekken_ids(path: Path) -> Iterator[int]:
         return
     ranks: list[int] = []
     at = data.find(QUOTED_EOS)
-    while at >= 0:  # no object around it has others inside
+    while at >= 0:  # the enclosing object has no nested objects
         token = _object(_parse(data[data.rfind(b"{", 0, at) : data.find(b"}", at) + 1]))
-        # which pieces of text have
+        # pieces of text have them
         if token.get("token_str") == TEKKEN_EOS and "token_bytes" not in token:
             ranks += _number(token.get("rank"))
         at = data.find(QUOTED_EOS, at + 1)

@@ -39,11 +39,11 @@
             +-- ModelMismatchError
 
 A ``UserError`` says what was wrong and what to do about it. The command line prints it as one line
-and exits with code 2. Broken internal invariants are assertions, not members of this tree.
+and exits with code 2. Broken internal invariants are assertions, not part of this class hierarchy.
 
-How an error is answered over HTTP and gRPC, what it is called between processes and how it ends a
-command are attributes of its class, inherited by the classes below it: this is the only module to
-change for a new error.
+Attributes of an error's class, inherited by its subclasses, define its HTTP and gRPC responses, its
+name between processes and the exit code of a command: this is the only module to change for a new
+error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,22 +55,22 @@ DEFECT = "the server has a defect; see its log"  # for clients, of errors that a
 
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]  # of OpenAI
 
-MIN_PREFIX = 4  # characters of a name that is the beginning of a known one
+MIN_PREFIX = 4  # characters of a name that is a prefix of a known one
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: "; did you mean max_tokens?", or nothing
-    if none is similar.
+    """Return the end of a message about an unknown name: "; did you mean max_tokens?", or "" if no
+    name is similar.
     """
     known = list(known)
-    # of versions the last is the newest
+    # of several versions the last is the newest
     longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
     similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
-# What a value must be, by the type of pydantic's error; the braces hold its context. In JSON values
-# are not parsed from texts, as those of flags are.
+# Requirements for a value, by the type of pydantic's error; the braces hold its context. JSON
+# values are not parsed from text, unlike flags.
 EXPECTED: Mapping[str, str] = MappingProxyType(
     {
         "int_type": "a whole number",
@@ -112,14 +112,14 @@ def describe_value(
     expected_of: Mapping[str, str] = EXPECTED,
     docs: str = "/docs",
 ) -> str:
-    """Return why a value is refused, in our words: ``n is 'x'; it must be a whole number``.
+    """Return a readable reason why a value is refused: ``n is 'x'; it must be a whole number``.
 
     Args:
         name: Path of the value in the client's JSON, or a flag.
         shown: The value, in few characters.
         problem: One of pydantic's errors.
-        expected_of: What a value must be, by the type of the error.
-        docs: Where to look up what is not in ``expected_of``.
+        expected_of: Requirements for a value, by the type of the error.
+        docs: Where to look up types that are not in ``expected_of``.
     """
     expected = expected_of.get(problem["type"])
     if expected is None:
@@ -132,11 +132,11 @@ def describe_value(
 
 
 def find_error(attribute: str, value: str) -> type["TramontaneError"]:
-    """Return the class that sets an attribute to a value, not one that inherits it:
+    """Return the class that sets an attribute to a value, not a class that inherits it:
     ``("wire_name", "poison")`` is PoisonRequestError.
 
-    A value that no class sets is that of an error of a newer version, of which no more is known
-    than that the server failed.
+    A value that no class sets belongs to an error of a newer version; it counts as a failure of the
+    server.
     """
     found = (cls for cls in _below(TramontaneError) if vars(cls).get(attribute) == value)
     return next(found, PipelineError)
@@ -149,8 +149,9 @@ def _below(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 class TramontaneError(Exception):
-    """Root of all errors that are raised on purpose. A class that sets nothing is answered like a
-    failed pipeline, but without the advice to try again, and is restored as a failed pipeline.
+    """Root of all errors that are raised on purpose. A class that sets no attributes is answered
+    like a failed pipeline, but without the advice to try again, and is restored as a failed
+    pipeline.
 
     Attributes:
         http_status: Of the response.
@@ -163,7 +164,7 @@ class TramontaneError(Exception):
             that sets it.
         wire_name: Name of the error between ingress replicas and routers, which restore the class
             that sets it.
-        exit_code: Of a command that ends so.
+        exit_code: Of a command that ends with this error.
     """
 
     http_status: ClassVar[int] = 503
@@ -178,11 +179,11 @@ class TramontaneError(Exception):
 
     @classmethod
     def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
-        """Make the error from what was sent; see ``find_error``."""
+        """Make the error from its transmitted fields; see ``find_error``."""
         return cls(message)
 
 
-# ---- the user can do something about it
+# ---- errors that the user can fix
 
 
 class UserError(TramontaneError):
@@ -254,7 +255,7 @@ class ParameterError(RequestError):
 
     @classmethod
     def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
-        """Make the error from what was sent."""
+        """Make the error from its transmitted fields."""
         return cls(message, parameter)
 
 
@@ -269,7 +270,7 @@ class UnknownModelError(RequestError):
 
 
 class UnsatisfiableSchemaError(RequestError):
-    """The model cannot follow the schema of the response; a retry would fail as well."""
+    """The model cannot follow the schema of the response; a retry would fail, too."""
 
     openai_code = "unfollowable"
     parameter = None
@@ -277,8 +278,8 @@ class UnsatisfiableSchemaError(RequestError):
 
 
 class NotFiniteError(RequestError):
-    """The model's numbers for a request are not finite, so that no token follows; a retry would
-    fail as well.
+    """The model's numbers for a request are not finite, so that no token can be sampled; a retry
+    would fail, too.
     """
 
     openai_code = "not_finite"
@@ -306,7 +307,7 @@ class UnknownJobError(RequestError):
 
 
 class JobRefusedError(RequestError):
-    """What was submitted cannot become a job or a file."""
+    """The submitted data cannot become a job or a file."""
 
     parameter = None
 
@@ -348,7 +349,7 @@ class OverloadedError(TramontaneError):
 
     @classmethod
     def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
-        """Make the error from what was sent."""
+        """Make the error from its transmitted fields."""
         return cls(message, retry_after_s)
 
     def __str__(self) -> str:
@@ -362,9 +363,7 @@ class QueueFullError(OverloadedError):
 
 
 class QuotaExceededError(OverloadedError):
-    """A client has stored as much as it may; it has to delete something, or wait until something
-    expires.
-    """
+    """A client has reached its storage limit; it has to delete data, or wait until data expires."""
 
     openai_code = "quota_exceeded"
 
@@ -402,12 +401,12 @@ class PipelineError(TramontaneError):
 
 
 class StaleEpochError(PipelineError):
-    """A step carried another epoch than the one that its stage was fenced to."""
+    """A step carried another epoch than its stage was fenced to."""
 
 
 class LinkError(PipelineError):
-    """A stage cannot receive from its neighbor or send to it. Why the neighbor is silent is
-    reported elsewhere.
+    """A stage cannot receive from its neighbor or send to it. The cause of the neighbor's silence
+    is reported elsewhere.
     """
 
 
@@ -449,7 +448,7 @@ class PipelineUnavailableError(PipelineError):
 
 class PipelineRecoveringError(PipelineUnavailableError):
     """The pipeline of this router is being fenced again; the router queues the request if no other
-    one can work on it now.
+    router can work on it now.
     """
 
     wire_name = "recovering"
@@ -464,8 +463,8 @@ class PipelineSupersededError(PipelineUnavailableError):
 
 
 class ModelMismatchError(PipelineUnavailableError):
-    """A router has another model or version than the request was made for; only a router of that
-    version can run it.
+    """A router has another model or version than the request was made for; only a router with the
+    request's model and version can run it.
     """
 
     wire_name = "other model"

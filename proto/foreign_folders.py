@@ -1,8 +1,8 @@
-"""Folders of other programs, by their files and names: what they have, that it is not supported,
-and what to do.
+"""Detection of other programs' folders by their files and names: their contents, why they are not
+supported, and what to do.
 
-Everything that reads a model's folder asks here, whether or not it needs the weights, so that a
-plan refuses what a server would.
+All readers of a model's folder use this module, whether or not they need the weights, so that a
+plan refuses the same folders as a server.
 """
 
 import json
@@ -24,7 +24,7 @@ SHARD_GLOBS = MappingProxyType(
 )
 MAX_HEADER_BYTES = 2**27  # of a safetensors file; the library's limit is 100 MB
 PICKLES = "pickles are never opened, convert them to safetensors"
-# Weights of other programs, by the end of the file's name, and what to do about them.
+# Weights of other programs, by the suffix of the file's name, and advice on what to do.
 OTHER_WEIGHTS = MappingProxyType(
     {
         ".gguf": (
@@ -44,7 +44,7 @@ OTHER_WEIGHTS = MappingProxyType(
         ),
     }
 )
-# what trainers write, too
+# files that trainers also write
 NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|adapter_)")
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Networks that guess tokens for a model: EAGLE's have a layer or two and read its hidden states,
@@ -76,8 +76,8 @@ def refuse_draft_head(config: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_other_weights(folder: Path, configuration: str) -> None:
-    """Raise CheckpointError if the folder has weights of other programs, and none of the layout
-    with this configuration.
+    """Raise CheckpointError if the folder has only weights of other programs, and none of this
+    configuration's layout.
 
     A folder without any weights is not refused: plans and random weights need none.
     """
@@ -96,9 +96,9 @@ def refuse_other_weights(folder: Path, configuration: str) -> None:
 
 def read_tensor_names(folder: Path, configuration: str) -> tuple[Path, tuple[str, ...]] | None:
     """Return the names of tensors in an index, or in the header of a single file, and that file;
-    None if there is neither.
+    None if neither exists.
 
-    None, too, for a file that is damaged: what is wrong with it is said when it is loaded.
+    Also None for a damaged file: the error is reported when it is loaded.
     """
     single = folder / SINGLE_NAMES[configuration]
     index = single.with_name(single.name + INDEX_SUFFIX)
@@ -117,8 +117,8 @@ def read_tensor_names(folder: Path, configuration: str) -> tuple[Path, tuple[str
 
 
 def refuse_draft_tensors(names: tuple[str, ...], source: str) -> None:
-    """Raise CheckpointError for tensors of a draft head, whose configuration may be that of a model
-    with a layer.
+    """Raise CheckpointError for tensors of a draft head, whose configuration may look like a model
+    with one layer.
     """
     if tensor := next((name for name in names if DRAFT_TENSORS.fullmatch(name)), None):
         raise _draft_head(source, tensor)

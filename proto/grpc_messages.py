@@ -1,5 +1,5 @@
-"""What both ends of gRPC convert: errors to statuses, from which a client restores the same error;
-jobs to messages and back.
+"""Conversions of both ends of gRPC: errors to statuses, from which a client restores the same
+error; jobs to messages and back.
 """
 
 import logging
@@ -52,8 +52,8 @@ class GrpcStatus:
 
 
 def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
-    """Return the status for an error. One that is not a TramontaneError is a defect; its message
-    goes only to the log.
+    """Return the status for an error. Any error but a TramontaneError is a defect; its message is
+    only logged.
     """
     if not isinstance(error, errors.TramontaneError):
         name, fields = request_id or "-", request_fields(request_id)
@@ -102,12 +102,12 @@ TRANSPORT_ERRORS: Mapping[StatusCode, type[errors.TramontaneError]] = MappingPro
 )
 
 
-# gRPC's pairs, or None
+# pairs of gRPC, or None
 def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.TramontaneError:
-    """Restore, in a client, the error that ``status_for`` was given.
+    """Restore, in a client, the error from a status of ``status_for``.
 
     A status that is neither ours nor in TRANSPORT_ERRORS is a lost connection: the server may be
-    gone, or may run without its application (NOT_FOUND).
+    down, or may run without its application (NOT_FOUND).
     """
     info, retry = _details(trailers)
     message = message or code.name
@@ -118,7 +118,7 @@ def error_from_status(code: StatusCode, message: str, trailers: Any) -> errors.T
 
 
 def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:
-    """Return our details, or empty messages if there are none."""
+    """Return our details, or empty messages if the status has none."""
     info, retry, status = ErrorInfo(), RetryInfo(), Status()
     for key, value in trailers or ():
         if key == DETAILS:

@@ -21,12 +21,12 @@ from tramontane.proto.quantization_config import parse_quantization
 from tramontane.proto.weight_format import DTYPE_BYTES
 
 MIXTRAL = "MixtralForCausalLM"
-# Models with latent attention, and what their gates make of logits.
+# Models with latent attention, and the score function of their gates.
 MISTRAL_4 = "Mistral4ForCausalLM"
 LATENT = {MISTRAL_4: GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 LARGE_4 = "MistralLarge4TextModel"
-# What other programs read of such configurations, and transformers' classes do not, and the only
-# values that are supported.
+# Keys that other programs read in such configurations, but not transformers' classes, and the only
+# supported values.
 GATE_VALUES = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
 # Text models with an encoder of images, which is not used: classes of the text model, by its type.
 WRAPPERS = {
@@ -49,16 +49,15 @@ SUPPORTED_ARCHITECTURES = (
 # Of the wrapper, besides the text model's own.
 TIED, EOS = "tie_word_embeddings", "eos_token_id"
 WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", EOS)
-# End-of-sequence tokens of configurations that say nothing of them: the default of transformers'
-# classes.
+# End-of-sequence tokens of configurations without an entry: the default of transformers' classes.
 DEFAULT_EOS, OTHER_EOS = 2, {"DeepseekV3ForCausalLM": 1}
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing,
-    malformed or unsupported.
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for missing,
+    malformed or unsupported values.
 
-    Of a model with an encoder of images it is the text model's.
+    For a model with a vision encoder, the result is the text model's.
     """
     with checkpoint_errors(source):
         is_wrapper = _architecture_of(config) in WRAPPERS
@@ -69,8 +68,8 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
 
 @contextmanager
 def checkpoint_errors(source: str) -> Iterator[None]:
-    """Turn whatever a malformed configuration causes inside the block into a ``CheckpointError``
-    that names ``source``.
+    """Turn any error of a malformed configuration inside the block into a ``CheckpointError`` that
+    names ``source``.
     """
     try:
         yield
@@ -90,8 +89,8 @@ def checkpoint_errors(source: str) -> Iterator[None]:
 
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
-    """Translate without defaults: those of transformers differ by class, and a wrong one would be a
-    wrong model.
+    """Translate without defaults: transformers' defaults differ by class, and a wrong default would
+    be a wrong model.
     """
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
@@ -136,13 +135,13 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the configuration of the text model, with what the wrapper says of it.
+    """Return the configuration of the text model, completed by the wrapper's values.
 
-    The text model's own values come first, but embeddings are tied if either says so: transformers
-    writes both, and its wrapper's default is true.
+    The text model's own values have precedence, but embeddings are tied if either says so:
+    transformers writes both, and its wrapper's default is true.
     """
-    # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as
-    # if they were missing.
+    # Without a q_lora_rank queries are computed from the hidden states directly; other keys that
+    # are null count as missing.
     text = {
         key: value
         for key, value in config["text_config"].items()
@@ -156,24 +155,24 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
     own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
-    if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
+    if outer.get(TIED) is True:  # of either; the tensors show which of the two is right
         own[TIED] = True
-    # of both; null in the text model's means that it has none
+    # of both; null in the text model's means that there is none
     if EOS in config["text_config"] or EOS in outer:
         own[EOS] = [*parse_eos_token_ids(outer.get(EOS)), *parse_eos_token_ids(text.get(EOS))]
     return {"sliding_window": None} | outer | text | own
 
 
 def text_config(config: Mapping[str, Any], source: str = "config.json") -> Mapping[str, Any]:
-    """Return the configuration of the text model: of a wrapper what it wraps, otherwise the
+    """Return the configuration of the text model: the wrapped one of a wrapper, otherwise the
     whole.
     """
     return _unwrap(config, source) if _architecture_of(config) in WRAPPERS else config
 
 
 def _eos_token_ids(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens, the class's default if the configuration says nothing;
-    null says that there is none.
+    """Return the end-of-sequence tokens, the class's default without an entry; null means that
+    there is none.
     """
     return parse_eos_token_ids(
         config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS)
@@ -219,8 +218,8 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:
-    """Return the base of rotary frequencies. Raises CheckpointError if what is said twice is said
-    differently.
+    """Return the base of rotary frequencies. Raises CheckpointError if two keys contradict each
+    other.
 
     transformers 4 and 5 have other keys, and a file can have both.
     """
@@ -257,8 +256,8 @@ def _sparse(config: Mapping[str, Any], source: str) -> SparseArgs:
     """Return the sparse attention of Mistral Large 4. Raises CheckpointError for layers of another
     kind.
 
-    An indexer "shared" is that of the last layer before with a "full" one: full, shared, shared,
-    full is 0 0 0 3.
+    A "shared" indexer is the one of the last preceding layer with a "full" indexer: full, shared,
+    shared, full is 0 0 0 3.
     """
     n_layers: int = config["num_hidden_layers"]
     check_num_layers(n_layers)
@@ -333,7 +332,7 @@ def _rope_scaling(
         raise CheckpointError(
             f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'"
         )
-    # Of latent attention the rotated share of a head is known from its widths.
+    # With latent attention the widths define the rotated share of a head.
     rotated_shares = {1.0, latent.qk_rope_head_dim / latent.qk_head_dim} if latent else {1.0}
     if (
         rope.get("truncate") is False
@@ -362,10 +361,10 @@ def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> 
     """Return the factor of latent attention's scores: the square of YaRN's magnitude, weighted by
     ``mscale_all_dim``.
 
-    In configurations of Mistral 4 equal weights stand for ``apply_scale: false`` of Mistral's own,
-    which is no magnitude at all. So vLLM and SGLang compute these models; transformers multiplies
-    by the square as for DeepSeek. Small 4's scores would be (0.1 ln 128 + 1)^2 = 2.2058 times too
-    large.
+    In configurations of Mistral 4, equal weights correspond to ``apply_scale: false`` of Mistral's
+    own files: no magnitude at all. vLLM and SGLang compute these models that way; transformers
+    multiplies by the square as for DeepSeek. Small 4's scores would be (0.1 ln 128 + 1)^2 = 2.2058
+    times too large.
     """
     weight = float(rope.get("mscale_all_dim") or 0.0)
     if architecture == MISTRAL_4 and weight == float(rope.get("mscale") or 0.0):
@@ -374,9 +373,7 @@ def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> 
 
 
 def has_magnitude(config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration of a text model says how YaRN's magnitude is applied, or
-    that it is not.
-    """
+    """Return whether the configuration of a text model defines the use of YaRN's magnitude."""
     return any(
         _rope_parameters(config).get(key) is not None
         for key in ("attention_factor", "mscale", "mscale_all_dim")
@@ -427,8 +424,8 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
 
 
 def parse_bool(config: Mapping[str, Any], key: str) -> bool:
-    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for others, such
-    as the text "false".
+    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for other
+    values, such as the text "false".
     """
     value = config.get(key)
     if value not in (None, False, True):
@@ -453,7 +450,7 @@ def parse_dtype(config: Mapping[str, Any], source: str) -> str:
 
 def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of a configuration: one, several or none. Raises TypeError
-    for anything else.
+    for other values.
     """
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):

@@ -1,4 +1,4 @@
-"""The vocabulary of batch jobs: what a job is, and what a server can be asked about jobs."""
+"""The data model of batch jobs, and the operations of a job service."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/fim/completio
 class JobState(StrEnum):
     """Where a job is in its life."""
 
-    QUEUED = "queued"  # every line is stored; none has started
+    QUEUED = "queued"  # every line is stored; no line has started
     RUNNING = "running"
     CANCELLING = "cancelling"  # lines that have started may finish, no other line starts
     COMPLETED = "completed"  # every line has a result or an error
@@ -26,8 +26,8 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What a client decides about its job. ``keeps_order``: results come in input order; else as
-    they are ready.
+    """A client's options for its job. ``keeps_order``: results come in input order; otherwise in
+    order of completion.
     """
 
     endpoint: Endpoint = "/v1/completions"
@@ -86,8 +86,8 @@ class JobService(Protocol):
     async def submit_url(
         self, url: str, options: JobOptions, request_key: str | None = None
     ) -> Job:
-        """Submit what fsspec reads at ``url``. Raises RequestError if the URL is not allowed or
-        cannot be read.
+        """Submit the contents of a URL, read by fsspec. Raises RequestError if the URL is not
+        allowed or cannot be read.
         """
         ...
 
@@ -102,7 +102,7 @@ class JobService(Protocol):
         ...
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job; one that has ended does not change. Raises UnknownJobError."""
+        """Cancel a job; a job that has ended does not change. Raises UnknownJobError."""
         ...
 
     def watch(self, job_id: str) -> AsyncGenerator[Job, None]:

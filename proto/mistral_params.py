@@ -31,7 +31,7 @@ EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
 # rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).
 THETA_WITH_WINDOW, THETA_WITHOUT_WINDOW = 10_000.0, 1_000_000.0
 CONTEXT_KEYS = ("max_seq_len", "max_position_embeddings")
-# Keys that change the arithmetic in a way that is not implemented. An empty value changes nothing.
+# Keys that change the arithmetic in a way that is not implemented. Empty values have no effect.
 UNSUPPORTED_KEYS = (
     *("lora", "use_biases"),
     *("rope_scaling", "use_scaled_rope", "attention_sinks", "causal_conv", "mamba"),
@@ -47,8 +47,8 @@ LATENT_MOE_KEYS = (
 
 
 def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing,
-    malformed or unsupported.
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for missing,
+    malformed or unsupported values.
     """
     with checkpoint_errors(source):
         _check_supported(params, source)
@@ -105,7 +105,7 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
             params.get("rope_theta")
             or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)
         ),
-        max_seq_len=1,  # follows from the rest
+        max_seq_len=1,  # computed from the other values
         windows=windows,
         moe=_moe(params["moe"], latent is not None) if params.get("moe") else None,
         tied_embeddings=parse_bool(params, "tied_embeddings"),
@@ -119,7 +119,7 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
 
 
 def stated_context_lens(params: Mapping[str, Any]) -> list[int]:
-    """Return what the file says of the context's length: one number, several or none."""
+    """Return the file's values for the context length: one number, several or none."""
     return [params[key] for key in CONTEXT_KEYS if params.get(key) is not None]
 
 
@@ -140,8 +140,8 @@ def _moe(moe: Mapping[str, Any], has_latent_attention: bool) -> MoeArgs:
 
 
 def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None:
-    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed,
-    for those not supported.
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with the required
+    format, for unsupported formats.
 
     ``qscheme_act``, the scales of activations, has no effect: each token gets its own. Formats
     other than Mistral's FP8 are described as in Hugging Face's layout.
@@ -163,7 +163,7 @@ def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None
 
 
 def stated_window(params: Mapping[str, Any]) -> object:
-    """Return the window or windows that the file names, None if it names none."""
+    """Return the file's window or windows, None if it has none."""
     given = params.get("sliding_window")
     return params.get("_sliding_window") if given is None else given
 
@@ -187,10 +187,10 @@ def windows_of(params: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
-    """Return YaRN's scaling. Of latent attention its magnitude, if it is applied, is that of all
-    scores: squared, not of keys.
+    """Return YaRN's scaling. With latent attention its magnitude, if it is applied, scales all
+    scores (squared) rather than keys.
 
-    So vLLM reads it (deepseek_v2.py, with an ``mscale_all_dim`` of 1).
+    vLLM does the same (deepseek_v2.py, with an ``mscale_all_dim`` of 1).
     """
     yarn = params.get("yarn")
     if not yarn:

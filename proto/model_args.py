@@ -1,5 +1,5 @@
-"""Geometry of one model, independent of the layout of its checkpoint. Field names are those of
-Mistral's ``params.json``.
+"""Geometry of one model, independent of the layout of its checkpoint. Field names follow Mistral's
+``params.json``.
 """
 
 import math
@@ -17,7 +17,7 @@ MAX_DIM, MAX_EXPERTS = 2**31 - 1, 1024  # a larger number can only come from a d
 class YarnScaling:
     """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3)."""
 
-    factor: float  # how many times longer the context is than ``original_max_seq_len``
+    factor: float  # ratio of the context to ``original_max_seq_len``
     original_max_seq_len: int  # the context of pretraining
     # pairs of elements that rotate more often than this within it keep their frequency
     beta_fast: float = 32.0
@@ -27,7 +27,7 @@ class YarnScaling:
     # Queries past the original context are multiplied by 1 + llama4_beta * ln(1 + floor(position /
     # original_max_seq_len)).
     llama4_beta: float = 0.0
-    # multiplies all scores of attention, as some models with latent attention have it
+    # multiplies all attention scores, in some models with latent attention
     score_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -42,15 +42,16 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LatentArgs:
-    """Latent attention, MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1); field names are those of
+    """Latent attention, MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1); field names follow the
     configurations.
 
-    Its cache holds one vector per token and layer: ``kv_lora_rank`` numbers of which every head
-    makes a key and a value, and a rotated part of the key, ``qk_rope_head_dim`` numbers, which is
-    the same for all heads.
+    Its cache holds one vector per token and layer: ``kv_lora_rank`` numbers from which every head
+    computes a key and a value, and a rotated part of the key, ``qk_rope_head_dim`` numbers, which
+    is the same for all heads.
     """
 
-    # numbers of which the queries of all heads are made; None: they are made of the hidden states
+    # rank of the query projection of all heads; None: queries are computed from the hidden states
+    # directly
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int  # numbers of a query and key that are not rotated
@@ -81,7 +82,7 @@ class LatentArgs:
 
     @property
     def without_rotary(self) -> "LatentArgs":
-        """The widths of a layer without rotary embedding, whose queries and keys are as wide. 64 +
+        """The widths of a layer without rotary embedding; queries and keys keep their width. 64 +
         64 become 128 + 0.
         """
         return replace(self, qk_nope_head_dim=self.qk_head_dim, qk_rope_head_dim=0)
@@ -89,8 +90,8 @@ class LatentArgs:
 
 @dataclass(frozen=True, slots=True)
 class SparseArgs:
-    """Sparse latent attention, as Mistral Large 4 has it (transformers,
-    modeling_mistral_large4.py); an entry for each layer.
+    """Sparse latent attention of Mistral Large 4 (transformers, modeling_mistral_large4.py); an
+    entry for each layer.
 
     A token attends to the ``index_topk`` earlier ones that an *indexer* finds the most relevant, to
     all while they are fewer. Layers can use the choice, and also the cache, of an earlier layer.
@@ -100,7 +101,7 @@ class SparseArgs:
 
     rope_layers: tuple[bool, ...]  # whether its queries and keys are rotated
     kv_source_layers: tuple[int, ...]  # the layer whose cache it attends to, often its own number
-    # the layer whose indexer chooses for it, often its own number
+    # the layer whose indexer selects keys for it, often its own number
     index_source_layers: tuple[int, ...]
     index_n_heads: int
     index_head_dim: int
@@ -131,9 +132,9 @@ class SparseArgs:
 
     def _check_latest_sources(self) -> None:
         """Raise InvalidModelConfigError where transformers would use another cache than
-        ``kv_source_layers`` says.
+        ``kv_source_layers``.
 
-        It keeps one cache that others use for layers with rotary embedding, and one for those
+        transformers keeps one shared cache for layers with rotary embedding, and one for layers
         without: always the latest.
         """
         used = {source for layer, source in enumerate(self.kv_source_layers) if source != layer}
@@ -150,11 +151,11 @@ class SparseArgs:
 
     @property
     def stage_starts(self) -> frozenset[int]:
-        """Layers with which a stage can begin: neither they nor later ones use an earlier layer's
-        cache or choice.
+        """Layers with which a stage can begin: they and later layers use no earlier layer's cache
+        or key selection.
 
-        Sources 0 1 1 3 3: layers 0, 1 and 3. Layer 2 and layer 4 have to be where their sources
-        are.
+        Sources 0 1 1 3 3: layers 0, 1 and 3. Layers 2 and 4 have to be in the stages of their
+        sources.
         """
         oldest, starts = len(self.rope_layers), []
         for layer in reversed(range(len(self.rope_layers))):
@@ -164,12 +165,13 @@ class SparseArgs:
 
 
 class GateScores(StrEnum):
-    """What a gate makes of its logits before experts are chosen by them."""
+    """The function that a gate applies to its logits before it selects experts."""
 
-    # nothing; weights are the softmax of the chosen logits (Mixtral, arXiv 2401.04088, section 2.1)
+    # identity; weights are the softmax of the selected logits (Mixtral, arXiv 2401.04088, section
+    # 2.1)
     LOGITS = "logits"
     SOFTMAX = "softmax"  # the softmax of all logits (Mistral Small 4)
-    # with a bias for each expert, by which they are chosen only (DeepSeek-V3, arXiv 2412.19437, eq.
+    # with a bias for each expert, used only for the selection (DeepSeek-V3, arXiv 2412.19437, eq.
     # 12-16)
     SIGMOID = "sigmoid"
 
@@ -178,14 +180,15 @@ class GateScores(StrEnum):
 class MoeArgs:
     """Mixture of experts: each token uses ``num_experts_per_tok`` of ``num_experts``.
 
-    Experts form ``n_group`` groups of consecutive ones. A token's are chosen from the
+    Experts form ``n_group`` groups of consecutive experts. A token's experts are selected from the
     ``topk_group`` groups whose two highest scores have the greatest sum.
     """
 
     num_experts: int
     num_experts_per_tok: int
     expert_dim: int = 0  # feed-forward width of an expert; 0: the model's ``hidden_dim``
-    # that compute every token, in addition to those that are chosen; together they are one network
+    # experts that compute every token, in addition to the selected ones; together they are one
+    # network
     n_shared_experts: int = 0
     # layers at the start of the model that have one feed-forward network instead
     first_k_dense_replace: int = 0
@@ -194,7 +197,7 @@ class MoeArgs:
     topk_group: int = 1
     norm_topk_prob: bool = True  # whether the weights of a token's experts are divided by their sum
     routed_scaling_factor: float = 1.0  # multiplies the weights of a token's experts
-    # whether logits of experts are computed in float32 whatever the dtype of the model
+    # whether logits of experts are computed in float32, regardless of the model's dtype
     float32_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -221,8 +224,8 @@ class MoeArgs:
 
 
 def check_sizes(sizes: Mapping[str, object], max_size: int = MAX_DIM) -> None:
-    """Raise InvalidModelConfigError, with the name, for what is not a positive whole number or is
-    too large.
+    """Raise InvalidModelConfigError, with the name, for a value that is not a positive whole number
+    or is too large.
     """
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -236,7 +239,7 @@ def check_sizes(sizes: Mapping[str, object], max_size: int = MAX_DIM) -> None:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raise InvalidModelConfigError for what is not a positive number."""
+    """Raise InvalidModelConfigError for a value that is not a positive number."""
     if not (math.isfinite(value) and value > 0):
         raise InvalidModelConfigError(
             f"the model's {name} is {value}; it must be a positive number"
@@ -248,9 +251,9 @@ MAX_LAYERS = 1024  # a larger number can only come from a damaged file
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Geometry of one model. Raises InvalidModelConfigError if the numbers describe no model.
+    """Geometry of one model. Raises InvalidModelConfigError if the numbers are not a valid model.
 
-    ``n_kv_heads`` and ``head_dim`` are those of the cache. Latent attention has one head there, of
+    ``n_kv_heads`` and ``head_dim`` describe the cache. With latent attention it has one head, of
     ``LatentArgs.cached_dim``.
     """
 
@@ -343,8 +346,8 @@ class ModelArgs:
         return self.latent.qk_rope_head_dim if self.latent else self.head_dim
 
     def latent_of(self, layer: int) -> LatentArgs:
-        """Return the widths of latent attention in a layer. Only those without rotary embedding
-        differ from the model's.
+        """Return the widths of latent attention in a layer. Only layers without rotary embedding
+        differ from the model's widths.
         """
         assert self.latent is not None
         return (
@@ -358,15 +361,15 @@ class ModelArgs:
         return self.sparse.kv_source_layers[layer] if self.sparse else layer
 
     def index_source(self, layer: int) -> int | None:
-        """Return the layer whose indexer chooses what a layer attends to, None if it attends to all
-        that its window has.
+        """Return the layer whose indexer selects a layer's keys, None if it attends to all keys in
+        its window.
         """
         return self.sparse.index_source_layers[layer] if self.sparse else None
 
     @property
     def layer_groups(self) -> tuple[range, ...]:
-        """Runs of layers that have to be in the same stage: of one layer each, unless layers use
-        the cache or choice of others.
+        """Runs of layers that have to be in the same stage: one layer each, unless layers use the
+        cache or key selection of others.
 
         Where stages can begin with layers 0, 1 and 3 of 5: 0, 1-2, 3-4.
         """
@@ -377,8 +380,8 @@ class ModelArgs:
         )
 
     def check_num_stages(self, num_stages: int, what: str) -> None:
-        """Raise PlanError, which begins with ``what``, if the layers cannot be divided into so many
-        stages.
+        """Raise PlanError, beginning with ``what``, if the layers cannot be divided into this
+        number of stages.
         """
         groups = self.layer_groups
         if num_stages <= len(groups):
@@ -427,17 +430,17 @@ class ModelArgs:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model; those of a tied head are counted once."""
+        """Parameters of the model; the parameters of a tied head are counted once."""
         return self._count_parameters(self.moe.num_experts if self.moe else 0)
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that compute a token: without the experts that it does not choose."""
+        """Parameters that compute a token: without the experts that are not selected."""
         return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 0)
 
     def _count_parameters(self, num_experts: int) -> int:
-        """Count with so many experts per layer that has some. Mixtral 8x7B: 46.7 billion with 8,
-        and 12.9 with 2.
+        """Count the parameters with this number of experts per MoE layer. Mixtral 8x7B: 46.7
+        billion with 8, and 12.9 with 2.
         """
         layers = sum(
             self._attention_parameters(layer) + 2 * self.dim for layer in range(self.n_layers)
@@ -481,7 +484,7 @@ class ModelArgs:
 
 
 def check_num_layers(n_layers: object) -> None:
-    """Raise InvalidModelConfigError for an impossible number of layers, before anything is built
-    once per layer.
+    """Raise InvalidModelConfigError for an impossible number of layers, before any object is built
+    per layer.
     """
     check_sizes({"n_layers": n_layers}, MAX_LAYERS)

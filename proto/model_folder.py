@@ -34,9 +34,7 @@ from tramontane.proto.quantization_config import (
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights of full size, which every stage makes for itself instead of reading a
-    checkpoint.
-    """
+    """Random weights of full size, which every stage generates instead of reading a checkpoint."""
 
 
 WeightSource = Path | RandomWeights
@@ -59,8 +57,8 @@ class Layout(Enum):
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for what a clone without Git LFS has in the place of a large file, and
-    for one that is unreadable.
+    """Raise CheckpointError for a Git LFS pointer in place of a large file, and for an unreadable
+    file.
     """
     try:
         with path.open("rb") as file:
@@ -120,13 +118,13 @@ def _how_to_get(name: str) -> str:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing,
-    malformed or not supported.
+    """Read a folder's configuration. Raises CheckpointError, naming the file, for missing,
+    malformed or unsupported values.
 
-    Both files are read where there are two, and the same follows from them in either layout; see
-    ``join_configs``. This decides for every command, for plans and servers alike, whether a
-    folder's layout, architecture and format of weights are supported. Of weights it looks at the
-    names of files and tensors, where there are any.
+    If both files exist, both are read, with the same result in either layout; see ``join_configs``.
+    This decides for every command, for plans and servers alike, whether a folder's layout,
+    architecture and format of weights are supported. Only the names of weight files and tensors are
+    checked, if there are any.
     """
     layout = detect_layout(folder)
     files = {each: folder / each.value for each in Layout if (folder / each.value).is_file()}
@@ -146,7 +144,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 def _check_formats(
     folder: Path, layout: Layout, config: Mapping[str, Any], args: ModelArgs
 ) -> None:
-    """Raise CheckpointError for quantization that stands outside of the configuration, and for
+    """Raise CheckpointError for quantization that is defined outside the configuration, and for
     weights of other programs.
     """
     if layout is Layout.HUGGING_FACE and (given := config.get("quantization")):
@@ -167,8 +165,8 @@ def _check_formats(
 def _join(
     folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layout, Mapping[str, Any]]
 ) -> ModelArgs:
-    """Return what both files say. Of weights in Mistral's layout a config.json that is not
-    supported is not compared.
+    """Return the combined values of both files. With weights in Mistral's layout, an unsupported
+    config.json is not compared.
     """
     config, params = contents[Layout.HUGGING_FACE], contents[Layout.MISTRAL]
     if layout is Layout.HUGGING_FACE:
@@ -181,15 +179,15 @@ def _join(
         return args
     joined = join_configs(described, config, params, str(folder))
     eos_token_ids = tuple(dict.fromkeys((*args.eos_token_ids, *joined.eos_token_ids)))
-    names = ("rope_theta", "windows", "rope_scaling", "max_seq_len")  # which params.json may lack
+    names = ("rope_theta", "windows", "rope_scaling", "max_seq_len")  # params.json may lack these
     return replace(
         args, eos_token_ids=eos_token_ids, **{name: getattr(joined, name) for name in names}
     )
 
 
 def _with_end_tokens(args: ModelArgs, folder: Path) -> ModelArgs:
-    """Add the end-of-sequence tokens of ``generation_config.json`` and of the tokenizer to those of
-    the configuration.
+    """Add the end-of-sequence tokens of ``generation_config.json`` and of the tokenizer to the
+    configuration's.
     """
     path = folder / GENERATION_CONFIG
     generation: tuple[int, ...] = ()

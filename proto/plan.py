@@ -1,7 +1,7 @@
-"""Plan of a pipeline: everything that is fixed for its life.
+"""Plan of a pipeline: all settings that are fixed for its life.
 
-A ``PipelinePlan`` says which stage has which layers (one ``StagePlan`` each), how caches are cut
-into pages (``CachePlan``), and which actor has which experts if they are outside the stages
+A ``PipelinePlan`` defines the layers of each stage (one ``StagePlan`` each), the division of caches
+into pages (``CachePlan``), and the experts of each actor if they are outside the stages
 (``ExpertPlan``).
 """
 
@@ -14,7 +14,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.units import format_bytes
 from tramontane.proto.weight_format import DTYPE_BYTES, Quantization, WeightFormat
 
-Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
+Link = Literal["object-store", "direct"]  # transport of hidden states from stage to stage
 # Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with
 # a scale for each vector.
 KvCacheDtype = Literal["auto", "fp8"]
@@ -54,8 +54,8 @@ class WindowClass:
         """Return the first position that a chunk from ``start`` up to ``end`` leaves in the cache:
         all that fit into the ring.
 
-        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 those from 624 on,
-        which are pages 39 to 43.
+        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 the positions from 624
+        on, which are pages 39 to 43.
         """
         return max(start, (-(-end // page_size) - self.ring_pages) * page_size)
 
@@ -65,7 +65,7 @@ class CachePlan:
     """Layout of the key/value cache: one class per distinct window, in the order of
     ``ModelArgs.window_classes``.
 
-    ``num_drafts``: after a sequence's last known token, at most, for which page rings have room.
+    ``num_drafts``: maximum after a sequence's last known token, for which page rings have room.
     """
 
     page_size: int
@@ -130,20 +130,19 @@ def check_kv_cache_dtype(args: ModelArgs, dtype: str, kv_cache_dtype: KvCacheDty
 
 # ---- speculation
 
-MAX_DRAFTED_STEPS = 8  # micro-batches of one sequence in flight at most that have drafts
+MAX_DRAFTED_STEPS = 8  # maximum number of micro-batches with drafts of one sequence in flight
 MAX_INDEXED_TOKENS = 16_384  # n-grams of a sequence in its index
-NGRAM_BYTES = 340  # of one that stood in four places, without its tokens; measured
+NGRAM_BYTES = 340  # of an n-gram with four positions, without its tokens; measured
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names: by n-grams of the text so far, or by a draft
-    model.
+    """The drafting method, with vLLM's names: by n-grams of the text so far, or by a draft model.
 
-    ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most.
+    ``num_speculative_tokens``: maximum drafts of a sequence in one micro-batch.
     ``prompt_lookup_min``, ``prompt_lookup_max``: how many of the last tokens must be found earlier
-    in the text, and up to how many are compared to choose between several places. ``model``: the
-    draft model's folder.
+    in the text, and up to how many are compared to choose between several occurrences. ``model``:
+    the draft model's folder.
     """
 
     num_speculative_tokens: int
@@ -159,8 +158,8 @@ class SpeculativeConfig:
         return min(MAX_DRAFTED_STEPS, num_stages) * (self.num_speculative_tokens + 1) - 1
 
     def index_bytes(self, num_seqs: int, max_model_len: int) -> int:
-        """Return what the router's indexes of n-grams take at most; a text that seldom repeats
-        itself takes half of that.
+        """Return the maximum size of the router's n-gram indexes in bytes; a text with few
+        repetitions takes half of that.
 
         N-grams of 2 tokens, 64 sequences of 16,384 tokens or more: 64 * 16,384 * (340 + 8 * 2)
         bytes, or 356 MiB.
@@ -201,14 +200,14 @@ class ExpertActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Placement of every expert on one or several actors. An expert on several has *replicas*, of
-    which a call needs one.
+    """Placement of every expert on one or several actors. An expert on several actors has
+    *replicas*; a call needs one of them.
     """
 
     args: ModelArgs
     dtype: str
-    quantize: Quantization | None  # as the user asked; see weight_format
-    # of every expert, as the user asked; None: only the busiest experts are replicated
+    quantize: Quantization | None  # as requested by the user; see weight_format
+    # of every expert, as requested by the user; None: only the busiest experts are replicated
     replicas: int | None
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
@@ -216,11 +215,11 @@ class ExpertPlan:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Format in which the weights are in memory."""
+        """Format of the weights in memory."""
         return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
-        """Return a plan with the same actors and these experts on them."""
+        """Return a plan with the same actors and another assignment of experts."""
         pairs = zip(self.actors, experts_by_actor, strict=True)
         actors = (
             replace(a, experts=tuple(sorted(e)), weight_bytes=len(e) * self.expert_bytes)
@@ -238,7 +237,7 @@ class ExpertPlan:
         return placement
 
     def tokens_per_actor(self, tokens: dict[ExpertId, float]) -> list[float]:
-        """Return the tokens of each actor, if those of an expert are shared evenly by its
+        """Return the tokens of each actor, if an expert's tokens are shared evenly by its
         replicas.
         """
         placement = self.placement
@@ -253,7 +252,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Everything that one stage needs to know."""
+    """The complete specification of one stage."""
 
     args: ModelArgs
     stage_id: int
@@ -262,14 +261,14 @@ class StagePlan:
     last_layer: int  # global number after its last layer
     # of activations, cache (see kv_cache_dtype) and norms; of matrices see weight_format
     dtype: str
-    quantize: Quantization | None  # as the user asked
+    quantize: Quantization | None  # as requested by the user
     cache: CachePlan
     max_num_seqs: int
     max_num_batched_tokens: int  # of a micro-batch, at most
     weight_bytes: int
     # whether the stage holds the experts of its layers; else expert actors hold them
     experts_inside: bool = True
-    padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
+    padding_bytes: int = 0  # added to ``weight_bytes`` by packing on a CPU
     # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on
     # GPUs, and on CPUs where possible.
     batch_invariant: bool | None = None
@@ -277,7 +276,7 @@ class StagePlan:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Format in which the weights are in memory."""
+        """Format of the weights in memory."""
         return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     @property
@@ -305,7 +304,7 @@ class StagePlan:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weights as they are in memory, packed where they are on a CPU."""
+        """Bytes of the weights in memory, including packing on a CPU."""
         return self.weight_bytes + self.padding_bytes
 
     @property
@@ -320,7 +319,7 @@ class StagePlan:
 
 class LimitChoice(NamedTuple):
     """A limit that the planner has chosen, as the user left it open: the key of the configuration,
-    its value, and why.
+    its value, and the reason.
     """
 
     key: str
@@ -328,7 +327,7 @@ class LimitChoice(NamedTuple):
     reason: str
 
     def describe(self) -> str:
-        """Return a sentence for people."""
+        """Return a readable sentence."""
         return f"the planner has chosen --{self.key.replace('_', '-')} {self.value}: {self.reason}"
 
 
@@ -338,7 +337,7 @@ class PipelinePlan:
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
-    max_concurrent_stages: int  # for which there are processors at the same time
+    max_concurrent_stages: int  # stages for which there are processors at the same time
     experts: ExpertPlan | None = None
     chosen: tuple[LimitChoice, ...] = ()  # on GPUs
     on_gpus: bool = False

@@ -1,4 +1,4 @@
-"""Protocols between the rooms: how requests reach a router, how steps reach stages."""
+"""Protocols between the rooms: of requests to a router, and of steps to stages."""
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ class TokenSource(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield the tokens of all sequences of a request until every one has finished.
 
-        Each item holds everything that became ready since the previous one. Closing the generator
+        Each item holds all tokens that became ready since the previous one. Closing the generator
         aborts the unfinished sequences. Raises RequestError if the request cannot be accepted or
         OverloadedError if the queue is full, both before the first token, and PipelineError at any
         time.
@@ -21,8 +21,8 @@ class TokenSource(Protocol):
         ...
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Raise if a request of so many sequences would certainly be refused now, by what is known
-        without a remote call.
+        """Raise if a request of ``num_sequences`` would certainly be refused now, as far as is
+        known without a remote call.
 
         An ingress calls this before it tokenizes. Raises OverloadedError if the queue is full,
         DrainingError if the server is about to stop.
@@ -61,8 +61,8 @@ class StageChain(Protocol):
         ...
 
     async def fence(self) -> int:
-        """Make every stage forget its sequences; return the new epoch, the only one that stages
-        accept from now on.
+        """Reset the sequences of every stage; return the new epoch, the only one that stages accept
+        from now on.
 
         Raises PipelineError if a stage cannot be reached or another router holds the lease.
         """
@@ -78,6 +78,6 @@ class DraftPort(Protocol):
         """Return drafts of each request, or None where the model does not have the sequence. Raises
         PipelineError.
 
-        Sequences in ``ended`` are forgotten first.
+        Sequences in ``ended`` are dropped first.
         """
         ...

@@ -104,8 +104,8 @@ _SMALL_4 = ModelArgs(
     quantization=Quantization.FP8,
 )
 
-# The defaults of transformers' configuration: a layer in four has no rotary embedding, and every
-# layer an indexer of its own.
+# The defaults of transformers' configuration: every fourth layer has no rotary embedding, and every
+# layer has its own indexer.
 _LARGE_4 = replace(
     _SMALL_4,
     dim=6144,
@@ -135,8 +135,8 @@ _LARGE_4 = replace(
     quantization=None,
 )
 
-# Language models. Those since Mistral Small 3.1 are published with an encoder of images, which is
-# not counted here.
+# Language models. Models since Mistral Small 3.1 are published with a vision encoder, which is not
+# counted here.
 PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
     {
         "mistral-7b-v0.1": _7B_V1,
@@ -235,8 +235,8 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
 
 
 def preset(name: str) -> ModelArgs:
-    """Return the geometry of that name. Raises ConfigError, with the known names, if there is none,
-    or it cannot be served.
+    """Return a published geometry by name. Raises ConfigError, with the known names, if it does not
+    exist or cannot be served.
     """
     if name not in PRESETS:
         likely = did_you_mean(name.lower(), PRESETS)
@@ -250,13 +250,13 @@ DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in Mistral'
 
 
 def context_len(args: ModelArgs, *stated: int) -> int:
-    """Return the positions of a model: the most that its files state, or YaRN's factor times the
-    original context.
+    """Return the context length of a model: the largest value in its files, or YaRN's factor times
+    the original context.
 
-    Where nothing is known it is that of the published model with these sizes, or 32,768. So it is,
-    too, if layers have different windows and what is stated is not beyond them: programs that know
-    one window state it as the context. The files of Ministral 8B state 32,768, its window. Those of
-    Yarn-Mistral 128k do, too, and 16 * 8,192 = 131,072.
+    Without any value it is the context length of the published model with these sizes, or 32,768.
+    The same applies if layers have different windows and the stated value does not exceed them:
+    programs that support one window state it as the context. The files of Ministral 8B state
+    32,768, its window. The files of Yarn-Mistral 128k state 32,768, too, and 16 * 8,192 = 131,072.
     """
     for length in stated:
         check_sizes({"max_seq_len": length})

@@ -1,5 +1,5 @@
-"""How a configuration says that a checkpoint's weights are quantized: what is read of that, and the
-words for what is not.
+"""Parsing of the quantization in a checkpoint's configuration: the supported format, and the names
+of unsupported ones.
 
 Formats differ in the files and keys that their programs write: transformers'
 ``quantization_config``, AutoAWQ's ``quant_config.json``, AutoGPTQ's ``quantize_config.json``,
@@ -19,13 +19,12 @@ QUANTIZATION_FILES = MappingProxyType(
     {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ", "hf_quant_config.json": "modelopt"}
 )
 NAMES = MappingProxyType({"awq": "AWQ", "gptq": "GPTQ"})
-# keys of bitsandbytes, whose old files name no method
+# keys of bitsandbytes, whose old files have no method
 LOADED_IN = MappingProxyType({"load_in_4bit": 4, "load_in_8bit": 8})
-# What a list of layers that stay as they are names in every FP8 checkpoint: nothing that is
-# quantized here.
+# Layers that every FP8 checkpoint lists as not quantized: none of them is quantized here.
 OUTSIDE = re.compile(r"vision|multi_modal|patch_merger|(gate|norm)(\.weight)?\$?$")
 OF_LAYERS = re.compile(r"layers|_proj|self_attn|attention|mlp|experts|feed_forward")
-# Ends of the names of tensors that only one format has, the most particular first.
+# Suffixes of tensor names that only one format has, the most specific first.
 TENSOR_ENDS = MappingProxyType(
     {
         ".g_idx": "GPTQ",
@@ -41,8 +40,8 @@ SCALE_ENDS = (".weight_scale", ".weight_scale_inv", ".qscale_weight")
 
 
 def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
-    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed,
-    for those not supported.
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with the required
+    format, for unsupported formats.
     """
     if not given:
         return None
@@ -64,10 +63,10 @@ def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantiza
 
 
 def describe_quantization(given: Mapping[str, Any], program: str = "") -> str:
-    """Return what a configuration says about its format: ``AWQ (4 bits)``, ``modelopt (NVFP4)``.
+    """Return a description of a configuration's format: ``AWQ (4 bits)``, ``modelopt (NVFP4)``.
 
-    ``program`` is the one that writes no ``quant_method`` there; if it is not given, MLX is known
-    by its ``group_size``.
+    ``program``: a program that writes no ``quant_method``; if it is not given, MLX is recognized by
+    its ``group_size``.
     """
     program = program or ("MLX" if given.get("group_size") else "an unknown format")
     method = str(
@@ -96,8 +95,8 @@ def describe_quantization(given: Mapping[str, Any], program: str = "") -> str:
 
 
 def check_quantization_file(given: Mapping[str, Any], name: str, source: str) -> None:
-    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it says that no weights are
-    quantized, or FP8.
+    """Raise CheckpointError for a file of ``QUANTIZATION_FILES`` unless it specifies unquantized
+    weights, or FP8.
     """
     inner = given.get("quantization", given)
     if not isinstance(inner, Mapping):
@@ -111,8 +110,8 @@ def check_quantization_file(given: Mapping[str, Any], name: str, source: str) ->
 
 
 def check_tensor_names(names: Iterable[str], is_quantized: bool, source: str) -> None:
-    """Raise CheckpointError if there are tensors that only a format has that is not supported,
-    whatever configurations say.
+    """Raise CheckpointError for tensors that only an unsupported format has, regardless of
+    configurations.
     """
     found = sorted(names)
     for end, name in TENSOR_ENDS.items():
@@ -143,7 +142,7 @@ def _in_blocks(block: Iterable[int]) -> str:
 
 
 def _is_matrix(name: str) -> bool:
-    """Return whether an entry of a list of layers that are not quantized names a matrix that has to
-    be.
+    """Return whether an entry of a list of unquantized layers names a matrix that has to be
+    quantized.
     """
     return OF_LAYERS.search(name) is not None and OUTSIDE.search(name) is None

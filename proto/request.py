@@ -1,5 +1,5 @@
-"""Requests and their output: the sequences that a client asks for, and the tokens that come back;
-requests in logs.
+"""Requests and their output: the sequences of a client's request, and the returned tokens; requests
+in logs.
 """
 
 import math
@@ -21,7 +21,7 @@ from tramontane.proto.errors import (
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
-# Bounds of sampling parameters, all of which are finite, as pydantic's ``Field`` takes them.
+# Bounds of sampling parameters, all finite, as keyword arguments of pydantic's ``Field``.
 SAMPLING_BOUNDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "max_tokens": {"ge": 1, "lt": 2**31},
@@ -37,7 +37,7 @@ SAMPLING_BOUNDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "prompt_logprobs": {"ge": 0, "le": 20},
     }
 )
-_EXPECTED = {  # what a value must do that is out of bounds; "be from 0 to 20" if it is not here
+_EXPECTED = {  # requirement for an out-of-bounds value; "be from 0 to 20" if missing
     "max_tokens": "be at least 1 and fit in 31 bits",
     "temperature": "be 0 (greedy) or a positive number",
     "top_p": "be above 0 and at most 1",
@@ -47,14 +47,14 @@ _EXPECTED = {  # what a value must do that is out of bounds; "be from 0 to 20" i
 _OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}  # may be None
 _COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 NUM_PRIORITIES = 10
-# instead of a token: the logits that it would have been chosen from are not finite
+# instead of a token: its logits are not finite
 NOT_FINITE_TOKEN = -2
 REQUEST_ID_HEADER = b"x-request-id"
-REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
+REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # allowed in headers and logs
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason for a sequence's end."""
 
     STOP = "stop"  # an end-of-sequence token, or the sequence's grammar is complete
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -64,11 +64,11 @@ class FinishReason(StrEnum):
 
 
 class Identity(NamedTuple):
-    """Who sends a request, by its API key."""
+    """The sender of a request, by its API key."""
 
-    # a number for sharing slots, which changes with the set of keys; 0 if there are not several
+    # a number for sharing slots, which changes with the set of keys; 0 unless there are several
     owner: int = 0
-    tenant: str = ""  # the key's digest, to which batch jobs and files belong; empty without keys
+    tenant: str = ""  # the key's digest, the owner of batch jobs and files; empty without keys
 
 
 # ---- from the client
@@ -76,34 +76,35 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a sequence are chosen. Raises RequestError if a value is out of range.
+    """Sampling parameters of a sequence. Raises RequestError if a value is out of range.
 
     The steps, in order: ``logit_bias``, penalties, ``min_tokens``, grammar, ``temperature``,
-    ``min_p``, ``top_k``, ``top_p``. Randomness depends on (seed, choice, position) alone, so a
-    sequence that is computed again, or packed with others, continues with the same tokens.
+    ``min_p``, ``top_k``, ``top_p``. Randomness depends only on (seed, choice, position), so a
+    sequence that is computed again, or batched with others, continues with the same tokens.
 
     Attributes:
-        max_tokens: length of the output at most.
+        max_tokens: maximum length of the output.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the likeliest tokens whose probabilities sum up to this; 1 keeps all.
-        top_k: keep so many of the likeliest tokens; 0 keeps all, and so does -1, which becomes 0.
-        seed: seed of the random numbers, shared by all choices of a request; None: none was given,
-            and it counts as 0.
+        top_k: keep this number of the likeliest tokens; 0 keeps all, and so does -1, which becomes
+            0.
+        seed: seed of the random numbers, shared by all choices of a request; None: no seed was
+            given, which counts as 0.
         choice: number of the sequence among the choices of its prompt, or of the request where the
             client gave no seed.
         ignore_eos: treat the end-of-sequence tokens like any other.
         return_experts: layers (global numbers) whose chosen experts are returned with the tokens.
-        min_p: drop tokens of less than this share of the best token's probability.
-        presence_penalty: subtracted once from the logit of a token that the output has.
+        min_p: drop tokens with less than this share of the best token's probability.
+        presence_penalty: subtracted once from the logit of a token that occurs in the output.
         frequency_penalty: subtracted from a token's logit once per occurrence in the output.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
-            the prompt or the output has (Keskar et al., arXiv 1909.05858).
+            occur in the prompt or the output (Keskar et al., arXiv 1909.05858).
         logit_bias: (token id, number added to its logit).
         min_tokens: neither an end-of-sequence token nor one of ``stop_token_ids`` is chosen before
             the output has this length.
-        logprobs: return the log-probability of each new token, and so many of the likeliest ones;
-            None: return nothing. These are of the model's own distribution, before any of the steps
-            above.
+        logprobs: return the log-probability of each new token, and of this number of the likeliest
+            tokens; None: return none. They are of the model's own distribution, before any of the
+            steps above.
         prompt_logprobs: the same for the tokens of the prompt after the first.
         grammar: grammar of the output in llguidance's format, or empty.
         stop_token_ids: tokens that end the output, as end-of-sequence tokens do; ``ignore_eos`` has
@@ -135,7 +136,7 @@ class SamplingParams:
             if not (name in _OPTIONAL and value is None) and not _is_within(value, bounds):
                 expected = _EXPECTED.get(name) or f"be from {bounds['ge']} to {bounds['le']}"
                 raise RequestError(f"{name} is {value}; it must {expected}")
-        object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients write -1
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients send -1
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is"
@@ -164,7 +165,7 @@ class SamplingParams:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether sampling depends on which tokens there are so far."""
+        """Whether sampling depends on the tokens so far."""
         return self.needs_token_counts or bool(self.grammar)
 
     @property
@@ -192,16 +193,16 @@ class SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The sequences of one request, at least one, and what they have in common. Raises RequestError
-    for an unknown priority.
+    """The sequences of one request, at least one, and their common values. Raises RequestError for
+    an unknown priority.
     """
 
     sequences: tuple[SequenceRequest, ...]
     priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
-    owner: int = 0  # stands for the client's API key, for fair queueing between keys
-    # by a router or ingress that was lost since: not to be refused for lack of capacity
+    owner: int = 0  # represents the client's API key, for fair queueing between keys
+    # by a router or ingress that has since been lost: not to be refused for lack of capacity
     already_admitted: bool = False
-    request_id: str = ""  # name of the request in logs, also in those of the stages
+    request_id: str = ""  # name of the request in logs, including the stages' logs
     cache_salt: str = ""  # only requests with the same one share cached pages
 
     @classmethod
@@ -211,7 +212,7 @@ class Request:
 
     @property
     def was_accepted(self) -> bool:
-        """Whether a router or ingress that was lost since has accepted it."""
+        """Whether a router or ingress that has since been lost has accepted it."""
         return self.already_admitted or any(each.output_ids for each in self.sequences)
 
     def __post_init__(self) -> None:
@@ -240,8 +241,8 @@ def validate_token_ids(
 def validate_prompt(
     prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt"
 ) -> None:
-    """Raise RequestError if nothing could be generated after these ids; ``name`` is how it names
-    the prompt.
+    """Raise RequestError if the model cannot generate after these ids; ``name`` is the prompt's
+    name in the message.
     """
     if not prompt_ids:
         raise RequestError(f"{name} is empty; give it at least one token")
@@ -264,8 +265,8 @@ def validate_prompt(
 class TokenEvent(NamedTuple):
     """One token of one sequence, and the finish reason if it is the last.
 
-    With ``FinishReason.ERROR`` the token is none of the answer: it is one that the grammar does not
-    allow, or NOT_FINITE_TOKEN.
+    With ``FinishReason.ERROR`` the token is not part of the answer: it is one that the grammar does
+    not allow, or NOT_FINITE_TOKEN.
     """
 
     # the router's own number inside the router, the index within the request in a ``RequestOutput``
@@ -288,25 +289,25 @@ def sequence_error(event: TokenEvent) -> RequestError:
     )
 
 
-# a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones
+# a sequence as in ``TokenEvent``, its drafts since the last output, and the accepted ones
 SequenceDrafts = tuple[int, int, int]
 
 
 class ExpertChoices(NamedTuple):
-    """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of
-    highest weight first.
+    """Experts of one layer that consecutive tokens of one sequence chose; for each token, the
+    expert of highest weight first.
 
     The last token of a sequence never enters the model, so it has no experts.
     """
 
     seq_id: int  # as in ``TokenEvent``
     layer: int
-    start: int  # position of the first of these tokens
+    start: int  # position of the first token
     expert_ids: tuple[tuple[int, ...], ...]
 
     @property
     def end(self) -> int:
-        """Position after the last of these tokens."""
+        """Position after the last token."""
         return self.start + len(self.expert_ids)
 
     @property
@@ -315,8 +316,8 @@ class ExpertChoices(NamedTuple):
         return len(self.expert_ids[0]) if self.expert_ids else 0
 
     def between(self, first: int, end: int) -> "ExpertChoices":
-        """Return those at positions first..end-1: of positions 2..4, between 3 and 9, those of 3
-        and 4.
+        """Return the choices at positions first..end-1: for positions 2..4, between 3 and 9, the
+        choices of 3 and 4.
         """
         expert_ids = self.expert_ids[max(first - self.start, 0) : max(end - self.start, 0)]
         return ExpertChoices(self.seq_id, self.layer, max(first, self.start), expert_ids)
@@ -328,7 +329,7 @@ class Logprobs(NamedTuple):
     """
 
     seq_id: int  # as in ``TokenEvent``
-    start: int  # position of the first of these tokens, never 0
+    start: int  # position of the first token, never 0
     logprobs: tuple[float, ...]
     # For each token, the requested number of likeliest ones at its position, the likeliest first:
     # (token id, log-probability).
@@ -336,7 +337,7 @@ class Logprobs(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last of these tokens."""
+        """Position after the last token."""
         return self.start + len(self.logprobs)
 
     @property
@@ -345,7 +346,9 @@ class Logprobs(NamedTuple):
         return 1 + len(self.top[0]) if self.top else 0
 
     def between(self, first: int, end: int) -> "Logprobs":
-        """Return those at positions first..end-1, as ``ExpertChoices.between`` does."""
+        """Return the log-probabilities at positions first..end-1, like
+        ``ExpertChoices.between``.
+        """
         chosen = slice(max(first - self.start, 0), max(end - self.start, 0))
         return Logprobs(
             self.seq_id, max(first, self.start), self.logprobs[chosen], self.top[chosen]
@@ -367,16 +370,16 @@ class RequestOutput(NamedTuple):
 
     events: tuple[TokenEvent, ...]
     times: RequestTimings
-    # For sequences that ask for them, the choices not yet returned of all tokens before the last
+    # For sequences that request them, the choices not yet returned of all tokens before the last
     # one in ``events``; in the order of positions, and never without an event of the same sequence.
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
-    # of the pipeline that makes these tokens and those that follow; "" if no other than before
+    # of the pipeline that makes these tokens and the following ones; "" if unchanged
     fingerprint: str = ""
     # tokens of prompts that were cached, of sequences whose first is in ``events``; each prompt
     # counts once
     num_cached: int = 0
-    # of sequences in ``events``, with their first even if there were none
+    # of sequences in ``events``; included with their first token even if there were none
     drafts: tuple[SequenceDrafts, ...] = ()
 
     @property
@@ -389,8 +392,8 @@ class RequestOutput(NamedTuple):
 
 
 def fingerprint_output(fingerprint: str) -> RequestOutput:
-    """Return an output without tokens: those that follow are made by a pipeline with this
-    fingerprint, "" if it is not known.
+    """Return an output without tokens: a pipeline with this fingerprint makes the following tokens;
+    "" if it is unknown.
     """
     return RequestOutput((), RequestTimings(0.0, 0.0, 0.0), fingerprint=fingerprint)
 

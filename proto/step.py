@@ -28,8 +28,8 @@ STEP_TIMEOUT_S = 30.0
 
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be
-    computed again.
+    """A run of consecutive tokens of one sequence: a piece of its prompt, or of tokens to be
+    recomputed.
     """
 
     seq_id: int
@@ -59,18 +59,18 @@ class DecodeColumns(NamedTuple):
 
     A sequence has its last known token, and with speculation drafts after it: rows of the same
     sequence at the next positions. The token sampled from a row is right if all drafts up to this
-    row are; a draft is right if it is the token sampled from the row before it. Sequence 7 knows
-    the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts (9, 10, 11),
-    token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of
-    the sequence.
+    row are right; a draft is right if it is the token sampled from the row before it. Sequence 7
+    knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts (9,
+    10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two
+    tokens of the sequence.
 
     With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in
-    flight samples it. The only stage takes it from there; the first of several gets the result of
-    the step before this one together with it.
+    flight samples it. If there is one stage, it has the token itself; the first of several stages
+    gets the result of the previous step together with this step.
 
-    ``is_lookahead``: all tokens are drafts, and those before them are still in flight. Sequence 7
-    has the drafts 43 and 44 next: starts (12, 13). The first one is right if the last token
-    that has been sampled for the sequence is 43, for position 12.
+    ``is_lookahead``: all tokens are drafts, and the drafts before them are still in flight.
+    Sequence 7 has the drafts 43 and 44 next: starts (12, 13). The first one is right if the last
+    token that has been sampled for the sequence is 43, for position 12.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class DecodeColumns(NamedTuple):
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether the tokens of any column are to be taken from the steps before."""
+        """Whether any column's token is to be taken from earlier steps."""
         return PLACEHOLDER_TOKEN in self.token_ids
 
 
@@ -97,10 +97,10 @@ class MicroBatch:
     The row has chunks of several tokens first, then chunks of one token, then decodes.
     """
 
-    epoch: int  # number of the fence after which the step was made; stages refuse others
+    epoch: int  # number of the fence after which the step was made; stages refuse other epochs
     step_id: int  # counts from 0 within an epoch
     chunks: tuple[Chunk, ...]
-    # ended since the previous step; stages forget them before they run the others
+    # ended since the previous step; stages drop them before they run the other sequences
     freed_seq_ids: tuple[int, ...] = ()
     decodes: DecodeColumns = NO_DECODES
 
@@ -124,12 +124,12 @@ class MicroBatch:
 
 
 class DraftRequest(NamedTuple):
-    """Text of a sequence that is new to the draft model, and how many drafts are to follow it.
+    """New text of a sequence for the draft model, and the number of drafts to generate after it.
 
     The text is the first ``num_kept`` tokens of the old text, and then ``token_ids``. The old text
-    is that of the last call, with the drafts that it returned. The draft model has 5 6 7 and has
-    drafted 8 9: tokens 8 and 4 are right. That is ``num_kept`` 4, ``token_ids`` (4,), the text 5 6
-    7 8 4.
+    is the text of the last call, with the drafts that it returned. The draft model has 5 6 7 and
+    has drafted 8 9: tokens 8 and 4 are right. This is ``num_kept`` 4, ``token_ids`` (4,), the text
+    5 6 7 8 4.
     """
 
     seq_id: int  # of the router; unique for the life of the caller
@@ -166,7 +166,7 @@ class StageTiming(NamedTuple):
 
     stage_id: int
     started_at: float  # seconds since 1970 by ``steady_time``: a stage's times never go back
-    busy_s: float  # in which the stage computed
+    busy_s: float  # seconds for which the stage computed
     num_tokens: int
     # from start to end, longer than ``busy_s`` if expert actors run the experts
     elapsed_s: float = 0.0
@@ -186,9 +186,9 @@ class StageTiming(NamedTuple):
 class StepResult:
     """Result of one micro-batch. Sequences are named by their ids inside the router.
 
-    On the direct link every stage returns its own result: its own timing and expert choices, and
-    the rest only from the last stage. On the object store the last stage returns one result for
-    all.
+    On the direct link every stage returns its own result, with its own timing and expert choices;
+    only the last stage's has the other fields. On the object store the last stage returns one
+    result for all.
     """
 
     epoch: int
@@ -196,11 +196,11 @@ class StepResult:
     # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN or NOT_FINITE_TOKEN
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
-    # of the layers and sequences that asked for them
+    # of the layers and sequences that requested them
     expert_choices: tuple[ExpertChoices, ...] = ()
-    # of prompts and of ``token_ids``, for the sequences that asked for them
+    # of prompts and of ``token_ids``, for the sequences that requested them
     logprobs: tuple[Logprobs, ...] = ()
-    # (sequence, why it ends), where its token does not show it
+    # (sequence, reason for its end), where its token does not show it
     finished: tuple[tuple[int, FinishReason], ...] = ()
 
     @property

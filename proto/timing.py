@@ -1,8 +1,8 @@
-"""Time limits whose order matters, and a clock that never goes back.
+"""Time limits whose order matters, and a monotonic clock in wall-clock time.
 
-What waits for an answer waits longer than the answer may take: ``ASCENDING`` states each such
-order, and ``tests/test_time_limits.py`` checks it. A limit that relates to no other one is a
-constant of the module that waits.
+A caller's timeout is longer than the time limit of the answer: ``ASCENDING`` states each such
+order, and ``tests/test_time_limits.py`` checks it. A limit without relation to another is a
+constant of the module that uses it.
 """
 
 import time
@@ -12,7 +12,7 @@ from types import MappingProxyType
 # ---- a pipeline's stages, its supervisor and its router
 
 STAGE_LEASE_TIMEOUT_S = 1.0  # of all stages together, if one is stopped
-LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
+LEASE_CALL_TIMEOUT_S = 2.0  # the supervisor answers these next to its other work
 RENEW_INTERVAL_S = 2.0
 LEASE_TTL_S = 10.0
 SUPERVISOR_RETRY_TIMEOUT_S = 30.0  # of calls to the supervisor that fail
@@ -27,8 +27,8 @@ INTERRUPT_TIMEOUT_S = 5.0  # answered at once, unless a process is only starting
 FENCE_TIMEOUT_S = 60.0  # a stage that loads again may take longer: the router then fences again
 # of a router; the supervisor waits for stages at most twice as long
 SUPERVISOR_FENCE_TIMEOUT_S = 3 * FENCE_TIMEOUT_S
-# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that
-# a router had accepted, an ingress wait so long. If a router and a stage die together, the next
+# For reloading stages: this is the timeout of a router (``ObjectStoreStageChain.fence``) and, for
+# requests that a router had accepted, of an ingress. If a router and a stage die together, the next
 # router does not exist before the weights are loaded.
 LOAD_TIMEOUT_S = 600.0
 
@@ -38,7 +38,7 @@ KILL_TIMEOUT_S = 10.0  # of a process that hangs
 RESCUE_TIMEOUT_S = 30.0
 HANG_WATCH_INTERVAL_S = 0.2
 WORKER_START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
-RAY_DEATH_REPORT_S = 1.6  # as long as Ray may need to report that an actor is dead
+RAY_DEATH_REPORT_S = 1.6  # the time that Ray may need to report the death of an actor
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
 
@@ -46,11 +46,11 @@ UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stop
 
 KEEPALIVE_INTERVAL_S = 1.0
 STREAM_IDLE_TIMEOUT_S = 2.0
-# then the other machine, or the network to it, is taken to be lost: no error would show it
+# then the other machine, or the network to it, counts as lost: no error would show it
 SILENCE_TIMEOUT_S = 5.0
-# a router answers at once whether it accepts a request, unless its machine is gone
+# a router answers at once whether it accepts a request, unless its machine is lost
 ACCEPT_TIMEOUT_S = 10.0
-# how long others are preferred to a silent router, which would seem to be the least loaded
+# how long other routers are preferred to a silent router, which would seem to be the least loaded
 SILENT_ROUTER_TTL_S = 30.0
 ROUTER_READY_TIMEOUT_S = 5.0
 
@@ -63,7 +63,7 @@ NEW_VERSION_TIMEOUT_S = 120.0
 # ---- Ray Serve's proxies and replicas
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them
-# three missed checks replace a replica, before ingresses give its requests up
+# three missed checks replace a replica, before ingresses give up its requests
 HEALTH_CHECK_TIMEOUT_S = 10.0
 # before another attempt, after an ingress that was soon lost and sent no update
 ATTEMPT_PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)
@@ -72,7 +72,7 @@ QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy 
 MAX_ATTEMPT_S = 40.0
 
 DRAIN_POLL_INTERVAL_S = 0.1
-BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
+BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is queried again
 # for the remaining streams to receive their error before the server is removed
 END_TIMEOUT_S = 15.0
 # after a router's grace: ingresses move its requests to another router, and it stops
@@ -202,17 +202,17 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 # ---- the clock
 
-# Taken once, when the process first imports this. The wall clock may be set at any time, by an hour
-# too: it is read here and nowhere else where times are compared. Differences within a process are
-# exact, as they are those of the monotonic clock; between processes they are as good as their wall
-# clocks agreed when they began. A process that begins later on a machine whose clock was set has
-# another offset, so times of two processes are for display, and what decides clips their
-# differences.
+# Computed once, when the process first imports this module. The wall clock may be set at any time,
+# by an hour too: it is read only here where times are compared. Differences within a process are
+# exact, as they come from the monotonic clock; between processes they are as accurate as their wall
+# clocks agreed at the start. A process that starts later on a machine whose clock was set has
+# another offset, so times of two processes are for display, and code that decides by their
+# differences clips them.
 _OFFSET_S = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the seconds since 1970, by the wall clock as it was when the process began: it never
-    goes back, whatever happens to the machine's clock.
+    """Return the seconds since 1970, by the wall clock at the start of the process: it never goes
+    back, regardless of changes to the machine's clock.
     """
     return _OFFSET_S + time.monotonic()

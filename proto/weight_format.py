@@ -36,7 +36,7 @@ class WeightFormat:
     @classmethod
     def of(cls, args: "ModelArgs", dtype: str, quantize: Quantization | None) -> "WeightFormat":
         """Return the format for activations in ``dtype``; without ``quantize`` a quantized
-        checkpoint stays as it is.
+        checkpoint keeps its format.
         """
         return cls(
             dtype,
@@ -49,7 +49,7 @@ class WeightFormat:
     def matrix_dtype(self) -> str:
         """Dtype of matrices that are not quantized.
 
-        Under activations in float32 those in bfloat16 remain as they are stored: float32 would be
-        the same numbers in twice the memory.
+        With float32 activations, bfloat16 matrices keep their stored dtype: float32 would be the
+        same numbers in twice the memory.
         """
         return "bfloat16" if (self.stored, self.dtype) == ("bfloat16", "float32") else self.dtype

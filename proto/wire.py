@@ -31,9 +31,9 @@ from tramontane.proto.step import (
     StepResult,
 )
 
-# Ingress replicas and routers of two versions meet during an upgrade. The hash changes with every
-# field of these classes.
-_OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which changes without a field
+# Ingress replicas and routers of two versions communicate during an upgrade. The hash changes with
+# every field of these classes.
+_OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which may change without a field
 _INGRESS_ROUTER_TYPES = (
     Request,
     SequenceRequest,
@@ -114,14 +114,14 @@ def encode_header(
     timings: tuple[StageTiming, ...],
     choices: tuple[ExpertChoices, ...],
 ) -> bytes:
-    """Encode what accompanies the raw bytes of hidden states."""
+    """Encode the header that accompanies the raw bytes of hidden states."""
     return _pack((dtype, shape, timings, choices))
 
 
 def decode_header(
     data: bytes,
 ) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...], tuple[ExpertChoices, ...]]:
-    """Decode what accompanies hidden states: dtype, shape, timings and expert choices."""
+    """Decode the header of hidden states: dtype, shape, timings and expert choices."""
     dtype, shape, timings, choices = _unpack(data)
     return dtype, shape, tuple(map(_timing, timings)), _choices(choices)
 
@@ -168,8 +168,8 @@ def decode_request(data: bytes) -> Request:
 
 
 def encode_outputs(outputs: Sequence[tuple[int, RequestOutput | errors.TramontaneError]]) -> bytes:
-    """Encode the outputs, or errors, of several requests by their numbers: one message for all that
-    was ready.
+    """Encode the outputs, or errors, of several requests by their numbers: one message for all
+    ready outputs.
 
     Nearly all outputs are one token of one sequence, which has a short form: number, sequence,
     token and three times.
@@ -194,7 +194,7 @@ def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.Tramon
 
 
 def encode_error(error: errors.TramontaneError, replica: str) -> bytes:
-    """Encode why a request was refused or failed, and the name of the router replica."""
+    """Encode the reason why a request was refused or failed, and the name of the router replica."""
     retry_after_s = error.retry_after_s if isinstance(error, errors.OverloadedError) else 0
     return _pack((error.wire_name, str(error), retry_after_s, replica))
 
@@ -231,8 +231,8 @@ def _one_token(
 
 
 def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
-    """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes
-    takes.
+    """Return the output of a short form; ``tuple.__new__`` takes half the time of calling the
+    classes.
     """
     event = _new(TokenEvent, (seq_id, token_id, None))
     output: RequestOutput = _new(

@@ -26,7 +26,7 @@ CALL_TIMEOUT_S = 60.0  # of one call, which computes a bounded number of tokens
 
 
 class DraftActor(WorkerActor["DraftModel"]):
-    """A ``DraftModel`` behind Ray. A new process has no sequences, and says so."""
+    """A ``DraftModel`` behind Ray. A new process has no sequences, and reports them as not held."""
 
     def __init__(self, spec: DraftModelSpec, settings: WorkerSettings) -> None:
         if settings.logs is not None:
@@ -80,8 +80,8 @@ class DraftActor(WorkerActor["DraftModel"]):
 
 
 def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle[Any]:
-    """Create the named, detached actor of the draft model in its bundle, or return the one that
-    exists.
+    """Create the named, detached actor of the draft model in its bundle, or return the existing
+    one.
     """
     assert spec.draft_model is not None
     actor: Any = ray.remote(
@@ -123,7 +123,7 @@ class RayDraftModel:
                 )
                 return answer
         except (RayError, TimeoutError, ValueError) as error:
-            actor, self._actor = self._actor, None  # another one may have its name
+            actor, self._actor = self._actor, None  # another actor may have its name
             if isinstance(error, TimeoutError) and actor is not None:
                 await asyncio.to_thread(
                     replace_hung_workers, {self._name: actor}, CALL_TIMEOUT_S / 2
@@ -134,5 +134,5 @@ class RayDraftModel:
 
 
 def draft_port(spec: PipelineSpec) -> RayDraftModel | None:
-    """Return the router's way to a pipeline's draft model, if it has one."""
+    """Return the router's port to a pipeline's draft model, if it has one."""
     return RayDraftModel(spec.draft_name) if spec.draft_model else None

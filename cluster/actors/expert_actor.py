@@ -33,8 +33,8 @@ RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an Ex
 
 @dataclass(frozen=True, slots=True)
 class ExpertHealth(WorkerHealth):
-    """Health and work since loading: seconds for which experts computed, and rows that they were
-    given.
+    """Health and work since loading: seconds for which experts computed, and rows that they
+    received.
     """
 
     busy_s: float
@@ -100,8 +100,8 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 
     @ray.method(concurrency_group="control")
     def open_link(self, calls: "Address") -> "Address":
-        """Open a direct link to a stage, whose calls come from ``calls``; return the address of the
-        replies.
+        """Open a direct link to a stage, which sends its calls from the address ``calls``; return
+        the address of the replies.
 
         Raises ExpertUnavailableError while this actor loads, or the error that prevented loading.
         """
@@ -113,7 +113,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 
     @ray.method(concurrency_group="moving")
     def load_experts(self, experts: Collection[ExpertId]) -> None:
-        """Load those of the experts that are not loaded, while the others compute."""
+        """Load the given experts that are not loaded, while the others compute."""
         worker = self._wait_until_loaded()
         self._weight_bytes = len(worker.loaded_experts | set(experts)) * self._plan.expert_bytes
         worker.load_experts(experts)
@@ -141,9 +141,9 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 def create_expert_actor(
     spec: PipelineSpec, actor_id: int, group: PlacementGroup
 ) -> ActorHandle[Any]:
-    """Create the named, detached expert actor in its bundle, or return the one that exists."""
+    """Create the named, detached expert actor in its bundle, or return the existing one."""
     groups = {"control": 2, "moving": 1}
-    remote: Any = ray.remote  # its annotations know no concurrency groups
+    remote: Any = ray.remote  # its annotations lack concurrency groups
     actor = remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)
     options = bundle_options(spec, spec.bundle_of_experts(actor_id), group) | {
         "name": spec.expert_name(actor_id)
@@ -155,8 +155,7 @@ def create_expert_actor(
 
 
 def rebalance_experts(spec: PipelineSpec, new: ExpertPlan) -> int:
-    """Make a pipeline follow another expert plan, and return how many copies of experts were
-    loaded.
+    """Make a pipeline use another expert plan, and return how many copies of experts were loaded.
 
     For each intermediate plan, actors load the experts that it adds; then it is stored and
     announced to the stages; then actors unload the experts that it removes. A stage that misses the

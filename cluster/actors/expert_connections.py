@@ -1,5 +1,5 @@
 """A stage's connections to expert actors: calls through Ray's object store, or direct channels that
-Ray only introduces.
+Ray only sets up.
 """
 
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def expert_connector(experts: ExpertActorRefs, device: torch.device) -> Connect:
-    """Return the function with which ``RemoteExperts`` of a stage on this device connects to an
+    """Return the function that connects the ``RemoteExperts`` of a stage on this device to an
     actor.
     """
     layout = ExpertMessageLayout.of(experts.plan, device)
@@ -59,7 +59,7 @@ def expert_connector(experts: ExpertActorRefs, device: torch.device) -> Connect:
 
 
 def _exchange_addresses(actor: ActorHandle[Any], calls: Address) -> Address:
-    """Give an actor the address of the calls, and return that of its replies; see
+    """Send an actor the address of the calls, and return the address of its replies; see
     ``DirectExpertClient``.
     """
     try:

@@ -1,4 +1,4 @@
-"""Detection of actors whose processes live and make no progress, and their replacement."""
+"""Detection of actors whose processes are alive but make no progress, and their replacement."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
 from tramontane.proto.timing import KILL_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
-ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
+ANSWER_TIMEOUT_S = 0.3  # a health check runs concurrently with computing or loading
 # for a worker whose process is not stopped: it may only be short of CPU time
 LAST_ANSWER_TIMEOUT_S = 3.0
 LOADING_ANSWER_TIMEOUT_S = 0.7
@@ -33,8 +33,8 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
     """Replace every worker that does not answer, or has computed for longer than ``limit_s``
     without a pause.
 
-    Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or
-    loads.
+    Returns the reason to fence the pipeline again; "" if there is none, as a worker still computes
+    or loads.
     """
     answers = _check_health(workers, ANSWER_TIMEOUT_S)
     unanswered = {name: worker for name, worker in workers.items() if name not in answers}
@@ -72,7 +72,7 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
 
 
 class SilenceTracker:
-    """Health checks of workers that load, which may miss some of them."""
+    """Health checks of loading workers, which may miss some checks."""
 
     def __init__(self) -> None:
         self._num_missed: Counter[ActorHandle[Any]] = Counter()  # checks in a row
@@ -103,11 +103,11 @@ class SilenceTracker:
 def _check_health(
     workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float
 ) -> dict[str, WorkerHealth | None]:
-    """Return the health of the workers that answer in time; None if Ray says that a worker has no
-    process.
+    """Return the health of the workers that answer in time; None for a worker that, according to
+    Ray, has no process.
 
-    A worker that restarts does not answer. To a caller that has not called it before, a stopped one
-    looks the same.
+    A worker that restarts does not answer. To a caller that has not called it before, a stopped
+    worker looks the same.
     """
     names: dict[Any, str] = {}
     for name, worker in workers.items():
@@ -124,7 +124,7 @@ def _check_health(
 
 
 def _kill_processes(workers: Mapping[str, "ActorHandle[Any]"], min_age_s: float) -> list[str]:
-    """Call ``kill_worker_process`` for all workers at once: one on a lost node takes seconds.
+    """Call ``kill_worker_process`` for all workers concurrently: one on a lost node takes seconds.
     Return the names of the killed.
     """
     if not workers:
@@ -166,8 +166,8 @@ def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
 
 
 def _kill(pid: int, min_age_s: float) -> bool:
-    """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old
-    enough.
+    """Kill a process of Ray that is stopped or old enough. Others are spared, as the id may have
+    been reused.
     """
     try:
         process = psutil.Process(pid)

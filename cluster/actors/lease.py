@@ -1,4 +1,6 @@
-"""The lease of a pipeline: who may drive it, under which name, and who has to yield to whom."""
+"""The lease of a pipeline: which router may drive it, under which name, and which holder has to
+yield.
+"""
 
 from dataclasses import dataclass
 
@@ -20,14 +22,15 @@ class Lease:
 class LeaseManager:
     """Bookkeeping of one lease; times come from the caller.
 
-    One holder at a time has it, until it expires, is known to be dead, or has to yield to that of a
-    later deployment. The manager decides who *should* drive. A mistake does no harm, because every
-    grant carries a higher epoch, and stages refuse the steps of any other.
+    It has at most one holder, until the lease expires, the holder is known to be dead, or it has to
+    yield to the holder of a later deployment. The manager decides which router *should* drive. A
+    mistake does no harm, because every grant carries a higher epoch, and stages refuse the steps of
+    any other.
     """
 
     def __init__(self, ttl_s: float, now: float, recovered: Lease | None = None) -> None:
-        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term
-        to renew.
+        """``recovered`` is the lease of an earlier manager as the stages remember it; its holder
+        gets a full term to renew.
 
         ``last_epoch`` is 0 until an epoch is granted.
         """
@@ -37,7 +40,7 @@ class LeaseManager:
         self._renewed_at = now
 
     def claim(self, holder: str, now: float, yielding: str = "") -> None:
-        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that is
+        """Make ``holder`` the holder. Raises LeaseError while another one holds it, unless that is
         ``yielding``, which has to yield.
         """
         current = self.lease
@@ -51,7 +54,7 @@ class LeaseManager:
         self._renewed_at = now
 
     def next_epoch(self, floor: int) -> int:
-        """Grant a new epoch to the holder: higher than all before, and than ``floor``.
+        """Grant a new epoch to the holder: higher than all earlier epochs, and than ``floor``.
 
         floor 1000 after epoch 7: 1001. After epoch 1001: 1002.
         """
@@ -61,8 +64,8 @@ class LeaseManager:
         return self.last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
-        """Renew the lease; return False if it is not this holder's. A lease without a holder goes
-        to the first that renews.
+        """Renew the lease; return False if it is not this holder's. A lease without a holder is
+        taken by the first that renews.
         """
         if self.lease is None:
             self.lease = Lease(holder, self.last_epoch)
@@ -81,8 +84,8 @@ class LeaseManager:
 def actor_holder_name(deployed_at: int = 0) -> str:
     """Return this actor's name as a holder, ``actor@deployed_at/name``.
 
-    ``deployed_at`` is the deployment of the application that a router belongs to; the router of a
-    later one has precedence.
+    ``deployed_at``: the deployment of the application that a router belongs to; the router of a
+    later deployment has precedence.
     """
     return f"actor@{deployed_at}/{ray.get_runtime_context().get_actor_name()}"
 

@@ -22,14 +22,14 @@ SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = (
     "-experts-",
     "-drafts-",
 )
-GPU_UNITS = 10_000  # into which Ray divides a GPU
-NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
+GPU_UNITS = 10_000  # units into which Ray divides a GPU
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPieceLoader:
-    """Reader of the bytes that each token stands for, which the last stage calls where it runs and
-    only if it must.
+    """Reader of the tokens' bytes. The last stage calls it where it runs, and only if it needs
+    them.
     """
 
     folder: Path
@@ -58,12 +58,11 @@ class OwnerApplication:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorRefs:
-    """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches
-    them.
+    """A pipeline's expert actors: their names, in the order of the plan, and their link to stages.
 
-    ``plan`` is the one with which the pipeline was created. A later one is in the cluster's
-    key-value store, where actors that restart find it. ``max_open``: micro-batches that a stage
-    keeps open, so that it computes others while one waits for experts.
+    ``plan``: the plan with which the pipeline was created. A later plan is in the cluster's
+    key-value store, where restarted actors find it. ``max_open``: micro-batches that a stage keeps
+    open, so that it computes others while one waits for experts.
     """
 
     pipeline: str
@@ -73,12 +72,12 @@ class ExpertActorRefs:
     max_open: int
 
     def current_plan(self) -> ExpertPlan:
-        """Return the plan that the pipeline follows now."""
+        """Return the plan that the pipeline uses now."""
         value = kv_get(_plan_key(self.pipeline))
         return replace(self.plan, actors=decode_expert_actors(value)) if value else self.plan
 
     def store_plan(self, plan: ExpertPlan) -> None:
-        """Make ``plan`` the one that the pipeline follows."""
+        """Make ``plan`` the current plan of the pipeline."""
         kv_put(_plan_key(self.pipeline), encode_expert_actors(plan.actors))
 
 
@@ -93,19 +92,19 @@ def _plan_key(pipeline: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What every stage actor and expert actor of a pipeline gets."""
+    """The settings of every stage actor and expert actor of a pipeline."""
 
     weights: WeightSource
     device: str
     threads: int
     pipeline: str = ""
-    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # of the planning machine; () is not checked
     logs: LogSettings | None = None  # None leaves logging to Python
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSpec:
-    """A draft model: the plan of its only stage, and where its weights are.
+    """A draft model: the plan of its only stage, and the location of its weights.
 
     ``shares_gpu``: it is in the bundle of the last stage, and so on its GPU.
     """
@@ -116,7 +115,7 @@ class DraftModelSpec:
     shares_gpu: bool = False
 
     def __setstate__(self, state: Sequence[object]) -> None:
-        """Take what a process of an older version has pickled, which may have fewer fields."""
+        """Restore a state pickled by a process of an older version, which may have fewer fields."""
         given = dict(zip((each.name for each in fields(self)), state, strict=False))
         for each in fields(self):
             object.__setattr__(self, each.name, given.get(each.name, each.default))
@@ -124,16 +123,16 @@ class DraftModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """A named pipeline: what to run and what each stage gets."""
+    """A named pipeline: its plan, and the settings of its stages."""
 
     name: str
     plan: PipelinePlan
     weights: WeightSource
     threads_per_stage: int
     use_gpus: bool
-    # of each bundle (see ``gpu_placement``); () is any node
+    # of each bundle (see ``gpu_placement``); () allows any node
     nodes: tuple[tuple[str, ...], ...] = ()
-    checkpoint_digest: CheckpointDigest = ()  # where the plan was made; () is not checked
+    checkpoint_digest: CheckpointDigest = ()  # of the planning machine; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
     # micro-batches that a stage keeps open, if experts are on actors of their own
@@ -156,12 +155,12 @@ class PipelineSpec:
         return stage_id // self.stages_per_gpu
 
     def bundle_of_experts(self, actor_id: int) -> int:
-        """Return the bundle of an expert actor; they follow those of the stages."""
+        """Return the bundle of an expert actor; these bundles follow the stages' bundles."""
         return self.bundle_of_stage(len(self.plan.stages) - 1) + 1 + actor_id
 
     @property
     def bundle_of_draft_model(self) -> int:
-        """The bundle of the draft model: the last one, or that of the last stage."""
+        """The bundle of the draft model: the last bundle, or the last stage's."""
         if self._draft_shares_gpu:
             return self.bundle_of_stage(len(self.plan.stages) - 1)
         return len(self.bundles) - 1
@@ -172,7 +171,7 @@ class PipelineSpec:
 
     @property
     def gpu_share(self) -> float:
-        """The share of a GPU that a stage has, and a draft model next to it, rounded down to Ray's
+        """The share of a GPU for a stage, and for a draft model next to it, rounded down to Ray's
         units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each.
         """
         return GPU_UNITS // (self.stages_per_gpu + self._draft_shares_gpu) / GPU_UNITS
@@ -191,8 +190,8 @@ class PipelineSpec:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor,
-        and of the draft model.
+        """Resources of the bundles: one per GPU of stages, or per stage, then one per expert actor,
+        and one for the draft model.
 
         Stages that share a bundle are on one node and GPU, and so is a draft model that shares it.
         """
@@ -249,7 +248,7 @@ class PipelineSpec:
 
     @property
     def expert_actors(self) -> ExpertActorRefs | None:
-        """The expert actors, as stages and expert actors get them; None if experts are inside the
+        """The expert actors as passed to stages and expert actors; None if experts are inside the
         stages.
         """
         experts = self.plan.experts

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import StepExecutor
 
-# Count of the hidden states that a stage hands to the next one, by the way that they take.
+# Counts of the hidden states that a stage sends to the next one, by transport.
 
 RAYS_LIMIT = 100 * 2**10  # without the setting
 SERIALIZED_OVERHEAD = 254  # bytes that Ray's serialization adds to a header and an array
@@ -78,7 +78,7 @@ class HiddenStateTransfers:
         self._add(Transport.INLINE if is_inline else Transport.PLASMA, array_B.nbytes)
 
     def add_direct(self, num_bytes: int) -> None:
-        """Count hidden states that went through a direct channel."""
+        """Count hidden states sent through a direct channel."""
         self._add(Transport.DIRECT, num_bytes)
 
     def _add(self, transport: Transport, num_bytes: int) -> None:
@@ -109,8 +109,8 @@ GPU_PIPELINE_DEPTH = 2  # open steps: one that the device computes, and the next
 
 @dataclass(frozen=True, slots=True)
 class StageHealth(WorkerHealth):
-    """Health of a stage: ``epoch`` is the one that it accepts, -1 before the first fence, granted
-    to ``holder``.
+    """Health of a stage. ``epoch``: the epoch that it accepts, granted to ``holder``; -1 before the
+    first fence.
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the
     stage was loaded. ``sent``: see ``HiddenStateTransfers.totals``. ``device``: its name; "" before
@@ -142,7 +142,7 @@ class StageActor(WorkerActor["StageWorker"]):
             settings.logs.to_stderr("stage", pipeline=settings.pipeline, stage=plan.stage_id)
         self._plan, self._experts, self._pieces = plan, experts, pieces
         self._holder = ""
-        self._fence_lock = threading.Lock()  # a fence whose caller has given up may still run
+        self._fence_lock = threading.Lock()  # a fence whose caller has timed out may still run
         self._executor: StepExecutor | None = None
         self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
         self._link: StageLink | None = None  # if hidden states travel through direct channels
@@ -156,8 +156,8 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
-        # Applies to this thread only. torch.compile would compile again in threads of steps that
-        # have another number.
+        # Applies to this thread only. torch.compile would recompile in threads of steps that have
+        # another number.
         torch.set_num_threads(settings.threads)
         return StageWorker.load(
             self._plan,
@@ -176,7 +176,7 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
-        """Forget every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the
+        """Drop every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the
         weights are loaded.
         """
         self._wait_until_loaded()
@@ -190,7 +190,7 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(concurrency_group="control")
     def interrupt(self, epoch: int) -> None:
-        """End what waits for a neighbor or for experts with an error, so that the fence of
+        """End calls that wait for another stage or for experts with an error, so that the fence of
         ``epoch`` gets its turn.
 
         Call it as ``health``.
@@ -226,8 +226,8 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def linked_step(self, batch: bytes, last_result: bytes | None = None) -> bytes:
-        """Compute a step whose hidden states come and go through direct channels; return this
-        stage's part of the result.
+        """Compute a step whose hidden states travel through direct channels; return this stage's
+        part of the result.
 
         ``last_result``: see ``step``.
         """
@@ -251,9 +251,8 @@ class StageActor(WorkerActor["StageWorker"]):
         """Compute a step from the previous stage's output; return hidden states, or the last
         stage's encoded result.
 
-        For the first stage ``incoming`` is the last stage's encoded result of the step before this
-        one, if that was in flight when this one was submitted: tokens in the places of placeholders
-        are taken from it.
+        For the first stage ``incoming`` is the last stage's encoded result of the previous step, if
+        that was in flight when this one was submitted: it has the tokens for the placeholders.
         """
         from tramontane.workers.stage.hidden_states import HiddenStatesCopy
 
@@ -345,7 +344,7 @@ class StageActor(WorkerActor["StageWorker"]):
         )
 
     def _refuse_while_loading(self) -> None:
-        if self._is_loading:  # a step would be refused after loading as well
+        if self._is_loading:  # a step would be refused after loading, too
             raise StaleEpochError(f"{self.label} is loading and accepts no epoch yet")
 
     def _fenced_worker(self, epoch: int) -> "StageWorker":
@@ -358,20 +357,17 @@ class StageActor(WorkerActor["StageWorker"]):
 
 
 def remote_stage_class(stage: type[StageActor], steps_at_once: int = 1) -> ActorClass[Any]:
-    """Return the class of a stage's actor. Calls are never retried: a step that ran twice would
-    write its caches twice.
+    """Return the class of a stage's actor. Calls are never retried: a repeated step would write its
+    cache entries twice.
 
-    Whatever computes or links runs in one group of threads, which start calls in the caller's
-    order.
+    Computing and linking share one group of threads, which start calls in the caller's order.
     """
     groups = {"control": 2, "compute": steps_at_once}
     return ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(stage)  # type: ignore[call-overload, no-any-return]
 
 
 def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
-    """Create the named, detached actor of one stage in its bundle, or return the one that
-    exists.
-    """
+    """Create the named, detached actor of one stage in its bundle, or return the existing one."""
     actor = remote_stage_class(StageActor, _steps_at_once(spec))
     options = bundle_options(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
     create = actor.options(**options, name=spec.stage_name(plan.stage_id)).remote
@@ -381,8 +377,8 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
 
 
 def _steps_at_once(spec: "PipelineSpec") -> int:
-    """Return the threads for steps: one for each step that can be open, and one that waits for them
-    or fences.
+    """Return the number of threads for steps: one for each step that can be open, and one that
+    waits for these or fences.
     """
     if spec.expert_actors is not None:
         return spec.expert_actors.max_open + 1
@@ -395,7 +391,7 @@ def bundle_options(
     """Return Ray's options for a detached actor in one of the pipeline's bundles, with a share of
     its GPU.
 
-    All actors of a bundle share the same GPU, also after a restart: the bundle has no other.
+    All actors of a bundle share one GPU, also after a restart: the bundle has no other GPU.
     """
     return {
         "namespace": NAMESPACE,

@@ -39,8 +39,8 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
 
 
 def newest_epoch(stages: list[ActorHandle[Any]]) -> int:
-    """Return the newest epoch that any stage accepts, -1 if none was fenced. Raises Ray's errors,
-    GetTimeoutError among them.
+    """Return the newest epoch that any stage accepts, -1 if no stage was fenced. Raises Ray's
+    errors, GetTimeoutError among them.
     """
     asked = [stage.health.options(concurrency_group="control").remote() for stage in stages]
     healths: list[StageHealth] = ray.get(asked, timeout=INTERRUPT_TIMEOUT_S)
@@ -48,8 +48,8 @@ def newest_epoch(stages: list[ActorHandle[Any]]) -> int:
 
 
 def _wait_for(refs: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
-    """Wait for calls while all stages answer health checks, as stages that load do; one that does
-    not answer raises.
+    """Wait for calls while all stages answer health checks, as loading stages do; raise if a stage
+    does not answer.
     """
     deadline = time.monotonic() + FENCE_TIMEOUT_S
     while (

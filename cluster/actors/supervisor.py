@@ -1,7 +1,7 @@
-"""The supervisor of a pipeline: it creates the actors, grants the lease, and removes what no router
-drives.
+"""The supervisor of a pipeline: it creates the actors, grants the lease, and removes a pipeline
+that no router drives.
 
-It is not on the path of steps.
+Steps do not pass through it.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ logger = logging.getLogger(__name__)
 class Supervisor:
     """Owner of one pipeline's placement group and actors, all detached and named.
 
-    It keeps no state that it could not find again by name, or read back from the stages,
-    so Ray may restart it at any time while steps continue.
+    Its state can be found again by name, or read back from the stages, so Ray may restart it at any
+    time while steps continue.
     """
 
     def __init__(self, spec: PipelineSpec, logs: LogSettings | None = None) -> None:
@@ -73,7 +73,7 @@ class Supervisor:
             logs.to_stderr("supervisor", pipeline=spec.name)
         self.spec = spec
         self._lock = threading.Lock()  # of the lease and of the launcher's time
-        self._creation_lock = threading.Lock()  # nothing is created once removal has begun
+        self._creation_lock = threading.Lock()  # nothing is created after removal has begun
         self._is_removing = False
         self._leases = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
         self._launcher_seen_at = time.monotonic()
@@ -87,8 +87,8 @@ class Supervisor:
         """Place and load every stage, or find them; return None if resources are missing for
         ``timeout_s``.
 
-        A new pipeline also waits for its draft model, so that one that cannot be loaded is noticed.
-        One that is adopted does not need it.
+        A new pipeline also waits for its draft model, so that a load error is noticed. An adopted
+        pipeline does not need it.
         """
         with self._if_not_removing():
             group = _group(self.spec)
@@ -108,10 +108,10 @@ class Supervisor:
         return stages
 
     def fence(self, holder: str) -> int:
-        """Make every stage forget its sequences and accept a new epoch, which is returned.
+        """Make every stage drop its sequences and accept a new epoch; return the epoch.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
-        good, and Ray's GetTimeoutError if one does not answer in time.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is lost
+        permanently, and Ray's GetTimeoutError if one does not answer in time.
         """
         yielding = self._yielding_to(holder)
         with self._lock:
@@ -122,11 +122,11 @@ class Supervisor:
                 f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left"
             )
         # This process may have begun without an answer of the stages, on a machine whose clock is
-        # behind. If all record of the last epoch is lost, also with the stages, any other number is
-        # as good: the clock gives one.
+        # behind. If the last epoch is lost everywhere, also in the stages, any number is valid: the
+        # clock gives one.
         floor = max(newest_epoch(stages), time.time_ns() // 1_000_000)
         with self._lock:
-            # again: another router may have come in between
+            # again: another router may have claimed it in the meantime
             self._leases.claim(holder, time.monotonic(), yielding)
             epoch = self._leases.next_epoch(floor)
         fence_stages(stages, epoch, holder, self.spec.link)
@@ -139,12 +139,12 @@ class Supervisor:
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
-        """Make the pipeline follow another plan while it runs; see ``rebalance_experts``."""
+        """Make the pipeline use another plan while it runs; see ``rebalance_experts``."""
         return rebalance_experts(self.spec, plan)
 
     @ray.method(concurrency_group="lease")
     def specification(self) -> PipelineSpec:
-        """Return what the pipeline was created from; a router that adopts it uses it unchanged."""
+        """Return the specification of the pipeline; a router that adopts it uses it unchanged."""
         return self.spec
 
     @ray.method(concurrency_group="claim")
@@ -184,9 +184,9 @@ class Supervisor:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _yielding_to(self, claimant: str) -> str:
-        """Return the present holder if it has to yield, else "".
+        """Return the current holder if it has to yield, else "".
 
-        Call it without the lock, which renewals need: it asks the head node, and Ray may wait a
+        Call it without the lock, which renewals need: it queries the head node, and Ray may wait a
         minute for that.
         """
         current = self._leases.lease
@@ -197,11 +197,11 @@ class Supervisor:
         )
 
     def _reap_if_abandoned(self) -> None:
-        """Remove the pipeline after a long silence of its router, or a shorter one if no
-        application can claim it.
+        """Remove the pipeline if its router has not renewed for a long time, or for a shorter one
+        if no application can claim it.
 
-        The application is deleted after a long silence of its launcher. Silence while the head node
-        is away does not count, as no process could reach this one.
+        The application is deleted if its launcher has been silent for a long time. Silence while
+        the head node is unreachable does not count, as no process could reach this one.
         """
         counted_from = time.monotonic()
         while True:
@@ -229,7 +229,7 @@ class Supervisor:
                     silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(self._deployments, last)
                 ):
                     self._remove()
-            except Exception:  # of Ray or Ray Serve, which may be ending as well
+            except Exception:  # of Ray or Ray Serve, which may be shutting down
                 retry_s = SUPERVISOR_WATCH_INTERVAL_S
                 logger.warning(
                     "pipeline %s could not be removed; the next attempt is in %g s",
@@ -240,7 +240,7 @@ class Supervisor:
 
 
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
-    """Create the pipeline's supervisor, or return the one that exists."""
+    """Create the pipeline's supervisor, or return the existing one."""
     options = {
         "name": spec.supervisor_name,
         "namespace": NAMESPACE,
@@ -257,24 +257,24 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
 
 
 def remove_pipeline(name: str) -> None:
-    """Remove a pipeline's actors, then its placement group: a stage whose bundle goes first stays
-    "restarting" forever.
+    """Remove a pipeline's actors, then its placement group: a stage whose bundle is removed first
+    stays "restarting" forever.
     """
     for worker in actor_names(
         rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"
     ):
-        with contextlib.suppress(ValueError):  # it has just gone
+        with contextlib.suppress(ValueError):  # it has just been removed
             ray.kill(ray.get_actor(worker, NAMESPACE))
     delete_expert_plan(name)
-    with contextlib.suppress(ValueError):  # it was never created, or is gone
+    with contextlib.suppress(ValueError):  # it was never created, or has been removed
         remove_placement_group(get_placement_group(name))
 
 
 def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
     """Wait until all workers have loaded, and raise the first error that prevents it.
 
-    If a process dies, its successor is asked, which knows more than Ray does. Processes that are
-    stopped or silent are replaced, as they would keep a new router waiting forever.
+    If a process dies, its successor is asked, which knows more than Ray does. Stopped or silent
+    processes are replaced, as they would keep a new router waiting forever.
     """
     silences = SilenceTracker()
     waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {
@@ -307,8 +307,8 @@ def _group(spec: PipelineSpec) -> PlacementGroup:
 
 
 def is_head_alive() -> bool:
-    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is away, Ray makes
-    callers wait.
+    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is unreachable, Ray
+    makes callers wait.
     """
     called_at = time.monotonic()
     try:
@@ -320,7 +320,7 @@ def is_head_alive() -> bool:
 
 def may_be_claimed(deployments: DeploymentWatch | None, last: Lease | None) -> bool:
     """Return True if a router of a living application may still claim its pipeline; a newer
-    deployment's would have.
+    deployment's would have claimed it.
     """
     from ray import serve  # rarely needed, and slow to import
 

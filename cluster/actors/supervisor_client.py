@@ -29,10 +29,8 @@ RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 logger = logging.getLogger(__name__)
 
 
-async def call_with_retry(call: Callable[[], Any]) -> Any:  # what the actor returns
-    """Await a call that may safely be made twice, again while the supervisor restarts. Raises
-    RayError.
-    """
+async def call_with_retry(call: Callable[[], Any]) -> Any:  # the actor's return value
+    """Await an idempotent call, again while the supervisor restarts. Raises RayError."""
     deadline = time.monotonic() + SUPERVISOR_RETRY_TIMEOUT_S
     for delay_s in backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S):
         try:
@@ -44,10 +42,10 @@ async def call_with_retry(call: Callable[[], Any]) -> Any:  # what the actor ret
 
 
 async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:
-    """Call one of the lease's methods as ``call_with_retry`` does; a supervisor whose process is
-    stopped gets another one.
+    """Call one of the lease's methods as ``call_with_retry`` does; a stopped supervisor process is
+    replaced.
 
-    Raises RayError, also if that does not help.
+    Raises RayError, also if the replacement does not help.
     """
 
     async def call_in_time() -> Any:
@@ -80,7 +78,7 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
 async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> None:
     """Renew the lease every RENEW_INTERVAL_S; errors are only logged.
 
-    Steps do not depend on it: a router that was replaced learns that from the stages.
+    Steps do not depend on it: a replaced router is refused by the stages.
     """
     while True:
         try:
@@ -119,10 +117,10 @@ def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """Only the head node knows the supervisors; while it is away, Ray lets a caller wait for a
+    """Only the head node knows the supervisors; while it is unreachable, Ray blocks a caller for a
     minute.
 
-    So the search and the heartbeats to supervisors that are known have separate threads.
+    So the search and the heartbeats to known supervisors have separate threads.
     """
 
     def __init__(self, names: Callable[[], list[str]]) -> None:
@@ -130,13 +128,13 @@ class _Heartbeat:
         self._supervisors: list[ActorHandle[Any]] = []
 
     def refresh(self) -> None:
-        """Look up the supervisors that there are now."""
+        """Look up the current supervisors."""
         found = []
         try:
             for name in self._names():
                 with suppress(ValueError):  # it has just ended
                     found.append(ray.get_actor(name, NAMESPACE))
-        except Exception as error:  # of Ray, whose head node may be away
+        except Exception as error:  # of Ray, whose head node may be unreachable
             logger.warning(
                 "the supervisors of pipelines could not be looked up: %s", ray_error_message(error)
             )

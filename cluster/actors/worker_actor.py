@@ -41,20 +41,19 @@ if TYPE_CHECKING:
 
 # in a row; one more than a poison request causes: two with other requests, the third alone
 MAX_FAILURES = 4
-# threads that were left in a call of NCCL; one may be due to a neighbor that died just then
+# threads left in a call of NCCL; one may be due to a neighbor that died at that moment
 MAX_ABANDONED = 3
 
 logger = logging.getLogger(__name__)
 
 
 class FailureGuard:
-    """Counts the failures of one process, and ends it so that Ray starts another one, which loads
-    the weights again.
+    """Counts the failures of one process, and ends the process so that Ray starts another one,
+    which loads the weights again.
 
-    Errors of Tramontane's own classes, which may be a neighbor's fault, do not count. A kernel that
-    fails leaves a CUDA context in which nothing works any more, while the process, its health
-    checks and all that only uses the host's memory continue to work. So after each failure the
-    device is tested.
+    Errors of Tramontane's own classes, which may be caused by another actor, do not count. A kernel
+    that fails leaves an unusable CUDA context, while the process, its health checks and all
+    operations on host memory continue to work. So after each failure the device is tested.
     """
 
     def __init__(self, label: str, device: str, end: Callable[[], None] | None = None) -> None:
@@ -64,7 +63,7 @@ class FailureGuard:
 
     @contextmanager
     def guard(self, epoch: int | None = None) -> Iterator[None]:
-        """Guard one step or call. In one epoch only the first failure counts: the others were
+        """Guard one step or call. In one epoch only the first failure counts: the other steps were
         already in flight.
         """
         try:
@@ -84,7 +83,7 @@ class FailureGuard:
 
     @contextmanager
     def guard_connect(self) -> Iterator[None]:
-        """Guard the making of channels, which leaves a thread behind where two GPUs cannot be
+        """Guard the creation of channels, which leaves a thread running if two GPUs cannot be
         connected.
         """
         try:
@@ -105,12 +104,12 @@ class FailureGuard:
 
 
 def _end_process() -> None:
-    # an exit that Ray does not take for intended, and that does not wait for the device
+    # an exit that Ray does not consider intended, and that does not wait for the device
     os._exit(1)
 
 
 def device_self_test(device: str) -> bool:
-    """Return True if the device still computes 1 + 1."""
+    """Return whether the device still computes 1 + 1."""
     import torch
 
     try:
@@ -124,7 +123,7 @@ def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[No
     """Log a step that fails, with its requests; errors of Tramontane's own classes need no
     traceback.
     """
-    # now, because a fence forgets them, perhaps before the log
+    # now, because a fence drops them, perhaps before the log
     request_ids = worker.request_ids_of(batch) if worker else []
     try:
         yield
@@ -147,7 +146,7 @@ READY = "ready"  # the activity of a worker that has loaded, or cannot
 EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
 # How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which
 # torch is built): one or two ms, which covers the time between two products. The default is nine
-# ms, taken from the stage whose turn it is.
+# ms, which delay the stage whose turn it is.
 OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
 INDUCTOR_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # read once, when torch's compiler is imported
 
@@ -171,25 +170,25 @@ class WorkerHealth:
     pid: int
     node_id: str
     bytes_read: int  # from the checkpoint
-    # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
+    # of its weights, in their in-memory format; grows up to ``weight_bytes`` while it loads
     bytes_loaded: int
     weight_bytes: int
     busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not
-    # what it does once its weights are loaded; then READY
+    # its activity after its weights are loaded; then READY
     activity: str = field(default="", kw_only=True)
     numerics: Numerics | None = field(default=None, kw_only=True)  # None before it is loaded
 
 
 def import_torch() -> None:
-    """Import torch without collecting garbage, and freeze what there is then: a collection never
-    looks at it again.
+    """Import torch without collecting garbage, and freeze all objects afterwards, so that later
+    collections skip them.
 
     Its compiler, which a stage on a GPU uses for five small kernels, will compile in this process,
-    unless the user has set how many others it uses: by default it starts one for each core, up to
-    32, with 250 MB each, while the stage loads.
+    unless the user has set the number of compile processes: by default it starts one for each core,
+    up to 32, with 250 MB each, while the stage loads.
 
-    torch makes 180,000 objects that stay. Looking for garbage among them takes a sixth of the time
-    of the import, and later each full collection would stop a step, for 0.26 s on a core of Zen 4.
+    torch creates 180,000 permanent objects. Garbage collection takes a sixth of the time of the
+    import, and later each full collection would stop a step, for 0.26 s on a core of Zen 4.
     """
     if "torch" in sys.modules:
         return
@@ -210,7 +209,7 @@ class WorkerActor(Generic[W]):
     workers never need it.
     """
 
-    # in a row; then memory is most likely too small, and loading is not tried again
+    # in a row; then memory is most likely too small, and loading is not retried
     max_load_crashes = 3
 
     def __init__(self, label: str, weight_bytes: int, settings: WorkerSettings) -> None:
@@ -229,7 +228,7 @@ class WorkerActor(Generic[W]):
         return self.label
 
     def ready(self) -> str:
-        """Return the label once the weights are loaded; raise what prevented that."""
+        """Return the label once the weights are loaded; raise the error that prevented loading."""
         self._wait_until_loaded()
         return self.label
 
@@ -272,7 +271,7 @@ class WorkerActor(Generic[W]):
                 self._worker = self._load()
             start_periodic_thread(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # raised to callers that wait for the weights
-            # whose frames would keep the loaded weights in memory
+            # the traceback's frames would keep the loaded weights in memory
             self._load_error = error.with_traceback(None)
 
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
@@ -301,8 +300,8 @@ class WorkerActor(Generic[W]):
 
 @contextmanager
 def annotate_node() -> Iterator[None]:
-    """Add this node to a CheckpointError: many nodes read the checkpoint, and it may be bad on one
-    of them.
+    """Add this node to a CheckpointError: many nodes read the checkpoint, and one copy may be
+    corrupt.
     """
     try:
         yield

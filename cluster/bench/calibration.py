@@ -32,7 +32,7 @@ class Calibration:
     modelled: Summary
 
     def pipeline(self, num_stages: int) -> PipelineModel:
-        """Return a model of so many stages, each like the mean of the real ones."""
+        """Return a model with this number of stages, each like the mean of the real ones."""
 
         def seconds(work: BatchWork) -> list[float]:
             return [float(self.costs.predict([work])[0].mean())] * num_stages
@@ -61,7 +61,7 @@ class PolicyRecorder:
 
     @property
     def max_in_flight(self) -> int:
-        """That of the wrapped policy."""
+        """The limit of the wrapped policy."""
         return self._policy.max_in_flight
 
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
@@ -74,19 +74,19 @@ class PolicyRecorder:
         self._policy.observe(budget, work, timings)
 
     def restart(self) -> None:
-        """Let the wrapped policy begin anew."""
+        """Reset the wrapped policy."""
         self._policy.restart()
 
     def seconds(self, work: BatchWork) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's estimate."""
         return self._policy.seconds(work)
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's value."""
         return self._policy.draft_break_even(state)
 
     def lookahead_break_even(self, state: SchedulerState) -> float:
-        """Return what the wrapped policy does."""
+        """Return the wrapped policy's value."""
         return self._policy.lookahead_break_even(state)
 
 

@@ -1,7 +1,7 @@
 """Comparison of policies: the same requests on the same modelled pipeline, under ours and three
 published ones.
 
-Policies only decide the size of micro-batches; admission, pages and order of arrival are the
+Policies decide only the size of micro-batches; admission, pages and order of arrival are the
 scheduler's for all of them.
 """
 
@@ -24,13 +24,13 @@ from tramontane.router.scheduling.waiting_queue import SchedulerLimits
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
-# of the time with a backlog, left out at the start: pipelines fill, and our policy learns
+# share of the time with a backlog, skipped at the start: pipelines fill, and our policy learns
 WARMUP_SHARE = 0.1
 
 
 class VllmPolicy(FixedInFlightPolicy):
-    """vLLM: every micro-batch may have the whole budget, decodes first. As many in flight as there
-    are stages.
+    """vLLM: every micro-batch may have the whole budget, decodes first. The number in flight is the
+    number of stages.
 
     v1/core/sched/scheduler.py, v1/engine/core.py step_with_batch_queue; max_num_batched_tokens
     2048.
@@ -64,8 +64,8 @@ class GllmPolicy(FixedInFlightPolicy):
     """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by waiting tokens
     and free pages.
 
-    Its reserve for running decodes is left out: with the caches of the simulation nothing is ever
-    preempted.
+    Its reserve for running decodes is left out: with the caches of the simulation no sequence is
+    ever preempted.
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class GllmPolicy(FixedInFlightPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """A policy, of which every run makes a new one, and the most tokens that it puts into a
-    micro-batch.
-    """
+    """A policy, created anew for every run, and the most tokens that it puts into a micro-batch."""
 
     name: str
     make: Callable[[int], Policy]  # from the number of stages
@@ -114,7 +112,7 @@ class Summary:
 
 
 def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:
-    """Return our policy with these settings, and the published ones with theirs."""
+    """Return our policy with these settings, and the published policies with their own."""
     return [
         PolicyEntry(
             "tramontane",

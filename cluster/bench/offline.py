@@ -36,7 +36,7 @@ class StepRecorder:
         self.results.append(result)
 
     def take_usage(self, engine: Engine, devices: tuple[StageDevice, ...]) -> PipelineUsage:
-        """Summarize the steps, which ran on these devices, and forget them."""
+        """Summarize the steps, which ran on these devices, and clear them."""
         results, self.results = self.results, []
         usage = UsageMeter(len(engine.plan.stages))
         for result in results:
@@ -49,8 +49,8 @@ class StepRecorder:
 async def bench_offline(
     config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay
 ) -> BenchResult:
-    """Run all rounds. Raises ConfigError, before anything is started, if the context is too short
-    for the requests.
+    """Run all rounds. Raises ConfigError, before any process is started, if the context is too
+    short for the requests.
     """
     args = resolve_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)

@@ -35,7 +35,7 @@ UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 @dataclass(frozen=True, slots=True)
 class LoadPattern:
     """The load on the server. ``max_concurrency`` bounds the running requests; others wait, and
-    their clocks run.
+    their times count.
     """
 
     request_rate: float = float("inf")
@@ -67,8 +67,8 @@ async def bench_online(
 ) -> BenchResult:
     """Run all rounds.
 
-    Raises ConnectionLostError if the server does not answer, ConfigError if it is none,
-    PipelineError if all requests of a round fail.
+    Raises ConnectionLostError if the server does not answer, ConfigError if it is not an API
+    server, PipelineError if all requests of a round fail.
     """
     due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
     async with client:
@@ -177,7 +177,7 @@ class LoadGenerator:
 
 
 class _StreamTimes:
-    """When pieces of one answer arrived, and its usage."""
+    """Arrival times of the pieces of one answer, and its usage."""
 
     def __init__(self) -> None:
         self.pieces_at: list[float] = []

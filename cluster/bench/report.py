@@ -74,7 +74,9 @@ class BenchDisplay(Display):
         self._begun_at = self._shown_at = 0.0
 
     def begin_round(self, number: int, rounds: RoundPlan, num_tokens: int) -> None:
-        """Show the start of a round, in which ``advance`` will be called for so many tokens."""
+        """Show the start of a round; ``advance`` will be called for a total of ``num_tokens``
+        tokens.
+        """
         self.stop()
         self._title = f"round {number + 1} of {rounds.total}" + (
             " (warm-up)" if number < rounds.num_warmups else ""
@@ -96,7 +98,7 @@ class BenchDisplay(Display):
 
     def advance(self, num_tokens: int) -> None:
         """Add tokens to the round."""
-        # those of a lost stage are computed again
+        # the tokens of a lost stage are computed again
         self._num_done = min(self._num_done + num_tokens, self._num_tokens)
         if self._rounds_bar is not None:
             self._rounds_bar.update(self._rounds_bar.task_ids[0], completed=self._num_done)
@@ -177,7 +179,7 @@ def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
 def as_data(outcome: BenchResult) -> dict[str, Any]:
     """Return the metrics for JSON.
 
-    The first five keys are those of ``vllm bench throughput``, the next ones, if it has them, those
+    The first five keys are the keys of ``vllm bench throughput``, the next ones, where they exist,
     of ``vllm bench serve``.
     """
     figures, used = outcome.figures, outcome.round.pipeline

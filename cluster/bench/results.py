@@ -64,7 +64,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Mean and percentiles; ``percentiles_s`` are those of ``PERCENTILES``."""
+    """Mean and percentiles; ``percentiles_s`` has the values of ``PERCENTILES``."""
 
     mean_s: float
     percentiles_s: tuple[float, ...]
@@ -151,7 +151,7 @@ def median_index(speeds: Sequence[float]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PipelineUsage:
-    """The usage of the stages, known only of an engine of our own."""
+    """The usage of the stages, known only for an engine in this process."""
 
     plan: PipelinePlan
     usage: UsageMeter
@@ -171,8 +171,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """The round of median speed, so that its metrics belong together; ``speeds`` are those of all
-    rounds, in order.
+    """The round of median speed, so that its metrics are consistent; ``speeds``: of all rounds, in
+    order.
     """
 
     round: Round
@@ -183,7 +183,7 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Rounds to warm up, and those that count. Raises ConfigError for numbers that are too
+    """Numbers of warm-up rounds and of measured rounds. Raises ConfigError for numbers that are too
     small.
     """
 

@@ -58,7 +58,7 @@ class TrafficModel:
     burst: int = 1  # requests that arrive at once
 
     def arrivals(self, seed: int = 0) -> tuple[SimRequest, ...]:
-        """Draw Poisson arrivals of bursts: the time between two of them is exponential with mean
+        """Draw Poisson arrivals of bursts: the time between two bursts is exponential with mean
         burst / rate.
         """
         rng, now, drawn = random.Random(seed), 0.0, []
@@ -75,10 +75,10 @@ class PipelineModel:
 
     seconds: Callable[[BatchWork], Sequence[float]]  # of every stage for some work
     hop_s: float  # between neighbors, and from and to the router
-    noise: float = 0.0  # standard deviation of a step's time, as a share of it
+    noise: float = 0.0  # standard deviation of a step's time, relative to it
     shares_one_core: bool = False  # whether only one stage works at a time
-    # probability that a token of an output repeats the one before, and can be drafted; others are
-    # new
+    # probability that a token of an output repeats the one before, and can be drafted; other tokens
+    # are new
     repetition: float = 1.0
 
 
@@ -229,7 +229,7 @@ class _Run:
             self.timings.append(timings)
 
     def _sample(self, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the answer for every row that is sampled; after a wrong draft there is none."""
+        """Return the answer for every sampled row; rows after a wrong draft have none."""
         tokens = [
             self._token(chunk.seq_id, chunk.start + chunk.num_tokens)
             for chunk in batch.chunks

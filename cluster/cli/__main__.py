@@ -1,4 +1,4 @@
-"""The entry point of the command, which handles Ctrl-C also while the rest is imported."""
+"""The entry point of the command, which handles Ctrl-C also while other modules are imported."""
 
 import sys
 

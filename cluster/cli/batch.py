@@ -128,7 +128,7 @@ def _watch_json(client: BatchClient, job_id: str) -> dict[str, Any]:
 
 def _watch_lines(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Print a line when the job's status has changed or another tenth of its lines has ended. The
-    last one is the caller's.
+    caller prints the last one.
     """
     job: dict[str, Any] = {}
     last: tuple[str, int] | None = None
@@ -155,7 +155,7 @@ def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
         TimeRemainingColumn(),
     )
     jobs = client.watch(job_id)
-    job = first = next(jobs)  # if the server does not answer, there is nothing to show
+    job = first = next(jobs)  # raises if the server does not answer, before any output
     if not console.is_terminal:
         return _watch_lines(chain([first], jobs))
     with Progress(*columns, console=console, speed_estimate_period=RATE_WINDOW_S) as progress:
@@ -194,7 +194,7 @@ def results(
     to_stdout = output == STANDARD_OUTPUT
     if not to_stdout and Path(output).is_dir():
         raise ConfigError(f"--output {output} is a folder; give a file")
-    # others are /dev/null or a pipe
+    # other outputs are /dev/null or a pipe
     if not to_stdout and (Path(output).is_file() or not Path(output).exists()):
         check_replaceable(Path(output), RESULTS_MARK, "--output")
     try:

@@ -1,4 +1,4 @@
-"""``tramontane bench``: measure an engine of its own, or a running server."""
+"""``tramontane bench``: measure an engine in this process, or a running server."""
 
 import asyncio
 import json

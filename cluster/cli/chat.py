@@ -46,7 +46,7 @@ HELP = (
     " far; /help shows this line"
 )
 COMMANDS = ("/exit", "/reset", "/help")
-COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is none
+COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is not a command
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, but cannot converse"
 
@@ -85,7 +85,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 @dataclass(slots=True)
 class ChatReply:
-    """One answer, which grows; Ctrl-C ends it as far as it has come. ``thought``: None if the
+    """One answer, which grows; Ctrl-C ends it with the text so far. ``thought``: None if the
     model's format has none.
     """
 
@@ -105,8 +105,8 @@ async def run_chat(
 ) -> None:
     """Answer until there are no more messages.
 
-    Raises UserError if there can be no conversation with this model. If the messages do not come
-    from a terminal, one that cannot be answered ends the command.
+    Raises UserError if the model does not support conversations. If the messages do not come from a
+    terminal, an error in one of them ends the command.
     """
     interrupts = Interrupts()
     with without_echo() if isinstance(messages, TerminalInput) else nullcontext():
@@ -201,7 +201,7 @@ class _Chat:
             )
         answer = ChatReply()
         if self._has_answered and not self._interrupts and not self._as_json:
-            print()  # between answers by pipe; a terminal shows the question there
+            print()  # between answers in a pipe; a terminal shows the question there
         self._has_answered = True
         await self._interruptible(self._answer(prompt_ids, answer))
         self._conversation = extended.with_answer(answer.text)
@@ -212,7 +212,7 @@ class _Chat:
             )
 
     async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run until it is done; in a terminal, Ctrl-C ends it and nothing else."""
+        """Run until it is done; in a terminal, Ctrl-C ends only this work."""
         task = asyncio.create_task(work)
         try:
             with self._interrupts.cancelling_only(task) if self._interrupts else nullcontext():
@@ -245,7 +245,7 @@ class _Chat:
                     self._show(reader.finish(), answer)
 
     def _show(self, split: Split, answer: ChatReply) -> None:
-        """Add what a token adds to an answer and print it; thoughts only in a terminal, dimmed and
+        """Add a token's text to an answer and print it; thoughts only in a terminal, dimmed and
         before a blank line.
         """
         in_terminal = self._interrupts is not None
@@ -297,8 +297,8 @@ def _own_stdin() -> IO[bytes]:
 
 
 async def lines_of_stdin() -> AsyncIterator[str]:
-    """Yield the lines that are not blank, as they come. A daemon thread reads them, since nothing
-    can end that read.
+    """Yield the nonblank lines as they arrive. A daemon thread reads them, since a blocked read
+    cannot be interrupted.
     """
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[bytes] = asyncio.Queue()
@@ -309,7 +309,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
         loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        # it cannot be read; the loop is closed; so is the input
+        # it cannot be read, or the loop or the input is closed
         with suppress(OSError, RuntimeError, ValueError):
             for line in _own_stdin() if sys.stdin else ():
                 hand_over(line)

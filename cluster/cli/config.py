@@ -1,5 +1,5 @@
-"""``tramontane config``: the configuration that flags and a file result in, and the page that
-describes all keys.
+"""``tramontane config``: the configuration from flags and a file, and the page that describes all
+keys.
 """
 
 import json
@@ -81,7 +81,7 @@ def config(
         print(line)
 
 
-def _readable_size(value: Any) -> Any:  # sizes in bytes, one or several or none
+def _readable_size(value: Any) -> Any:  # sizes in bytes: one, several or None
     """Return a size as options take it, 24GiB, or the number of bytes if that is not exact."""
     if not isinstance(value, int):
         return [_readable_size(each) for each in value] if value else value
@@ -98,7 +98,7 @@ def _redact(settings: EngineConfig) -> dict[str, Any]:
 
 
 def _sources(context: typer.Context) -> dict[str, str]:
-    """Return where the values come from that are not defaults."""
+    """Return the sources of the values that are not defaults."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
     given = {
@@ -113,7 +113,7 @@ def _sources(context: typer.Context) -> dict[str, str]:
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
-    """Yield YAML, of which JSON's scalars and lists are a part."""
+    """Yield YAML; JSON's scalars and lists are valid YAML."""
     for key, value in values.items():
         if value == HIDDEN:
             yield f"# {key} is given by {sources[key]} and not shown"

@@ -1,5 +1,5 @@
-"""``tramontane k8s`` and ``tramontane cluster-yaml``: the pods or machines that a model needs, as
-files.
+"""``tramontane k8s`` and ``tramontane cluster-yaml``: files for the pods or machines that a model
+needs.
 """
 
 import re
@@ -27,7 +27,7 @@ from tramontane.cluster.deploy.ray_up import MACHINES, InstanceType, RayUpSpec, 
 from tramontane.cluster.deploy.ray_up import MARK as RAY_UP_MARK
 from tramontane.proto.errors import ConfigError, PlanError
 
-# Pods are alike: the keys that they share are options of this command and of cluster-yaml.
+# Pods are alike: their common keys are options of this command and of cluster-yaml.
 SHARED_KEYS = (
     *("stages", "dtype", "quantize", "batch_invariant", "max_model_len"),
     *("page_size", "kv_cache_memory", "kv_cache_dtype", "threads_per_stage", "link"),
@@ -165,8 +165,8 @@ def _write(files: dict[str, str], out: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ConfigError if no folder can be there, or a file is in it that the command has not
-    written.
+    """Raise ConfigError if the folder cannot be created, or contains a file that the command has
+    not written.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
@@ -300,7 +300,9 @@ def _machine_for(
     memory: str | None,
     has_gpu: bool,
 ) -> tuple[InstanceType, int]:
-    """Return the machine type and how many of them. Raises PlanError if the model does not fit."""
+    """Return the machine type and the number of machines. Raises PlanError if the model does not
+    fit.
+    """
     if memory is not None:
         sizes = parse_gpu_memory(memory)
         candidates: tuple[InstanceType, ...] = (

@@ -118,8 +118,8 @@ def experts(
 def show_texts(
     client: httpx.Client, console: Console, files: list[Path], plot: Path | None, *, as_json: bool
 ) -> None:
-    """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before
-    anything is computed.
+    """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before any
+    text is computed.
     """
     if plot is not None:
         check_plot_target(plot)
@@ -163,8 +163,8 @@ class NoExpertsError(ConfigError):
 def fetch_load(client: httpx.Client) -> MeasuredLoad:
     """Return the load of the server's experts.
 
-    Raises what ``request`` raises, ConfigError if it is another server, NoExpertsError if its model
-    has no experts, PipelineUnavailableError if no pipeline can report its load now.
+    Raises the errors of ``request``, ConfigError if it is another server, NoExpertsError if its
+    model has no experts, PipelineUnavailableError if no pipeline can report its load now.
     """
     answer = request(client, "GET", "/experts")
     try:
@@ -214,14 +214,14 @@ def _no_tramontane(client: httpx.Client, answer: httpx.Response) -> ConfigError:
 
 @dataclass
 class LoadWindow:
-    """The load within the last ``WINDOW_S``, from totals that only grow: one that does not means
-    that a stage was reloaded.
+    """The load within the last ``WINDOW_S``, from totals that only grow: a lower total means that a
+    stage was reloaded.
     """
 
     _samples: deque[tuple[float, MeasuredLoad]] = field(default_factory=deque)
 
     def add(self, at_s: float, load: MeasuredLoad) -> None:
-        """Add totals, and drop those that are too old."""
+        """Add totals, and drop totals that are too old."""
         if self._samples and not _is_continued(load, self._samples[-1][1]):
             self._samples.clear()
         self._samples.append((at_s, load))
@@ -285,8 +285,8 @@ def render(samples: Iterable[Sample], width: int) -> Iterator[Group]:
 
 
 def watch_load(client: httpx.Client, console: Console) -> None:
-    """Show the load until interrupted. In a terminal each frame replaces the last; what does not
-    fit is cut off.
+    """Show the load until interrupted. In a terminal each frame replaces the last; lines that do
+    not fit are cut off.
     """
     shown = render(_poll(client), console.width)
     if not console.is_terminal:

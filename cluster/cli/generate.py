@@ -107,7 +107,7 @@ async def run_generate(
 ) -> GenerateResult:
     """Run all prompts at once; ``show_experts`` is the layer whose experts color the tokens.
 
-    Raises UserError before anything is started if one of the prompts cannot be served.
+    Raises UserError before any process is started if one of the prompts cannot be served.
     """
     colors = None
     if show_experts is not None:

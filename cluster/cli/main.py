@@ -102,14 +102,14 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def epilog(command: str) -> str | None:
-    """Return the examples of a command as typer ends its help with them; None if it has none."""
+    """Return the examples of a command in the format of typer's epilog; None if it has none."""
     lines = EXAMPLES.get(command)
     return None if lines is None else "\n".join(("Examples:", *lines))
 
 
 OFF = "--no-"  # beginning of options that turn something off
 
-# What each command is for. The command make-random is the function make_random of the module
+# The help of each command. The command make-random is the function make_random of the module
 # make_random; MODULES has the commands whose module has another name.
 COMMANDS = MappingProxyType(
     {
@@ -183,7 +183,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(PlainGroup):
-    """A group whose help needs no command's module."""
+    """A group whose help does not import the commands' modules."""
 
     def __init__(self, **details: Any) -> None:  # typer's own
         super().__init__(**details | {"commands": LazyCommands()})
@@ -192,7 +192,7 @@ class LazyGroup(PlainGroup):
         """Return the names, in the order of the help."""
         return list(COMMANDS)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # typer's classes of them are private
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # typer keeps their classes private
         """Show the commands with the words of ``COMMANDS``."""
         shown: list[Any] = [TyperCommand(name, help=text) for name, text in COMMANDS.items()]
         PlainGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(
@@ -234,7 +234,7 @@ def main() -> None:
     hide_secrets_in_title(sys.argv)
     try:
         code = app(prog_name="tramontane", standalone_mode=False)
-        sys.stdout.flush()  # at exit an error of the rest would be the interpreter's
+        sys.stdout.flush()  # at exit, the interpreter would report an error of the remaining output
     except typer.TyperException as error:
         print_error(_usage_error(error))
         code = 2
@@ -268,8 +268,8 @@ def _report_system_error(error: OSError) -> int:
 
 
 def _usage_error(error: typer.TyperException) -> str:
-    """Return typer's message, and where to look up what the command takes, unless the message
-    describes a wrong value.
+    """Return typer's message, and a pointer to the command's help, unless the message describes a
+    wrong value.
     """
     # pydantic's
     if (
@@ -296,11 +296,11 @@ def _usage_error(error: typer.TyperException) -> str:
 
 
 def _similar_options(error: Any) -> list[str]:  # typer's class of unknown options is private
-    """Return the similar options that the help shows; for one that turns something off one that
-    does, too.
+    """Return the similar options that the help shows; for an option that turns something off, only
+    options that do the same.
 
     ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``,
-    which is the opposite. Only what follows ``--no-`` is compared.
+    which is the opposite. Only the part after ``--no-`` is compared.
     """
     # --help, too
     shown = [option for option in error.ctx.command.get_params(error.ctx) if not option.hidden]
@@ -314,5 +314,5 @@ def _similar_options(error: Any) -> list[str]:  # typer's class of unknown optio
 
 
 def _discard_output() -> None:
-    """Let nothing more be written to standard output, not even what is in its buffer."""
+    """Discard all further standard output, including its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

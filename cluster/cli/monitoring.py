@@ -1,4 +1,4 @@
-"""``tramontane monitoring``: files with which Ray's own dashboard shows the stages, through
+"""``tramontane monitoring``: files that make Ray's own dashboard show the stages, through
 Prometheus and Grafana.
 """
 
@@ -57,7 +57,7 @@ def _check_url(name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         is_address = False
     if not is_address:
         raise ConfigError(f"{name} is {url!r}; it must be an address such as http://10.0.0.1:9090")

@@ -1,5 +1,5 @@
-"""``tramontane plan``: what each stage would hold, before anything is bought, downloaded or
-started.
+"""``tramontane plan``: the contents of each stage, before any machine is bought, checkpoint
+downloaded or process started.
 """
 
 import json
@@ -137,7 +137,7 @@ def plan(
         layer_costs(args, experts is None, settings.stage_times), pipeline, budgets
     )
     drafting = _plan_draft_model(settings, model, args, pipeline, memories, here)
-    # by the cores, which are known here
+    # by the number of cores, which is known here
     num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)
     index_bytes = _index_bytes(settings, pipeline)
     if as_json:
@@ -166,13 +166,13 @@ def plan(
 
 
 def _index_bytes(settings: EngineConfig, plan: PipelinePlan) -> int:
-    """Return what the router keeps for drafts from the text."""
+    """Return the size of the router's index for drafts from the text."""
     drafts = settings.speculative_config
     return 0 if drafts is None else drafts.index_bytes(plan.max_num_seqs, plan.max_model_len)
 
 
 def _problem_of_weights(folder: Path, args: ModelArgs) -> str:
-    """Return the fault of the weights in a folder, by their headers, or nothing."""
+    """Return the fault of the weights in a folder, by their headers, or ""."""
     if not (folder.is_dir() and any(folder.glob("*.safetensors*"))):
         return ""
     from tramontane.workers.weights.checkpoint import Checkpoint  # imports NumPy
@@ -191,8 +191,8 @@ def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:
 
 
 def _settings(context: typer.Context, gpus: int | None) -> EngineConfig:
-    """Return the validated options. Raises ConfigError, also for options of expert actors where
-    there are none.
+    """Return the validated options. Raises ConfigError, also for options of expert actors without
+    expert actors.
     """
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
@@ -208,8 +208,8 @@ def _settings(context: typer.Context, gpus: int | None) -> EngineConfig:
 
 
 def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineConfig, "Hardware"]:
-    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and
-    print a note about it.
+    """Add the memory of this machine's GPUs, or each stage's share of its free memory, and print a
+    note about it.
     """
     # imports Ray, which no other plan needs
     from tramontane.cluster.planning.hardware import probe_local
@@ -262,8 +262,8 @@ def _plan_stages(
     *,
     experts_inside: bool,
 ) -> tuple[PipelinePlan, tuple[StageBudget, ...]]:
-    """Return the plan, and the budgets with what else a stage takes of a GPU. ``here``: this
-    machine, if it is planned for.
+    """Return the plan, and the budgets with the other GPU memory of a stage. ``here``: this
+    machine, if the plan is for it.
     """
     dtype, has_gpus = (
         args.dtype if settings.dtype == "auto" else settings.dtype,
@@ -301,8 +301,8 @@ def _plan_stages(
 
 
 def _gpus(settings: EngineConfig, gpus: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the memory and the speed of each GPU. Raises ConfigError for numbers of them that
-    differ. A draft model may have one more than the stages need.
+    """Return the memory and the speed of each GPU. Raises ConfigError if their numbers differ. A
+    draft model may have one more than the stages need.
     """
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     needed = None if stages is None else math.ceil(stages / per_gpu)
@@ -331,8 +331,8 @@ def _gpus(settings: EngineConfig, gpus: int | None) -> tuple[tuple[int, ...], tu
 
 
 def _offered(memories: Sequence[int], here: "Hardware | None") -> "Hardware":
-    """Return this machine if it is planned for and has no GPU, else GPUs with so much memory, each
-    on a node of its own.
+    """Return this machine if the plan is for it and it has no GPU, else GPUs with this memory, each
+    on a separate node.
     """
     from tramontane.cluster.planning.hardware import Gpu, Hardware  # imports Ray
 
@@ -348,9 +348,10 @@ def _stage_budgets(
     speeds: Sequence[int],
     here: "Hardware | None",
 ) -> tuple[StageBudget, ...]:
-    """Return each stage's memory: half of a GPU with 2. Of 5 stages the third GPU has one.
+    """Return each stage's memory: half of a GPU with 2 stages per GPU. Of 5 stages the third GPU
+    has one.
 
-    Without what a draft model has: the smallest GPU, or a part of the last one.
+    Without the draft model's memory: the smallest GPU, or a part of the last one.
     """
     shared = [*zip(memories, speeds, strict=True)]
     if settings.num_draft_models and (here is None or here.gpus):
@@ -375,8 +376,8 @@ def _plan_draft_model(
     memories: Sequence[int],
     here: "Hardware | None",
 ) -> DraftModelReport | None:
-    """Return the plan of the draft model; None if there is none. Raises ConfigError for one that
-    does not fit to the model, and PlanError if it has too little memory.
+    """Return the plan of the draft model; None without a draft model. Raises ConfigError if it does
+    not match the model, and PlanError if it has too little memory.
     """
     drafts = settings.speculative_config
     if drafts is None or not settings.num_draft_models:

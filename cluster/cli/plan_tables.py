@@ -30,7 +30,7 @@ def show_plan(
     budgets: tuple[StageBudget, ...],
     times: Sequence[float],
 ) -> None:
-    """Show a stage per row, and then what was chosen and how much fits. ``times``: of the stages,
+    """Show a stage per row, then the planner's choices and the capacity. ``times``: of the stages,
     relative to their mean.
     """
     has_windows = any(args.windows)
@@ -89,8 +89,8 @@ def show_plan(
 
 
 def _show_runtime(console: Console, runtime: RuntimeMemory, budgets: Sequence[StageBudget]) -> None:
-    """Show what a stage's process takes besides weights and cache, and what is left where a tenth
-    of the memory is more.
+    """Show the memory of a stage's process besides weights and cache, and the memory left where a
+    tenth of the total is more.
     """
     table = Table("besides weights and cache", "each stage")
     for name, num_bytes in runtime.as_data().items():
@@ -105,7 +105,9 @@ def _show_runtime(console: Console, runtime: RuntimeMemory, budgets: Sequence[St
 
 
 def _parameters(args: ModelArgs) -> str:
-    """Describe their number: ``46.7 billion parameters, of which 12.9 billion compute a token``."""
+    """Describe the number of parameters: ``46.7 billion parameters, of which 12.9 billion compute a
+    token``.
+    """
     total, active = (number / 1e9 for number in (args.num_parameters, args.num_active_parameters))
     digits = 1 if total > 1 else 3
     of_experts = f", of which {active:.{digits}f} billion compute a token" if args.moe else ""
@@ -212,7 +214,7 @@ class DraftModelReport:
 
 
 def show_draft_model(console: Console, drafting: DraftModelReport) -> None:
-    """Say where a draft model is, and for how many sequences at a time."""
+    """Show the location of a draft model, and its number of concurrent sequences."""
     stage = drafting.stage
     where = ", on the last stage's GPU," if drafting.shares_gpu else ""
     console.print(

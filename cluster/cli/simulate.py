@@ -1,5 +1,5 @@
-"""``tramontane simulate``: compare scheduling policies on a modelled pipeline, before anything is
-bought.
+"""``tramontane simulate``: compare scheduling policies on a modelled pipeline, before any machine
+is bought.
 """
 
 import asyncio

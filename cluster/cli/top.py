@@ -1,4 +1,4 @@
-"""``tramontane top``: show what the pipelines of a running server do, in the terminal."""
+"""``tramontane top``: show the activity of a running server's pipelines in the terminal."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -87,7 +87,9 @@ def _print_json(snapshots: Iterable[Snapshot]) -> None:
 
 
 def _show(frames: Iterator[Group], console: Console, once: bool) -> None:
-    """Print frames. In a terminal each frame replaces the last; what does not fit is cut off."""
+    """Print frames. In a terminal each frame replaces the last; lines that do not fit are cut
+    off.
+    """
     if once or not console.is_terminal:
         for frame in frames:
             console.print(frame, Text())
@@ -98,8 +100,8 @@ def _show(frames: Iterator[Group], console: Console, once: bool) -> None:
 
 
 def _load_source(client: httpx.Client) -> FetchLoad:
-    """Return a function that fetches the expert load: None if it cannot be had, and always if there
-    are no experts.
+    """Return a function that fetches the expert load: None if it is unavailable, and always None
+    for a model without experts.
     """
     has_experts = True
 
@@ -123,8 +125,8 @@ class History:
         self._batches: deque[MicroBatchActivity] = deque()
 
     def add(self, pipeline: PipelineActivity, now: float) -> None:
-        """Add new micro-batches, in order of completion. Numbers that start again are those of
-        another router.
+        """Add new micro-batches, in order of completion. Numbers that start again are from another
+        router.
         """
         new = pipeline.micro_batches
         if new and self._batches and new[0].number <= self._batches[-1].number:
@@ -238,7 +240,7 @@ def _bar(share: float) -> Text:
 
 
 def _experts(recent: LoadWindow, load: MeasuredLoad, width: int) -> Group:
-    """Render the recent load, or after one sample that since the stages were loaded."""
+    """Render the recent load, or after one sample the load since the stages were loaded."""
     tokens, when = (
         (recent.tokens, f"the last {recent.span_s:.0f} s")
         if recent.span_s

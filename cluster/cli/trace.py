@@ -1,4 +1,4 @@
-"""``tramontane trace``: record what stages do, as JSON with trace events, which Perfetto and
+"""``tramontane trace``: record the stages' activity, as JSON with trace events, which Perfetto and
 chrome://tracing open.
 
 A pipeline is a process of the trace, a stage is a thread, a stage's work on a micro-batch is a
@@ -106,7 +106,9 @@ class StageSlice:
 
 
 def build_trace(snapshots: Sequence[Activity]) -> dict[str, Any]:
-    """Return the trace of what began since the first snapshot, from all of them."""
+    """Return the trace of the micro-batches that began since the first snapshot, from all
+    snapshots.
+    """
     began_at = snapshots[0].now
     names = sorted({pipeline.name for snapshot in snapshots for pipeline in snapshot.pipelines})
     events: list[Event] = []
@@ -134,8 +136,8 @@ def num_slices(data: dict[str, Any]) -> int:
 def _pipeline(
     process: int, reports: Sequence[PipelineActivity], began_at: float
 ) -> Iterator[Event]:
-    """Yield the events of one pipeline. A router that restarts numbers micro-batches from 1 again,
-    in a later epoch.
+    """Yield the events of one pipeline. A restarted router numbers micro-batches from 1 again, in a
+    later epoch.
     """
     batches = {
         (batch.epoch, batch.number): batch
@@ -191,7 +193,7 @@ def assign_lanes(works: Iterable[StageSlice]) -> list[list[StageSlice]]:
 
 
 def _slices(process: int, thread: int, lane: Sequence[StageSlice]) -> Iterator[Event]:
-    """Yield the events of slices, each of which ends when the next begins, at the latest."""
+    """Yield the events of slices; each ends when the next begins, at the latest."""
     for work, next_work in pairwise([*lane, None]):
         assert work is not None
         ended_s = work.ended_s if next_work is None else min(work.ended_s, next_work.began_s)
@@ -216,7 +218,7 @@ def _kind(batch: MicroBatchActivity) -> str:
 
 
 def _arrow(key: str, path: Sequence[Event]) -> Iterator[Event]:
-    """Yield an arrow from the middle of each slice to that of the next stage's."""
+    """Yield an arrow from the middle of each slice to the middle of the next stage's slice."""
     if len(path) < 2:
         return
     for index, event in enumerate(path):

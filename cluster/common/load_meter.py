@@ -1,5 +1,5 @@
-"""How busy an event loop and its machine are: what may be done at once while there is time, and in
-larger pieces otherwise.
+"""The load of an event loop and its machine: optional work is done at once at low load, and in
+larger batches otherwise.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ BUSY, HAS_TIME = 0.7, 0.5  # shares of the time of an event loop's thread
 FULL, HAS_CORES = 0.9, 0.8  # shares of a machine's cores
 RAISE, LOWER = 1.5, 1 / 1.2  # of the level, with each reading
 LOWEST = 0.01
-PROXY = "ray::ProxyActor"  # through which every write of every ingress replica of the machine goes
+PROXY = "ray::ProxyActor"  # every write of every ingress replica of the machine passes through it
 THROTTLED = Path("/sys/fs/cgroup/cpu.stat")  # of the container, where its cores are limited
 
 logger = logging.getLogger(__name__)
 
 
 class CpuTimes(NamedTuple):
-    """Seconds since some moment: of the clock, and of processors.
+    """Seconds since an arbitrary moment: of the clock, and of processors.
 
     ``loop_s``: used by the thread that reads. ``proxy_s``: by Ray Serve's proxy of this machine, 0
-    if there is none. ``idle_s``: by nothing, of all ``num_cores``. ``throttled_s``: in which this
+    without a proxy. ``idle_s``: idle time of all ``num_cores``. ``throttled_s``: time in which this
     container had used up its cores.
     """
 
@@ -44,10 +44,10 @@ class CpuTimes(NamedTuple):
 
 
 class Reader(Protocol):
-    """What ``CpuReader`` does."""
+    """The interface of ``CpuReader``."""
 
     def __call__(self) -> CpuTimes:
-        """Return what has been used so far."""
+        """Return the times used so far."""
         ...
 
     def find_proxy(self) -> None:
@@ -66,9 +66,9 @@ class CpuReader:
         self._proxy: psutil.Process | None = None
 
     def __call__(self) -> CpuTimes:
-        """Return what has been used so far."""
+        """Return the times used so far."""
         machine = psutil.cpu_times()
-        idle_s = machine.idle + getattr(machine, "iowait", 0.0)  # Linux alone has the latter
+        idle_s = machine.idle + getattr(machine, "iowait", 0.0)  # only Linux has the latter
         num_cores = psutil.cpu_count() or 1
         return CpuTimes(
             time.monotonic(), time.thread_time(), self._proxy_s(), idle_s, _throttled_s(), num_cores
@@ -111,24 +111,24 @@ def _throttled_s() -> float:
 
 
 class FullLoad:
-    """The load of what never has time for more than it must do."""
+    """A constant full load, for callers that never have time for optional work."""
 
     level = 1.0
 
     def watching(self) -> AbstractContextManager[None]:
-        """Measure nothing."""
+        """Do nothing: the load is constant."""
         return nullcontext()
 
 
 class LoadMeter:
-    """The ``level`` of load from 0, where there is time for anything, to 1. It is measured while
-    ``watching``.
+    """The ``level`` of load from 0, idle, to 1. It is measured while ``watching``.
 
     The load is high while the event loop's thread, or the proxy, which is one thread too, uses more
     than 0.7 of its time, or less than a tenth of the machine's cores is idle: then the level rises
-    by half every 0.1 s. It falls by a sixth where all have time again. Between the two it stays.
+    by half every 0.1 s. It falls by a sixth when all of them have spare time again. In between it
+    stays.
 
-    At 1 and with time for everything it is 0.16 after a second, 0.03 after two, and 0 after 2.6 s.
+    With a level of 1 and no load, it is 0.16 after a second, 0.03 after two, and 0 after 2.6 s.
     """
 
     def __init__(self, read: Reader | None = None) -> None:

@@ -29,11 +29,11 @@ class _Waiter:
 
 
 class NodeLossDetector:
-    """Whether a node that something uses has died between two checks.
+    """Whether a node in use has died between two checks.
 
-    ``list_used`` returns the nodes that it uses now, ``list_dead`` all dead ones. Nodes a and b
-    were used, b has died, and what was there runs on c: the check returns True, and the next one
-    does only if a or c has died.
+    ``list_used`` returns the nodes in use now, ``list_dead`` all dead nodes. Nodes a and b were
+    used, b has died, and its work runs on c: the check returns True, and the next check does only
+    if a or c has died.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DeadNodeWatcher:
             polled_at = self._clock()
             try:
                 dead = await asyncio.to_thread(self._list_dead)
-            # of Ray, while its head node is away: no node counts as dead for that
+            # of Ray, while its head node is unreachable: no node counts as dead then
             except Exception as error:
                 logger.warning(
                     "Ray could not list the cluster's nodes, so dead ones are not detected: %s",

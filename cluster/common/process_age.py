@@ -1,4 +1,4 @@
-"""The age of a process, whatever happens to the wall clock."""
+"""The age of a process, independent of changes to the wall clock."""
 
 import os
 import time
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def process_age_s(pid: int | None = None) -> float:
-    """Return the seconds since a process began, by default this one. Raises OSError if there is
-    none.
+    """Return the seconds since a process began, by default this one. Raises OSError if it does not
+    exist.
 
     The kernel has the start in ticks since boot (``man proc_pid_stat``, field 22), and a clock that
-    counts them: psutil's ``create_time`` is the wall clock's, so that a process would age by an
+    counts them: psutil's ``create_time`` follows the wall clock, so that a process would age by an
     hour with it, or never become old. It is also in whole seconds of the time of the boot.
     """
     stat = Path(f"/proc/{os.getpid() if pid is None else pid}/stat").read_text(

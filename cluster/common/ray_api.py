@@ -1,6 +1,4 @@
-"""Uses of Ray's public interface that several packages share: messages of its errors, and the
-cluster's nodes.
-"""
+"""Shared uses of Ray's public interface: messages of its errors, and the cluster's nodes."""
 
 import logging
 import re
@@ -29,7 +27,7 @@ def ray_error_message(error: BaseException) -> str:
 
 
 def avoid_head_node() -> dict[str, Any]:
-    """Return the options of an actor that runs on the head node only if there is no other, and so
+    """Return the options of an actor that avoids the head node if there is another node, and so
     survives the head's death.
     """
     return {
@@ -107,20 +105,20 @@ def _start_thread(
 
 # Deployments of a Ray Serve application, recorded in the cluster's key-value store.
 #
-# The store gives every build of an application a number, higher than those before it. It also keeps
-# the newest deployment, to which routers of older ones yield, and the deployment that was drained,
-# so that an ingress replica of it which restarts is drained as well.
+# The store assigns every build of an application a number, higher than all earlier numbers. It also
+# keeps the newest deployment, to which routers of older ones yield, and the deployment that was
+# drained, so that an ingress replica of it which restarts is drained as well.
 
 TTL_NS = 900 * 10**9
 
 
 def number_deployment(application: str, build_id: str) -> int:
-    """Return the number of a build, ``deployed_at``: the time in ns at which the first of its
-    replicas asked, or a later one.
+    """Return the number of a build, ``deployed_at``: the time in ns at which its first replica
+    asked, or a later time.
 
-    It is higher than all numbers before, whatever the clocks of the nodes and of the deploying
-    machine say: a build that starts at 5 after another one got 9 gets 10. All replicas of a build
-    get the same number.
+    It is higher than all earlier numbers, regardless of the clocks of the nodes and of the
+    deploying machine: a build that starts at 5 after another one got 9 gets 10. All replicas of a
+    build get the same number.
     """
     newest = newest_deployment(application)
     kv_put(
@@ -135,11 +133,11 @@ def number_deployment(application: str, build_id: str) -> int:
 
 
 class DeploymentWatch:
-    """Notices newer deployments of an application.
+    """Detects newer deployments of an application.
 
-    A deployment counts for TTL_NS, as routers of one that failed to load never come. How old it is
-    already is read from the wall clock once, when this process sees it first; from then on the
-    monotonic clock counts. A deployment of a machine whose clock is ahead is as if it were new.
+    A deployment counts for TTL_NS, as the routers of a deployment that failed to load never start.
+    Its age is read from the wall clock once, when this process sees it first; from then on the
+    monotonic clock counts. A deployment from a machine whose clock is ahead counts as new.
     """
 
     def __init__(self, application: str) -> None:

@@ -61,8 +61,8 @@ class Interrupts:
 
 @contextmanager
 def until_interrupted() -> Iterator[None]:
-    """Let the first signal end the block, which is no error, and ignore the others, so that none
-    interrupts the clean-up.
+    """End the block at the first signal, without an error, and ignore later signals, so that they
+    do not interrupt the clean-up.
 
     The default action would leave a terminal without a cursor. ``timeout`` sends two signals: to
     its command and to the group.
@@ -81,7 +81,7 @@ def until_interrupted() -> Iterator[None]:
 
 
 class SignalCounter:
-    """A context in which the signals interrupt nothing and are queued instead."""
+    """A context in which signals are queued and do not interrupt."""
 
     def __init__(self) -> None:
         # reentrant, so that a handler may use it
@@ -99,7 +99,7 @@ class SignalCounter:
             signal.signal(number, handler)
 
     def wait_next(self, timeout_s: float | None = None) -> bool:
-        """Wait for the next signal; return False if none arrives in time."""
+        """Wait for the next signal; return False at the timeout."""
         try:
             self._received.get(timeout=timeout_s)
         except queue.Empty:
@@ -112,9 +112,9 @@ def defer_signals(note: str) -> Iterator[None]:
     """Finish the block before the first signal takes effect, and print ``note`` at once; a second
     signal ends the process.
 
-    It is for blocks that block the event loop, and holds for signals that Python answers with
-    KeyboardInterrupt or that a loop handles, which sees them after the block. Other handlers of
-    signals are left alone. After a first signal a second one ends the process in the clean-up, too.
+    It is for blocks that block the event loop, and applies to signals that Python answers with
+    KeyboardInterrupt or that a loop handles, which sees them after the block. Other signal handlers
+    are not changed. After a first signal a second one ends the process in the clean-up, too.
     """
     received: list[int] = []
 
@@ -123,9 +123,9 @@ def defer_signals(note: str) -> Iterator[None]:
             _end_at_once()
         received.append(number)
         with suppress(OSError):  # standard error is closed
-            os.write(2, f"{note}\n".encode())  # print may be what was interrupted
+            os.write(2, f"{note}\n".encode())  # the signal may have interrupted print
 
-    # others may not set handlers, and are not interrupted
+    # other threads may not set handlers, and are not interrupted
     in_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if in_main}
     deferred = {number: handler for number, handler in handlers.items() if _is_default(handler)}
@@ -141,8 +141,8 @@ def defer_signals(note: str) -> Iterator[None]:
 
 
 def _is_default(handler: object) -> bool:
-    """Return True for Python's handler of Ctrl-C, and for what stands in for the handlers of a
-    running event loop.
+    """Return True for Python's handler of Ctrl-C, and for the substitute handlers of a running
+    event loop.
     """
     return (
         handler is signal.default_int_handler
@@ -152,7 +152,7 @@ def _is_default(handler: object) -> bool:
 
 @contextmanager
 def undone_at_end(undo: Callable[[], None]) -> Iterator[None]:
-    """Call ``undo`` after the block, and also where a second signal ends the process in it."""
+    """Call ``undo`` after the block, and also if a second signal ends the process in it."""
     _undo_at_end.append(undo)
     try:
         yield
@@ -162,7 +162,7 @@ def undone_at_end(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def _end_at_once() -> None:
-    """End this process and what it has started, without any clean-up but ``undone_at_end``."""
+    """End this process and its child processes, without any clean-up but ``undone_at_end``."""
     for undo in _undo_at_end:
         undo()
     for child in psutil.Process().children(recursive=True):

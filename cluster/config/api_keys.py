@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEYS = 1000
 MAX_FILE = 2**20  # bytes
-KEY = re.compile(r"[!-~]{1,1024}")  # what a header can carry
+KEY = re.compile(r"[!-~]{1,1024}")  # characters that a header can carry
 
 Stamp = tuple[int, ...]
 
@@ -25,9 +25,9 @@ class ApiKeys:
     """The keys that clients may use; the file is checked at every request and read again when it
     has changed.
 
-    A file that has become invalid changes nothing: the keys that were valid remain so. Only digests
-    are kept, no keys. Without keys and file every request is allowed. Raises ConfigError, without a
-    key in its message, for keys and files that cannot be used.
+    A file that has become invalid is ignored: the valid keys remain. Only digests are kept, no
+    keys. Without keys and file every request is allowed. Raises ConfigError, without a key in its
+    message, for unusable keys and files.
     """
 
     def __init__(self, keys: Iterable[SecretStr] = (), file: Path | None = None) -> None:
@@ -54,8 +54,8 @@ class ApiKeys:
         """Return the identity of the key in the header ``Authorization: Bearer KEY``; None if it
         has no valid key.
 
-        Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 if
-        there are not several, or none is needed. Invalid headers take the same time, however they
+        Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 with
+        a single key, or if no key is needed. Invalid headers take the same time, however they
         differ.
         """
         if not self.is_enabled:
@@ -90,7 +90,7 @@ def _digest(key: str) -> bytes:
 
 
 def _file_version(file: Path) -> Stamp:
-    """Return what changes with the file; empty if there is no file."""
+    """Return a value that changes with the file; empty if the file does not exist."""
     try:
         status = file.stat()
     except OSError:

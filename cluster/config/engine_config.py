@@ -1,4 +1,4 @@
-"""The validated configuration, and the files that give it."""
+"""The validated configuration, and its files."""
 
 import logging
 import math
@@ -50,13 +50,13 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     ),
 )
 PIPELINES_PER_INGRESS = 16
-SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
+SECRETS = {"jobs_database", "jobs_storage"}  # may contain a password
 
 
 class EngineConfig(
     LoggingKeys, JobKeys, ScalingKeys, ServingKeys, RunKeys, BatchingKeys, ExpertKeys, PipelineKeys
 ):  # backwards: pydantic takes the fields of the last base first
-    """All keys, flat. None means: chosen from the model and the machines."""
+    """All keys, flat. None: chosen from the model and the machines."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,12 +65,12 @@ class EngineConfig(
 
     @classmethod
     def key_names(cls) -> set[str]:
-        """Return the keys as files and flags have them."""
+        """Return the keys' names in files and flags."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     @property
     def model_name(self) -> str:
-        """The name of the model in answers; the first of those in ``/v1/models``."""
+        """The name of the model in answers; the first name in ``/v1/models``."""
         return self.model_names[0]
 
     @property
@@ -84,8 +84,8 @@ class EngineConfig(
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of a sequence in flight: as many micro-batches have some as there are
-        stages, if that is known.
+        """The maximum number of drafts of a sequence in flight: as many micro-batches have drafts
+        as there are stages, if that is known.
         """
         if self.speculative_config is None:
             return 0
@@ -107,11 +107,11 @@ class EngineConfig(
 
     @property
     def num_ingresses(self) -> int:
-        """The ingress replicas: as the key says, else 1 for one pipeline, 2 for up to 32 pipelines,
-        4 for 64.
+        """The ingress replicas: the configured number, else 1 for one pipeline, 2 for up to 32
+        pipelines, 4 for 64.
 
-        One is one process, which takes part of the tokens of all pipelines. Two serve on while one
-        of them is replaced.
+        One replica is one process, which takes part of the tokens of all pipelines. With two, one
+        serves while the other is replaced.
         """
         if self.ingress_replicas is not None or self.max_pipelines == 1:
             return self.ingress_replicas or 1
@@ -142,12 +142,12 @@ class EngineConfig(
 
     @property
     def weights(self) -> WeightSource:
-        """Where every stage gets its weights from."""
+        """The source of every stage's weights."""
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
 
     @property
     def logs(self) -> LogSettings:
-        """What the processes log, and how."""
+        """The level and format of the processes' logs."""
         return LogSettings(self.log_format, self.log_level)
 
     def with_absolute_paths(self) -> Self:
@@ -167,7 +167,7 @@ class EngineConfig(
         )
 
     def without_secrets(self) -> Self:
-        """Return the configuration without API keys, for processes that check none."""
+        """Return the configuration without API keys, for processes that do not check keys."""
         return self.model_copy(update={"api_key": (), "api_key_file": None})
 
     @classmethod
@@ -246,8 +246,8 @@ class EngineConfig(
 
 
 def with_first_names(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with their first names: ``block_size`` becomes ``page_size``. One that is
-    called as in 0.2 is warned of.
+    """Return the keys with their first names: ``block_size`` becomes ``page_size``. Warns of names
+    from 0.2.
 
     Raises ConfigError if two of them are names of one key.
     """
@@ -328,7 +328,7 @@ class ConfigFile:
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
-        """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in
+        """Name the options of a message by the file's keys: ``--stages is 9`` becomes ``stages (in
         file.yaml) is 9``.
 
         ``--stage-times[0].last`` becomes ``stage_times[0].last (in file.yaml)``. An option that was
@@ -347,7 +347,7 @@ class ConfigFile:
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that were given: the others are None, or () where a flag may be repeated."""
+    """Return the given flags: the others are None, or () if a flag may be repeated."""
     return {name: value for name, value in flags.items() if value is not None and value != ()}
 
 
@@ -357,7 +357,7 @@ def _hint(unknown: str) -> str:
 
 def _repeated_key(node: yaml.Node | None) -> str:
     """Return a key that a mapping of the file has twice, with - or with _, and the line of the
-    second; else nothing.
+    second; else "".
     """
     if isinstance(node, yaml.SequenceNode):
         return next(filter(None, map(_repeated_key, node.value)), "")
@@ -375,7 +375,7 @@ def _repeated_key(node: yaml.Node | None) -> str:
 
 
 def _position(error: yaml.MarkedYAMLError) -> str:
-    """Return where the error is, without the text there, which may be an API key."""
+    """Return the position of the error, without the text there, which may be an API key."""
     mark = error.problem_mark or error.context_mark
     return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 

@@ -1,4 +1,4 @@
-"""The keys of ``EngineConfig`` for every command, in groups; those of servers are in
+"""The keys of ``EngineConfig`` for every command, in groups; the keys of servers are in
 ``serving_keys.py``.
 
 Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these
@@ -136,8 +136,8 @@ def _check_number(name: str, value: object, least: int, most: int) -> None:
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 MAX_STAGES_PER_GPU = 64  # each of them is a process
 
-# What applies without a GPU where the user gives nothing; on GPUs ``planning/batch_limits.py``
-# chooses, no fewer sequences.
+# Defaults without a GPU; on GPUs ``planning/batch_limits.py`` chooses, with at least as many
+# sequences.
 SEQS_ON_CPUS, BATCHED_TOKENS_ON_CPUS = 64, 512
 MAX_SEQS_ON_GPUS = 256
 
@@ -145,7 +145,7 @@ Numbers = tuple[int, ...] | None
 
 
 class PipelineKeys(KeyGroup):
-    """The model, and how stages hold it."""
+    """The model, and its stages."""
 
     title = "Pipeline"
 
@@ -290,7 +290,7 @@ class PipelineKeys(KeyGroup):
 
 
 class ExpertKeys(KeyGroup):
-    """Experts on actors of their own."""
+    """Experts on separate actors."""
 
     title = "Expert actors"
 
@@ -328,7 +328,7 @@ class ExpertKeys(KeyGroup):
 
 
 class BatchingKeys(KeyGroup):
-    """What goes into a micro-batch."""
+    """The contents of a micro-batch."""
 
     title = "Batching"
 

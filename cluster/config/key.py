@@ -1,6 +1,4 @@
-"""How a key of the configuration is declared, and parsers of values that can be written in several
-ways.
-"""
+"""Declaration of a configuration key, and parsers of values with several notations."""
 
 import re
 from pathlib import Path
@@ -16,7 +14,7 @@ MAX_GPU_SPEED = 10_000
 MAX_EXPERT_REPLICAS = 2**14
 PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", re.IGNORECASE)
 
-# Larger numbers are mistakes: what is allocated in advance has to stay small.
+# Larger numbers are mistakes: memory that is allocated in advance has to stay small.
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
 SmallInt = Annotated[int, Field(ge=1, le=2**14)]
 # a sequence wastes half a page, and only full pages are found again
@@ -40,17 +38,14 @@ def key(
     in_serve_config: bool = True,
     defines_pipeline: bool = False,
 ) -> Any:  # pydantic's Field is declared so, too
-    """Declare a key: its default, its description, and what flags and documentation need to know
-    about it.
+    """Declare a key: its default, its description, and its properties for flags and documentation.
 
     Args:
         default: The value if the key is not given.
         description: Full sentences for ``--help`` and docs/configuration.md.
-        unset: What applies if the key is not given, in words, where the default value does not show
-            it.
-        metavar: How ``--help`` names the value; its choices, or else the type's name, if it is
-            None.
-        alias: The name in files and flags if it cannot be the field's.
+        unset: Description of the default, if the default value does not show it.
+        metavar: The name of the value in ``--help``; if None, its choices, or else the type's name.
+        alias: The name in files and flags, if the field cannot have this name.
         other_names: vLLM's names, which mean the same in files, flags and Ray Serve configs.
         former_names: Names of 0.2, which mean the same with a warning, and which 0.4 will refuse.
         has_flag: False for a key that only files may have.
@@ -84,7 +79,7 @@ _EXPECTED_HERE = {
 
 
 def describe_wrong_value(name: str, problem: Any) -> str:  # pydantic's ErrorDetails is private
-    """Return what pydantic found, in our words: ``--stages is 'two'; it must be a whole
+    """Return a readable form of pydantic's error: ``--stages is 'two'; it must be a whole
     number``.
     """
     if problem["type"] == "value_error":  # of typer's choices: 'x' is not one of 'full', 'small'.
@@ -102,14 +97,14 @@ class KeyGroup(BaseModel):
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:
-    """Return what ``key`` was given beyond the default and the description."""
+    """Return the arguments of ``key`` beyond the default and the description."""
     assert isinstance(field.json_schema_extra, dict)
     return dict(field.json_schema_extra)
 
 
 def keys_with(keys: type[BaseModel], **words: bool) -> set[str]:
-    """Return the fields for which ``key`` was given these words, such as ``has_flag=False``, by
-    their names in files.
+    """Return the fields with these arguments of ``key``, such as ``has_flag=False``, by their names
+    in files.
     """
     return {
         field.alias or name
@@ -127,7 +122,7 @@ def has_password(url: str) -> bool:
 
 
 def expand_home(path: Path) -> Path:
-    """Return ``~/models/x`` below the user's home folder; as it is, if there is no such user."""
+    """Return ``~/models/x`` below the user's home folder; unchanged if the user does not exist."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -177,9 +172,7 @@ def parse_expert_memory(value: object) -> tuple[int, ...] | None:
 
 
 def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int, ...]:
-    """Return one size per actor. Raises ConfigError if there is neither one for all nor one for
-    each.
-    """
+    """Return one size per actor. Raises ConfigError unless there is one for all or one for each."""
     if len(sizes) not in (1, num_actors):
         raise ConfigError(
             f"--expert-memory is for {len(sizes)} actors and --expert-actors is {num_actors}; "
@@ -205,7 +198,7 @@ def parse_gpu_speed(value: object) -> tuple[int, ...] | None:
 
 
 def parse_api_keys(value: object) -> tuple[SecretStr, ...]:
-    """Return keys, from a text or a list of them. Raises ConfigError, which does not repeat
+    """Return keys, from a text or a list of texts. Raises ConfigError, which does not repeat
     them.
     """
     keys = [

@@ -1,4 +1,4 @@
-"""Log settings of every process: format, level, and where records go."""
+"""Log settings of every process: format, level, and destination of records."""
 
 import logging
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tramontane.cluster.ray_internals.accessors import json_formatter, serve_log
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-ROOT_LOGGER = "tramontane"  # the parent of all loggers of ours
+ROOT_LOGGER = "tramontane"  # the parent of all our loggers
 TEXT = "%(levelname)s %(asctime)s %(component)s -- %(message)s"
 # in addition to Ray's: the logger, and the time in seconds since 1970
 MORE_FIELDS = ("name", "created")
@@ -24,16 +24,16 @@ class LogSettings:
     level: LogLevel = "warning"
 
     def for_ray_serve(self) -> dict[str, Any]:
-        """Return Ray Serve's ``LoggingConfig``. It logs warnings only: our ingress has an access
-        log of its own.
+        """Return Ray Serve's ``LoggingConfig``. It logs warnings only: our ingress has its own
+        access log.
         """
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         as_json = {"encoding": "JSON", "additional_log_standard_attrs": list(MORE_FIELDS)}
         return quiet | as_json if self.format == "json" else quiet
 
     def to_stderr(self, component: str, **fields: object) -> None:
-        """Log to standard error, in processes that are no replicas of Ray Serve. Ray keeps an
-        actor's next to its own logs.
+        """Log to standard error, in processes that are not replicas of Ray Serve. Ray keeps an
+        actor's log next to its own logs.
         """
         handler = logging.StreamHandler()
         handler.setFormatter(

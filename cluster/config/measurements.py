@@ -41,9 +41,9 @@ class MeasuredLoad:
         )
 
     @classmethod
-    def from_data(cls, data: Any) -> Self:  # whatever came as JSON
+    def from_data(cls, data: Any) -> Self:  # any JSON
         """Read the answer of ``GET /experts``. Raises ValueError, TypeError or LookupError for
-        anything else.
+        other data.
         """
         tokens, num_pipelines = parse_load(data), data["pipelines"]
         # the first layers of a model may have no experts
@@ -58,11 +58,11 @@ def load_as_data(load: ExpertLoad) -> dict[str, object]:
     return {KEY: [list(row) for row in load]}
 
 
-def parse_load(data: Any) -> ExpertLoad:  # whatever came as JSON
+def parse_load(data: Any) -> ExpertLoad:  # any JSON
     """Read the tokens per expert and layer.
 
-    Raises TypeError or LookupError if there is no list of lists, ValueError if these are not whole
-    numbers up to 2**53.
+    Raises TypeError or LookupError if the list of lists is missing, ValueError if its elements are
+    not whole numbers up to 2**53.
     """
     load = tuple(tuple(row) for row in data[KEY])
     if not all(type(tokens) is int and 0 <= tokens <= MAX_TOKENS for row in load for tokens in row):
@@ -71,13 +71,13 @@ def parse_load(data: Any) -> ExpertLoad:  # whatever came as JSON
 
 
 def read_load(path: Path, name: str = "--expert-load") -> ExpertLoad:
-    """Read a file that ``tramontane experts --json`` wrote. Raises ConfigError for others."""
+    """Read a file written by ``tramontane experts --json``. Raises ConfigError for other files."""
     return _read(path, name, "tramontane experts --json", KEY, parse_load)
 
 
 def _read(path: Path, name: str, command: str, key: str, parse: Callable[[Any], Parsed]) -> Parsed:
-    """Read what a command wrote. Raises ConfigError if there is no ``key``, or ``parse`` raises
-    ValueError.
+    """Read a file written by a command. Raises ConfigError if ``key`` is missing, or ``parse``
+    raises ValueError.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -94,8 +94,8 @@ def _read(path: Path, name: str, command: str, key: str, parse: Callable[[Any], 
 
 
 def _parse_list(value: object) -> object:
-    """Return the list of a configuration file that reached us as the text of a flag; all else as it
-    is.
+    """Return the list of a configuration file that arrives as the text of a flag; other values
+    unchanged.
     """
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):
@@ -143,13 +143,14 @@ class StageTime:
     busy: float
 
 
-def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # whatever came as JSON
+def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # any JSON
     """Read the list ``stages`` of ``tramontane bench --json`` or ``generate --json``.
 
-    Busy for 25 % of the time at speed 3 and for 75 % at speed 1 is the same work: both 0.75.
+    A stage that is busy for 25 % of the time at speed 3 does the same work as one that is busy for
+    75 % at speed 1: both 0.75.
 
-    Raises TypeError or LookupError if there is none, ValueError if it is not that of a pipeline of
-    two stages or more, or if the devices were unlike and their speeds are not known.
+    Raises TypeError or LookupError if the list is missing, ValueError if it is not from a pipeline
+    of two stages or more, or if the devices differ and their speeds are not known.
     """
     times = tuple(
         StageTime(stage["layers"][0], stage["layers"][1], stage["busy_share"])

@@ -4,7 +4,7 @@ files.
 
 from types import MappingProxyType
 
-# bytes from a client; Ray Serve forwards it in messages of its own, of up to 4 MiB
+# bytes from a client; Ray Serve forwards it in its own messages, of up to 4 MiB
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16
 # Ray Serve on fewer threads, over gRPC, and with a controller that runs its loop less often than
 # ten times a second: about 1.25 times the streamed tokens on two cores. The proxy ignores Ray
@@ -16,7 +16,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # else a router that hangs would keep its pipeline
+    # otherwise a hanging router would keep its pipeline
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
@@ -45,10 +45,10 @@ PROMETHEUS, GRAFANA = "http://localhost:9090", "http://localhost:3000"  # Ray's 
 def monitoring_settings(
     prometheus: str = PROMETHEUS, grafana: str = GRAFANA, grafana_of_browsers: str = ""
 ) -> dict[str, str]:
-    """Return the environment of a head node whose dashboard shows the stages: addresses as the head
-    reaches them.
+    """Return the environment of a head node whose dashboard shows the stages, with addresses as
+    seen from the head.
 
-    ``grafana_of_browsers``: Grafana's address as a user's browser reaches it, if that is another.
+    ``grafana_of_browsers``: Grafana's address as seen from a user's browser, if different.
     """
     return {
         "RAY_PROMETHEUS_HOST": prometheus,

@@ -94,7 +94,7 @@ class ServingKeys(KeyGroup):
 
 
 class ScalingKeys(KeyGroup):
-    """How many pipelines serve."""
+    """The number of pipelines that serve."""
 
     title = "Autoscaling"
 

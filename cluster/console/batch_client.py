@@ -125,8 +125,8 @@ class BatchClient:
         self._http.close()
 
     def submit(self, file: Path, keeps_order: bool, endpoint: str) -> Job:
-        """Upload the file, which must have a line that is not blank, and create a job of it."""
-        key = uuid.uuid4().hex  # with which the server recognizes a retry
+        """Upload the file, which must have a nonblank line, and create a job from it."""
+        key = uuid.uuid4().hex  # the server recognizes a retry by it
 
         def upload() -> httpx.Response:
             with file.open("rb") as opened:
@@ -181,8 +181,8 @@ class BatchClient:
             time.sleep(WATCH_INTERVAL_S)
 
     def results(self, job_id: str, output: ResultSink) -> int:
-        """Write all results, as they are ready, and return their number. Those that the output has
-        are not sent again.
+        """Write all results, as they are ready, and return their number. Results that the output
+        already has are not sent again.
         """
         num_lines = output.count_lines()
         while True:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABEL, CELL = 6, 6  # characters
-BUSIEST = "*"  # of its layer
+BUSIEST = "*"  # the busiest expert of its layer
 SHADES = (  # upper bound of load over the layer's mean, and its style
     (0.5, "white on grey11"),
     (0.8, "white on grey27"),
@@ -79,7 +79,7 @@ def cell_style(times: float) -> str:
 
 
 def heat_legend() -> Text:
-    """Return what the shades of a heat map mean, in at most 70 characters."""
+    """Return the legend of a heat map's shades, in at most 70 characters."""
     text = Text("times the layer's mean: ")
     for limit, style in SHADES[:-1]:
         text.append(f" to {limit:g} ", style)
@@ -136,12 +136,12 @@ def render_timeline(shown: Sequence[Column], column_s: float) -> Text:
 
 
 def timeline_legend() -> Text:
-    """Return what the characters of a timeline mean."""
+    """Return the legend of a timeline's characters."""
     return Text.assemble((PROMPTS, PROMPT_STYLE), " prompts  ", (DECODES, DECODE_STYLE), " decodes")
 
 
 def check_plot_target(path: Path) -> None:
-    """Check, before anything is measured, that a figure can be written, with matplotlib, an extra.
+    """Check, before any measurement, that a figure can be written, with matplotlib, an extra.
     Raises ConfigError.
     """
     if find_spec("matplotlib") is None:

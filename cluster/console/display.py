@@ -28,8 +28,8 @@ LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
 class LoadingWorker(Protocol):
-    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it
-    does until it is ready.
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then its
+    activity until it is ready.
     """
 
     @property
@@ -46,7 +46,7 @@ class LoadingWorker(Protocol):
 
     @property
     def activity(self) -> str:
-        """What it does after its weights are loaded; "" before."""
+        """Its activity after its weights are loaded; "" before."""
 
 
 class Display:
@@ -72,8 +72,8 @@ class Display:
         self._printed = 0
 
     def report(self, activity: str) -> None:
-        """Show what the command waits for. It may have names that others gave, of which no control
-        character is shown.
+        """Show the command's current wait. The text may contain names from others, so control
+        characters are removed.
         """
         self._stop_bars()
         activity = activity.translate(STRIP_CONTROL | {ord("\n"): " "})
@@ -86,10 +86,10 @@ class Display:
             self.stderr.print(f"{activity} ...", soft_wrap=True, markup=False)
 
     def loading(self, stages: Sequence[LoadingWorker]) -> None:
-        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all
-        their bytes.
+        """Show the progress of every stage: bars in a terminal, otherwise a line for each quarter
+        of all their bytes.
 
-        Once these are loaded, what the stages do until they are ready.
+        Once these are loaded, show the stages' activities until they are ready.
         """
         if self.stderr.is_terminal:
             if self._bars is None:
@@ -112,7 +112,7 @@ class Display:
         self.stderr.print(f"note: {text}", markup=False, soft_wrap=True)
 
     def note_in_terminal(self, text: str) -> None:
-        """Keep a line of the start on a terminal, where those of ``report`` do not stay."""
+        """Keep a line of the startup on a terminal, where the lines of ``report`` do not stay."""
         if self.stderr.is_terminal and not self._silent:
             self._stop_waiting()
             self.note(text)
@@ -220,8 +220,8 @@ class Display:
 
 
 def _activities(stages: Sequence[LoadingWorker]) -> str:
-    """Return what those of the stages do that are not ready, once all have loaded their weights; ""
-    before and at the end.
+    """Return the activities of the stages that are not ready, once all have loaded their weights;
+    "" before and at the end.
     """
     if any(not stage.activity for stage in stages):
         return ""

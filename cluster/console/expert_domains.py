@@ -1,5 +1,5 @@
-"""Which experts a running server chooses for texts of several kinds, and how often consecutive
-tokens share one.
+"""Analysis of the experts that a running server chooses for texts of several kinds, and how often
+consecutive tokens share one.
 
 The shares by kind of text are figure 7 of the Mixtral paper (arXiv 2401.04088), the repetitions its
 table 5.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PIECE_CHARS = 1024  # of a text, in one request
-CHARS_PER_TOKEN = 0.25  # at least: a character that no token has takes up to four
+CHARS_PER_TOKEN = 0.25  # at least: a character that no token contains takes up to four tokens
 NUM_REQUESTS = 8  # at once
 
 # experts of each token, the heaviest first, by layer
@@ -33,7 +33,7 @@ Choices = Mapping[str, Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class DomainChoices:
-    """The experts that the tokens of one text chose. Of each piece the first token, which may begin
+    """The experts chosen for the tokens of one text. The first token of each piece, which may begin
     every text, is left out.
     """
 
@@ -115,11 +115,11 @@ def fetch_choices(
     num_experts: Sequence[int],
     on_piece: Callable[[int, int], None],
 ) -> list[DomainChoices]:
-    """Let the server compute every text, and count the experts. ``on_piece`` gets how many of how
-    many pieces are done.
+    """Let the server compute every text, and count the experts. ``on_piece`` gets the numbers of
+    finished and of all pieces.
 
-    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if
-    it cannot compute now.
+    Raises the errors of ``request``, ConfigError if it is another server, PipelineUnavailableError
+    if it cannot compute now.
     """
     size = piece_size(_max_model_len(client))
     pieces = {name: split_text(text, size) for name, text in texts.items()}

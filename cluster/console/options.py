@@ -1,5 +1,5 @@
-"""Command line options, made from the keys of the configuration, and the configuration that they
-and ``--config`` give.
+"""Command line options, made from the keys of the configuration, and the configuration from these
+and ``--config``.
 """
 
 import inspect
@@ -21,18 +21,18 @@ from tramontane.cluster.config.key import extra
 from tramontane.proto.errors import UserError
 from tramontane.proto.units import format_bytes_flag
 
-# what else a key may be, its flag takes as text, which EngineConfig parses
+# flags of other types take text, which EngineConfig parses
 FLAG_TYPES = (bool, int, float, Path)
 REPEATED = {"api_key"}
 
 
 def option(*names: str, help: str, panel: str | None = None, **details: Any) -> Any:
-    """Return an option of a command of its own. ``panel``: the title above it in ``--help``."""
+    """Return an option of a single command. ``panel``: the title above it in ``--help``."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **details)
 
 
 def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """Return an option without a value, which typer's help would otherwise show with one: ``--json
+    """Return an option without a value; typer's help would otherwise show one: ``--json
     <bool>``.
     """
     return typer.Option(name, help=help, rich_help_panel=panel, metavar="")
@@ -74,7 +74,7 @@ Command = Callable[..., None]
 
 
 def flags_of(*groups: type[BaseModel]) -> tuple[str, ...]:
-    """Return the keys of these groups that have a flag."""
+    """Return the keys of the groups that have a flag."""
     fields = [
         (field.alias or name, field)
         for group in groups
@@ -84,7 +84,7 @@ def flags_of(*groups: type[BaseModel]) -> tuple[str, ...]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return in words what applies if the key is not given; empty for a switch that is off."""
+    """Return a description of a key's default; empty for a switch that is off."""
     if extra(field)["unset"]:
         return str(extra(field)["unset"])
     default = field.default
@@ -110,11 +110,11 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:
 
 
 def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:
-    """Give a command the options of these keys and ``--config``, next to its own; those that are
+    """Give a command the options of these keys and ``--config``, next to its own; options that are
     not given are None.
 
-    The command does not name them: ``load_config`` finds them in the context. One that it does name
-    is its own.
+    The command does not declare them: ``load_config`` finds them in the context. An option that it
+    does declare is its own.
     """
 
     def decorate(command: Command) -> Command:
@@ -148,7 +148,7 @@ def _flag_type(name: str) -> Any:  # a type, or list[str]
 
 
 def _choices(name: str) -> str | None:
-    """Return ``<text|json>`` for a key that has one of some words."""
+    """Return ``<text|json>`` for a key with a fixed set of words."""
     kind = next(iter(_plain_types(FIELDS[name][0].annotation)))
     words = (
         list(kind)
@@ -161,8 +161,8 @@ def _choices(name: str) -> str | None:
 
 
 def _plain_types(annotation: Any) -> set[Any]:
-    """Return the members of a union, without None and without what is annotated: ``PositiveInt |
-    None`` is int.
+    """Return the members of a union, without None and without annotations: ``PositiveInt | None``
+    is int.
     """
     if get_origin(annotation) is Annotated:
         return _plain_types(get_args(annotation)[0])
@@ -172,7 +172,7 @@ def _plain_types(annotation: Any) -> set[Any]:
 
 
 def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Make those keys of the file that are options of this command the defaults of these."""
+    """Use the file's keys that are options of this command as the defaults of these options."""
     if path is not None:
         keys = {
             key: value for key, value in ConfigFile.read(path).keys.items() if value is not None
@@ -183,8 +183,8 @@ def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _as_text(value: object) -> str:
-    """Return what the flag of a key would be given: ``24GiB,80GiB``, or JSON for a list of lists or
-    of dictionaries.
+    """Return the text of a key's flag: ``24GiB,80GiB``, or JSON for a list of lists or of
+    dictionaries.
     """
     if not isinstance(value, list):
         return str(value)
@@ -195,7 +195,7 @@ def _as_text(value: object) -> str:
     )
 
 
-# For commands that plan or model something, of which only some keys are options.
+# For commands that plan or model something, and have only some keys as options.
 ConfigDefaults = Annotated[
     Path | None,
     option(
@@ -216,7 +216,7 @@ def is_from_file(context: typer.Context, name: str) -> bool:
 
 
 def explicit_options(context: typer.Context) -> list[str]:
-    """Return the names of the options that were given, among those that are None otherwise."""
+    """Return the names of the given options, among the options whose default is None."""
     return [name for name, value in context.params.items() if value is not None]
 
 

@@ -1,4 +1,4 @@
-"""Prompts from arguments or standard input, validated before anything is started."""
+"""Prompts from arguments or standard input, validated before any process is started."""
 
 import sys
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def read_prompts(arguments: list[str] | None) -> list[Prompt]:
 
 
 def _lines_of_stdin() -> list[str]:
-    """Return lines as editors count them: form feeds and Unicode separators do not end a line."""
+    """Return lines by the rules of editors: form feeds and Unicode separators do not end a line."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
     data = sys.stdin.buffer.read()
@@ -45,7 +45,9 @@ def _lines_of_stdin() -> list[str]:
 def sampling_params(
     max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int
 ) -> SamplingParams:
-    """Return the parameters of these options. Raises RequestError, which names the option."""
+    """Return the sampling parameters of these options. Raises RequestError, which names the
+    option.
+    """
     try:
         return SamplingParams(max_tokens, temperature, top_p, top_k, seed=seed)
     except RequestError as error:

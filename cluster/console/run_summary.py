@@ -28,10 +28,10 @@ ExpertIds = dict[str, list[tuple[int, ...]]]  # layer to the experts of each tok
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``experts`` are those of the new tokens except the last; empty, as
-    ``prompt_experts``, if not requested.
+    """One answer. ``experts``: of the new tokens except the last; empty, like ``prompt_experts``,
+    if not requested.
 
-    ``error``: why ``finish`` is an error, or else "".
+    ``error``: the reason if ``finish`` is an error, else "".
     """
 
     prompt: str
@@ -45,8 +45,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A finished run. Seconds count from the start of the process; ``devices`` are known only where
-    JSON is wanted.
+    """A finished run. Seconds count from the start of the process; ``devices`` are known only for
+    JSON output.
     """
 
     completions: tuple[Completion, ...]
@@ -68,7 +68,7 @@ def render_summary(outcome: GenerateResult) -> Group:
 
 
 def cache_note(plan: PipelinePlan) -> str:
-    """Return how much a sequence and all of them may be cached, and which options set that."""
+    """Describe the maximum cache of a sequence and of all sequences, and the options for it."""
     return f"{plan.describe_cache()}, {plan.max_model_len} positions per sequence (--max-model-len)"
 
 

@@ -20,7 +20,7 @@ POLL_INTERVAL_S = 1.0
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 
 SERVER = "Running server"  # title of a group of options
-Snapshot = Activity | str  # or why there is none
+Snapshot = Activity | str  # or the reason for its absence
 Key = Annotated[
     str | None,
     option(
@@ -48,7 +48,7 @@ def base_url(url: str) -> httpx.URL:
 
 
 def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
-    """Return the headers of every request; none without a key. Raises ConfigError, which does not
+    """Return the headers of every request; empty without a key. Raises ConfigError, which does not
     repeat the key.
     """
     if key is not None and file is not None:
@@ -67,7 +67,7 @@ def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
 
 # httpx's own
 def request(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
-    """Send a request. Raises what ``no_answer`` returns if the server does not answer, ConfigError
+    """Send a request. Raises the error of ``no_answer`` if the server does not answer, ConfigError
     if it requires another key.
     """
     try:
@@ -81,8 +81,8 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
 def no_answer(
     client: httpx.Client | httpx.AsyncClient, error: Exception
 ) -> ConfigError | ConnectionLostError:
-    """Return the error for a server that did not answer: ConfigError for a port that cannot be the
-    right one.
+    """Return the error for a server that did not answer: ConfigError for a port that is certainly
+    wrong.
     """
     message = f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}"
     if is_other_protocol(error):
@@ -96,7 +96,7 @@ def no_answer(
 
 
 def is_other_protocol(error: Exception) -> bool:
-    """Return True if what listens sent something else than HTTP/1, as a gRPC port does; False if it
+    """Return True if the server sent data that is not HTTP/1, as a gRPC port does; False if it
     closed the connection.
     """
     return isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error)
@@ -111,11 +111,11 @@ def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: http
 
 
 def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) -> Activity:
-    """Return what the pipelines did since ``after``, which has the number of the last known
+    """Return the pipelines' activity since ``after``, which has the number of the last known
     micro-batch of each pipeline.
 
-    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if
-    it cannot answer now.
+    Raises the errors of ``request``, ConfigError if it is another server, PipelineUnavailableError
+    if it cannot answer now.
     """
     answer = request(
         client,
@@ -150,7 +150,7 @@ def last_seen(activity: Activity) -> dict[str, int]:
 
 
 def poll_activity(client: httpx.Client) -> Iterator[Snapshot]:
-    """Yield what is new once a second. Errors of the first request are raised, later ones yielded:
+    """Yield new activity once a second. Errors of the first request are raised, later ones yielded:
     the server may restart.
     """
     activity = ask_activity(client)

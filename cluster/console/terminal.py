@@ -1,6 +1,4 @@
-"""Lines typed into a terminal. What is typed while none is asked for waits, unseen, for the next
-prompt.
-"""
+"""Lines typed into a terminal. Input typed between prompts waits, hidden, for the next prompt."""
 
 import sys
 import termios
@@ -19,7 +17,7 @@ from tramontane.cluster.common.signals import undone_at_end
 from tramontane.cluster.ray_internals.accessors import set_process_title
 from tramontane.proto.errors import ConfigError, TramontaneError
 
-IFLAG, LFLAG, CC = 0, 3, 6  # indices of what tcgetattr returns
+IFLAG, LFLAG, CC = 0, 3, 6  # indices of the result of tcgetattr
 
 
 class TerminalInput:
@@ -45,12 +43,12 @@ class TerminalInput:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Do not show what is typed into standard input during the block, except at prompts, which get
-    all of it.
+    """Hide input typed into standard input during the block, except at prompts, which receive all
+    of it.
 
-    The terminal's own editing of lines is off too: a prompt that comes later edits. Ctrl-C is still
-    a signal. The terminal is as before after the block, however that ends. Nothing happens if
-    standard input is no terminal.
+    The terminal's own line editing is off too: a later prompt does it. Ctrl-C is still a signal.
+    The terminal is restored after the block, however that ends. No effect if standard input is not
+    a terminal.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield
@@ -59,12 +57,12 @@ def without_echo() -> Iterator[None]:
     before = termios.tcgetattr(terminal)
     quiet = termios.tcgetattr(terminal)
     quiet[LFLAG] &= ~(termios.ECHO | termios.ICANON)
-    quiet[IFLAG] &= ~termios.ICRNL  # prompts tell Enter from Ctrl-J
+    quiet[IFLAG] &= ~termios.ICRNL  # prompts distinguish Enter from Ctrl-J
     quiet[CC][termios.VMIN], quiet[CC][termios.VTIME] = 1, 0
 
     def restore() -> None:
         with suppress(termios.error):  # the terminal was closed
-            termios.tcsetattr(terminal, termios.TCSANOW, before)  # discards nothing that was typed
+            termios.tcsetattr(terminal, termios.TCSANOW, before)  # keeps typed input
 
     with undone_at_end(restore):
         termios.tcsetattr(terminal, termios.TCSANOW, quiet)
@@ -79,7 +77,7 @@ HIDDEN = "***"
 
 
 def hide_secrets_in_title(arguments: Sequence[str]) -> None:
-    """Set a process title without secrets, before Ray reads it. Until then they can be seen."""
+    """Set a process title without secrets, before Ray reads it. Until then they are visible."""
     if redact_arguments(arguments) == list(arguments):
         return
     set_process_title(list2cmdline(redact_arguments(psutil.Process().cmdline())))
@@ -99,7 +97,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-# Files that commands write: never over a file of another origin, and with errors that name the
+# Files written by commands: never over a file of another origin, and with errors that name the
 # option.
 
 
@@ -129,19 +127,19 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
-# Classes of commands whose help cuts no option's name, and shows ``--help`` without a value; how
-# commands end in errors.
+# Classes of commands whose help does not cut option names, and shows ``--help`` without a value;
+# exits with errors.
 
 
 def print_error(message: str) -> None:
-    """Print the one line about what has ended the command."""
+    """Print the error that has ended the command, in one line."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
 
 
 @contextmanager
 def print_errors_at_once() -> Iterator[None]:
-    """Print an error of the block before what is reported while the command ends, such as that the
-    stages are removed.
+    """Print an error of the block before the reports of the clean-up, such as the removal of
+    stages.
     """
     try:
         yield
@@ -159,8 +157,8 @@ class PlainCommand(TyperCommand):
         return _without_value(super().get_help_option(ctx))
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return typer's parser, which knows the other names of keys too. Help and errors name the
-        first only.
+        """Return typer's parser, which also accepts the other names of keys. Help and errors show
+        only the first name.
         """
         from tramontane.cluster.config.engine_config import OTHER_NAMES  # slow to import
 
@@ -174,7 +172,7 @@ class PlainCommand(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. A former name of a key is warned of."""
+        """Parse the arguments. Warns of former names of keys."""
         from tramontane.cluster.config.engine_config import (
             FORMER_NAMES,
             OTHER_NAMES,
@@ -191,7 +189,7 @@ class PlainCommand(TyperCommand):
         """Show typer's help with each option's long names and its value in one column, which is
         wrapped between them.
 
-        Typer has a column for each, and cuts all of them where their sum is too wide:
+        Typer has a column for each, and cuts all of them if their sum is too wide:
         ``--max-queued-reque…``.
         """
         shown = copy(self)
@@ -208,7 +206,7 @@ def as_flag(key: str) -> str:
 
 
 class PlainGroup(TyperGroup):
-    """A group of such commands."""
+    """A group of commands of this kind."""
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return typer's own option, shown without a value."""
@@ -234,7 +232,7 @@ def _in_one_column(option: TyperOption, context: Any) -> TyperOption:
 
 
 def _describe_value(option: TyperOption, context: Any) -> str:
-    """Return ``<int> [1<=x<=64]`` where typer has ``<int range>`` and a column of its own for the
+    """Return ``<int> [1<=x<=64]`` where typer has ``<int range>`` and a separate column for the
     range.
     """
     kind = (option.display_type_rich(context) or "").replace(" range>", ">")

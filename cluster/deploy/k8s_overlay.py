@@ -37,14 +37,14 @@ MODELS_CLAIM, MODELS_FOLDER = "tramontane-models", "/models"
 STORE_BYTES = GIB  # Ray's object store in each pod: some micro-batches of hidden states
 # of a GPU's pod: Ray, CUDA's host memory, and parts of the checkpoint while it is loaded
 HOST_BYTES = 12 * GIB
-OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, in addition to what its stage may use
+OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, in addition to its stage's memory
 HEAD_BYTES, INGRESS_BYTES = 8 * GIB, 6 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPodSpec:
-    """The pod of a stage or an expert actor; ``memory`` is that of its GPU, or without one what it
-    may use.
+    """The pod of a stage or an expert actor; ``memory`` is its GPU's, or the memory that it may use
+    without a GPU.
     """
 
     threads: int
@@ -59,7 +59,7 @@ def head_group(model: str | None) -> Document:
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": HTTP_PORT}
     container = _container("ray-head", 2, HEAD_BYTES, ports, model)
     spec = _pod_spec(container, model)
-    if model is not None:  # so that nothing is deployed before the model is there
+    if model is not None:  # so that the application is not deployed before the model is there
         spec["initContainers"] = [_wait_for_model(model)]
     return {
         "rayStartParams": _ray_start_params(0) | {"dashboard-host": "0.0.0.0"},
@@ -123,7 +123,7 @@ def worker_group(
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         ]
     else:
-        # what the stage is planned with; Ray would count all memory of the pod
+        # the memory that the plan assumes; Ray would count all memory of the pod
         start |= {"memory": str(pod.memory)}
     return _group(name, min_pods, max_pods, start, _template(role, spec))
 
@@ -218,7 +218,7 @@ REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A served model. ``args`` are the keys of the application, ``config`` is made of them and of
+    """A served model. ``args`` are the keys of the application; ``config`` is built from them and
     the number of pipelines.
 
     ``model`` is the name of the model's folder; None for the demo model.
@@ -321,7 +321,7 @@ def _ray_service(overlay: Overlay) -> Document:
     cluster["headGroupSpec"] = head_group(overlay.model)
     cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
     spec = {
-        # a second cluster next to this one would need as many GPUs again
+        # a second cluster next to this one would need the same number of GPUs again
         "upgradeStrategy": {"type": "None"},
         "excludeHeadPodFromServeSvc": True,
         "serveConfigV2": yaml.safe_dump(serve_config(overlay), sort_keys=False),

@@ -1,4 +1,4 @@
-"""Configuration of Prometheus, Grafana and Ray's head node with which Ray's dashboard shows the
+"""Configuration of Prometheus, Grafana and Ray's head node that makes Ray's dashboard show the
 stages at work.
 """
 
@@ -68,7 +68,7 @@ def _moved_down(panel: Panel, height: int) -> Panel:
 
 
 def _with_nested(panels: Sequence[Panel]) -> Iterator[Panel]:
-    """Yield the panels and those of collapsed rows."""
+    """Yield the panels and the panels inside collapsed rows."""
     for panel in panels:
         yield panel
         yield from panel.get("panels", ())
@@ -133,7 +133,7 @@ def _prometheus(folder: Path) -> dict[str, Any]:
 
 def _grafana(folder: Path) -> str:
     """Return Grafana's own settings: Ray's dashboard shows it in frames, to users who have not
-    logged in there.
+    logged in to Grafana.
     """
     return (
         "[security]\nallow_embedding = true\n\n"

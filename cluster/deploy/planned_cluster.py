@@ -24,8 +24,8 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def application_args(context: typer.Context, fixed: Collection[str]) -> dict[str, Any]:
-    """Return the keys of ``--config`` and of flags, without ``fixed`` and the model, whose path is
-    another one there.
+    """Return the keys of ``--config`` and of flags, without ``fixed`` and the model, whose path
+    differs there.
 
     Raises ConfigError if the file has such keys.
     """
@@ -47,7 +47,7 @@ def application_args(context: typer.Context, fixed: Collection[str]) -> dict[str
 def planned_config(
     args: dict[str, Any], model: Path | None, replicas: int, max_replicas: int | None = None
 ) -> EngineConfig:
-    """Return the configuration of the application, with the path that the model has here."""
+    """Return the configuration of the application, with the model's local path."""
     model_key = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
     config = validate_config(

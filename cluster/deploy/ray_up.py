@@ -23,13 +23,13 @@ ROLE_LABEL = "tramontane-role"
 GCS_PORT = 6379
 STORE_BYTES = GIB  # Ray's object store on each node: some micro-batches of hidden states
 DISK_GIB = 256
-# ``ray down`` does not switch machines of one's own off: a node that misses its head for this time
-# ends, and what Ray leaves running on it is stopped, unless Ray has been started again.
+# ``ray down`` does not switch off machines of one's own: a node that loses its head for this time
+# ends, and the remaining Ray processes on it are stopped, unless Ray has been started again.
 ORPHAN_TIMEOUT_S = 15
 STOP_ORPHANS = (
     "tail --pid=$(pgrep -nx raylet) -f /dev/null; sleep 15; pgrep -x raylet || ray stop --force"
 )
-SDKS = MappingProxyType(  # with which Ray's autoscaler on the head node starts machines
+SDKS = MappingProxyType(  # Ray's autoscaler on the head node starts machines with these
     {
         "aws": ("boto3",),
         "gcp": ("google-api-python-client", "google-auth", "cryptography"),
@@ -43,8 +43,8 @@ SDKS = MappingProxyType(  # with which Ray's autoscaler on the head node starts 
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """A machine with one GPU; ``memory`` is what CUDA reports of it, rounded down: less than the
-    nominal size.
+    """A machine with one GPU; ``memory`` is the memory that CUDA reports, rounded down: less than
+    the nominal size.
     """
 
     name: str
@@ -79,8 +79,8 @@ HEAD_INSTANCES = MappingProxyType(
 class RayUpSpec:
     """A cluster for ``ray up``.
 
-    ``serve`` holds the keys of ``tramontane serve --config``. ``memory`` is what a stage without a
-    GPU may use. ``hosts`` are addresses of existing machines, the head's first; empty for clouds.
+    ``serve`` holds the keys of ``tramontane serve --config``. ``memory``: of a stage without a GPU.
+    ``hosts``: addresses of existing machines, the head's first; empty for clouds.
     """
 
     command: str

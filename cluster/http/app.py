@@ -69,18 +69,17 @@ from tramontane.router.tokenization.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-# Rebalances experts for a load; returns how many experts were loaded for that, and by how many
-# pipelines.
+# Rebalances experts for a load; returns how many experts were loaded, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAppConfig:
-    """What an ``HttpApp`` serves, and its bounds.
+    """The services, model and limits of an ``HttpApp``.
 
-    ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts
-    have been given so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
-    how conversations become prompts. ``extra_routes`` are endpoints of others behind the same keys,
+    ``is_ready`` returns whether tokens can be generated now, ``expert_load`` the tokens routed to
+    each expert so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
+    renders conversations as prompts. ``extra_routes`` are further endpoints behind the same keys,
     and ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
     ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
     ``SlowClientMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
@@ -110,7 +109,7 @@ class HttpApp:
 
     def __init__(self, config: HttpAppConfig) -> None:
         self._config, self._model = config, config.model
-        # one largest body fits
+        # a body of the maximum size fits
         limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         self._bodies = BodyReader(limiter, config.max_body_bytes, config.model.counts)
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
@@ -186,7 +185,7 @@ class HttpApp:
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
-        """Answer ``GET /health``: 200 if tokens can be made now, or else 503."""
+        """Answer ``GET /health``: 200 if tokens can be generated now, else 503."""
         if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
         return json_error(

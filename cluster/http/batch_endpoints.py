@@ -103,8 +103,8 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
 
 
 class BatchEndpoints:
-    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees those of
-    its API key only.
+    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees the jobs
+    of its own API key only.
     """
 
     def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
@@ -253,7 +253,7 @@ class BatchEndpoints:
 
 
 def _min_file_size(request: Request) -> int:
-    """Return how large the form's file is at least, by the request's headers."""
+    """Return the minimum size of the form's file, by the request's headers."""
     length = request.headers.get("content-length", "")
     return (
         max(int(length) - MULTIPART_OVERHEAD, 0)
@@ -274,7 +274,7 @@ def _require_multipart(content_type: str) -> None:
 
 
 def _file_of(form: FormData) -> UploadFile:
-    """Return the form's file. Raises RequestError if the form is not as it must be."""
+    """Return the form's file. Raises RequestError if the form is invalid."""
     if form.get("purpose") != "batch":
         raise ParameterError("purpose must be batch", "purpose")
     file = form.get("file")

@@ -19,8 +19,8 @@ from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 from tramontane.router.openai.response_models import Event, to_json
 
-# How each API writes errors, as the body of a response and as an event of a stream: OpenAI's in two
-# ways, and Anthropic's.
+# The error format of each API, as the body of a response and as an event of a stream: OpenAI's in
+# two ways, and Anthropic's.
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages/"
@@ -44,7 +44,8 @@ class ErrorShape(NamedTuple):
     """Errors of one API.
 
     ``body``: of a response. ``event``: with the body of a response and the event's number, where
-    events have numbers. ``number_after``: a number above those of all events of so many tokens.
+    events have numbers. ``number_after``: a number above the numbers of all events of
+    ``num_tokens`` tokens.
     """
 
     body: Callable[[HttpErrorSpec, str], dict[str, Any]]
@@ -64,7 +65,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def error_shape(path: str) -> ErrorShape:
-    """Return how errors of a path are written, wherever the application is mounted."""
+    """Return the error format of a path, wherever the application is mounted."""
     if MESSAGES in f"{path}/":
         return _ANTHROPIC
     return _RESPONSES if path.endswith(RESPONSES) else _OPENAI
@@ -80,8 +81,8 @@ def _responses_event(body: bytes, number: int) -> bytes:
 
 
 def _number_after(num_tokens: int) -> int:
-    """Return a number for the next event, without knowledge of the blocks, of which a token hardly
-    begins two.
+    """Return a number for the next event, without knowledge of the blocks: a token rarely begins
+    two.
     """
     return responses_answer.next_number(num_tokens, 2 * num_tokens + 2)
 
@@ -133,7 +134,7 @@ def request_id(request: Request) -> str:
 
 
 def request_identity(request: Request) -> Identity:
-    """Return who sends the request, as ``AuthMiddleware`` set it."""
+    """Return the identity of the client, as ``AuthMiddleware`` set it."""
     identity: Identity = getattr(request.state, "identity", Identity())
     return identity
 
@@ -148,7 +149,7 @@ async def _client_closed(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-# Handlers that every application of ours has.
+# Handlers of all our applications.
 ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType(
     {TramontaneError: _failed, ClientDisconnect: _client_closed}
 )
@@ -182,7 +183,7 @@ def not_found_handler(
             return json_error(
                 error.status_code, message, "invalid_request_error", path=request.url.path
             )
-        # of all routes with this path; the error has those of one
+        # of all routes with this path; the error lists only one route's methods
         methods = _methods(routes, request)
         message = (
             f"{path} does not take {request.method:.20}; it takes"
@@ -201,7 +202,7 @@ def not_found_handler(
 
 
 def _advice(path: str) -> str:
-    if "/v1/responses/" in path:  # of one that a client has received, to read, cancel or delete it
+    if "/v1/responses/" in path:  # the path of one response, to read, cancel or delete it
         return NOT_STORED
     return METRICS if path.rstrip("/").endswith("/metrics") else OTHER_PATHS
 

@@ -1,5 +1,5 @@
 """Failover in Ray Serve's HTTP proxy: another ingress continues a response whose ingress is lost,
-unseen by the client.
+transparently to the client.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from tramontane.proto.timing import ATTEMPT_PAUSES_S, MAX_ATTEMPT_S, QUICK_FAILU
 from tramontane.router.openai.errors import UNAVAILABLE, HttpErrorSpec
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
-# One response to a client, put together from those of several ingresses, and how an ingress reports
-# its progress to the proxy.
+# One response to a client, assembled from the responses of several ingresses, and how an ingress
+# reports its progress to the proxy.
 #
 # A client receives a response that is not streamed when it is complete. Until then the ingress
-# reports to its proxy, at intervals, what has been generated.
+# reports the generated output to its proxy at intervals.
 
-# Keys in the scope, next to those of HTTP, where no client can write.
+# Keys in the ASGI scope, which clients cannot write.
 SCOPE_RESUME = "tramontane.resume"  # from the proxy: a ResumeState
 # for the endpoints, where a proxy relays the response: a ProgressReporter
 SCOPE_PROGRESS = "tramontane.report_progress"
@@ -34,10 +34,10 @@ MESSAGE_NODE = "tramontane.node"
 # a message: updates of choices, and parts of a response that is not streamed
 MESSAGE_PROGRESS = "tramontane.progress"
 MESSAGE_UPDATES = "tramontane.updates"  # in each message of a stream: the updates that it makes
-PROGRESS_INTERVAL_S = 1.0  # the most work that the loss of an ingress repeats
+PROGRESS_INTERVAL_S = 1.0  # the maximum work that the loss of an ingress repeats
 # of log-probabilities in one report, which Ray Serve pickles within some milliseconds
 MAX_PROGRESS_BYTES = 2**18
-# the client's own timeout has passed: another ingress could not help
+# the client's own timeout has passed: another ingress cannot help
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT
 OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
@@ -46,8 +46,8 @@ LOST = "the server lost this request, and could not take it up again; send it ag
 class ProgressReporter:
     """Reports the progress of one response that is not streamed, at most once per interval.
 
-    After more than ``MAX_PROGRESS_BYTES`` in one interval it never reports again: what follows is
-    computed again if the ingress dies.
+    After more than ``MAX_PROGRESS_BYTES`` in one interval it stops reporting: later output is
+    generated again if the ingress dies.
     """
 
     def __init__(self, send: Send) -> None:
@@ -60,7 +60,7 @@ class ProgressReporter:
     async def __call__(
         self, updates: list[ChoiceUpdate], parts: list[dict[str, Any]], num_bytes: int
     ) -> None:
-        """Add what the response has grown by, about ``num_bytes`` of JSON, and report it if the
+        """Add new output of the response, about ``num_bytes`` of JSON, and report it if the
         interval has passed.
         """
         self._num_bytes += num_bytes
@@ -94,23 +94,23 @@ class FailoverResponse:
     def __init__(self, send: Send, path: str = "") -> None:
         self._send, self._shape = send, error_shape(path)
         self.state, self.num_updates = ResumeState(), 0
-        # of the present ingress, once it has sent anything; empty if it does not name one
+        # node of the current ingress, once it has sent anything; empty if it does not name one
         self.node: str | None = None
-        # from the present ingress, until the client gets something of it
+        # from the current ingress, until the client receives its output
         self._start: Message | None = None
         self._has_begun = self._is_retry = False
-        self.is_refused = False  # by the present ingress, which was to continue
+        self.is_refused = False  # the current ingress, which was to continue
         self.has_ended, self.is_resumable = False, True
 
     def retry(self, waited_s: float) -> None:
-        """Expect messages of another ingress. ``waited_s``: since the request has arrived."""
-        # else that ingress never had the request
+        """Expect messages of another ingress. ``waited_s``: since the arrival of the request."""
+        # otherwise that ingress never received the request
         self.state.num_lost_ingresses += self.node is not None
         self.state.waited_s = waited_s
         self._start, self._is_retry, self.is_refused, self.node = None, True, False, None
 
     async def send(self, message: Message) -> None:
-        """Take a message of the present ingress, and pass it on where the client is to have it."""
+        """Take a message of the current ingress, and forward it if the client is to receive it."""
         if message["type"] != MESSAGE_NODE and self.node is None:
             self.node = ""  # a healthy application that is not ours
         if message["type"] == MESSAGE_NODE:
@@ -195,9 +195,9 @@ PATHS = (
     "/v1/responses",
     "/v1/messages",
 )
-# for one response, while none of them sends an update: the request may be what they die of
+# for one response, while no ingress sends an update: the request may crash them
 MAX_INGRESSES = 20
-MAX_BODY = 8 * 2**20  # as much as an ingress reads by default
+MAX_BODY = 8 * 2**20  # the default limit of an ingress
 MAX_BODIES = 256 * 2**20  # of all requests together; further requests are lost with their ingress
 
 logger = logging.getLogger(__name__)
@@ -207,10 +207,10 @@ class FailoverMiddleware:
     """ASGI middleware of a proxy. Ray Serve shows the death of an ingress as a response that does
     not end, or does not start.
 
-    It does not show the loss of the ingress's whole machine: nothing informs a caller that waits
-    for a response over gRPC. So the ingress is given up when Ray declares its node dead. What the
-    first ingress answers stands; only one that was to continue a response may be followed by
-    another attempt when it is full or failing.
+    It does not show the loss of the ingress's whole machine: a caller that waits for a response
+    over gRPC is not notified. So the ingress counts as lost when Ray declares its node dead. The
+    response of the first ingress is final; only an ingress that was to continue a response may be
+    followed by another attempt when it is full or failing.
     """
 
     def __init__(self, app: ASGIApp, nodes: DeadNodeWatcher) -> None:
@@ -227,7 +227,7 @@ class FailoverMiddleware:
             await self._app(scope, receive, send)
             return
         body, response = _BufferedBody(receive), FailoverResponse(send, scope["path"])
-        # else every ingress would get another id
+        # otherwise every ingress would get another id
         if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):
             scope = {
                 **scope,
@@ -268,7 +268,7 @@ class FailoverMiddleware:
                 task.cancel()
             await asyncio.wait((answering, losing))
         if is_answered:
-            await answering  # raises what the application has raised
+            await answering  # raises the application's errors
         return not is_answered
 
     def _replayable_receive(self, body: "_BufferedBody") -> Receive:
@@ -314,8 +314,8 @@ class _IngressFailoverBudget:
     def next_pause(self, response: FailoverResponse, is_node_lost: bool) -> float:
         """Return how long to wait after an ingress was lost.
 
-        Neither a lost node nor an ingress that had the request for some time counts against the
-        request.
+        A lost node does not count against the request, nor does an ingress that had the request for
+        some time.
         """
         now, pause = asyncio.get_running_loop().time(), 0.0
         has_progressed = response.num_updates > self._num_updates
@@ -335,7 +335,7 @@ class _IngressFailoverBudget:
 
 
 class _BufferedBody:
-    """The body of one request, as far as it has been read; in one piece, since its parts may be
+    """The body of one request, as far as it has been read; in one buffer, since its parts may be
     millions of single bytes.
     """
 
@@ -353,8 +353,8 @@ class _BufferedBody:
         return message
 
     def add(self, message: Message, max_bytes: int) -> int:
-        """Buffer a part, and return how many bytes more are buffered now. A body that gets too
-        large is dropped whole.
+        """Buffer a part, and return how many more bytes are buffered now. A body that gets too
+        large is dropped completely.
         """
         part = message.get("body", b"")
         if len(self._buffer) + len(part) > MAX_BODY or len(part) > max_bytes:

@@ -161,11 +161,11 @@ def openapi(
     version: str,
     public_paths: frozenset[str] | None,
 ) -> dict[str, Any]:
-    """Build the OpenAPI 3.1 page of all routes that are in the schema; those without an operation
-    are only named.
+    """Build the OpenAPI 3.1 page of all routes that are in the schema; routes without an operation
+    are only listed.
 
-    ``model``: the name that requests may give as ``model``. ``public_paths``: those that need no
-    API key; None: none does.
+    ``model``: the name that requests may give as ``model``. ``public_paths``: paths that need no
+    API key; None: no path needs one.
     """
     described = [
         (method, path, operations.get((method, path), Operation(path)))
@@ -273,7 +273,7 @@ def _refs(schema: Any) -> Iterator[str]:  # any JSON
 
 
 def _make_nullable(schema: JsonSchema) -> None:
-    """Let fields with a default be null as well: clients send null for parameters that they do not
+    """Allow null for fields with a default: clients send null for parameters that they do not
     set.
     """
     for name, written in schema.get("properties", {}).items():

@@ -15,15 +15,16 @@ from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Iden
 
 logger = logging.getLogger(__name__)
 
-# Health checks have no key, nor has a browser that shows the form for it.
+# Health checks have no key, and a browser shows the form for the key before it has one.
 PUBLIC_PATHS = frozenset({"/health"}) | static_pages.PUBLIC_PATHS
 
 
 class AuthMiddleware:
-    """ASGI middleware around all routes. Nothing of a request without a valid key is read.
+    """ASGI middleware around all routes. It does not read the body of a request without a valid
+    key.
 
     ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that
-    themselves. ``public_paths``: those that need no key.
+    themselves. ``public_paths``: paths that need no key.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class AuthMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate the request, name it, answer it and log how."""
+        """Authenticate the request, assign its id, answer it and log the outcome."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -89,7 +90,7 @@ class _AccessLog:
 
     def __init__(self, send: Send, public_paths: frozenset[str]) -> None:
         self._send, self._public_paths, self._started_at = send, public_paths, time.monotonic()
-        self._status = 0  # no response: the client left before it, or its last message was lost
+        self._status = 0  # no response: the client disconnected, or its last message was lost
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and note the status."""
@@ -98,7 +99,7 @@ class _AccessLog:
         await self._send(message)
 
     def write(self, scope: Scope, request_id: str) -> None:
-        """Log how the request was answered; on level debug for public paths, which are polled
+        """Log the outcome of the request; on level debug for public paths, which are polled
         often.
         """
         path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._started_at, 6)
@@ -127,7 +128,7 @@ def _path(scope: Scope) -> str:
 def _credentials(scope: Scope) -> str | None:
     """Return the header Authorization, or Anthropic's x-api-key in its form.
 
-    None also if there are several that differ, of which another server may read another one.
+    None also if there are several different credentials, as another server may read another one.
     """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     keys = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]

@@ -1,5 +1,5 @@
-"""Back-pressure for clients that do not read their responses: these wait, and the client is dropped
-after a timeout.
+"""Back-pressure for clients that do not read their responses: responses wait, and the client is
+dropped after a timeout.
 
 Ray Serve passes a response on through an unbounded queue, so writing never waits; its length is
 observed here. Everything behind it waits for its reader: gRPC between replica and proxy, and the
@@ -52,7 +52,7 @@ def with_backpressure(
     """Wrap ``send`` so that it waits while too much is buffered. It raises SlowClientError after
     ``limit_s``.
     """
-    # which takes every message at once, so that no time limit is needed
+    # a queue takes every message at once, so no time limit is needed
     is_queue = buffered_messages.get(None) is not None
 
     async def send_and_wait(message: Message) -> None:
@@ -101,11 +101,11 @@ class SlowClientMiddleware:
 
 
 class ProxySlowClientMiddleware:
-    """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the
-    ingress allows.
+    """Outermost ASGI middleware of a proxy: closes connections that accept no data for as long as
+    the ingress allows.
 
     A large message is written in pieces: otherwise a whole response would stay in the HTTP server's
-    buffer until its client goes.
+    buffer until its client disconnects.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -137,7 +137,7 @@ class ProxySlowClientMiddleware:
 
 
 def _num_unsent(send: Send) -> int:
-    """Return how many bytes of the connection wait for their reader; 1 if that is not known."""
+    """Return how many bytes of the connection are unsent; 1 if unknown."""
     transport = _transport(send)
     return 1 if transport is None else transport.get_write_buffer_size()
 
@@ -160,7 +160,7 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 def _reset_connection(send: Send) -> None:
-    """Reset the connection at once and discard what is unsent; the application then sees a
+    """Reset the connection at once and discard unsent data; the application then sees a
     disconnected client.
 
     Uvicorn has no function for that, so the socket is reached through its transport.
@@ -169,7 +169,7 @@ def _reset_connection(send: Send) -> None:
     if transport is None:
         raise SlowClientError("a client does not read")
     if (connection := transport.get_extra_info("socket")) is not None:
-        # without SO_LINGER the system would still send the rest
+        # without SO_LINGER the system would still send the buffered data
         with socket.socket(fileno=os.dup(connection.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

@@ -23,14 +23,14 @@ Changes = AsyncGenerator[list[CompletionChange], None]
 
 
 def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
-    """Return the header that names what made an answer, or the first tokens of a stream; none if
-    that is not known.
+    """Return the header with the fingerprint of a response, or of the first tokens of a stream; no
+    header if it is unknown.
     """
     return {} if fingerprint is None else {FINGERPRINT_HEADER: fingerprint}
 
 
 class SseChunk(NamedTuple):
-    """One write of a stream: whole events, and what they change in the choices."""
+    """One write of a stream: whole events, and their updates of the choices."""
 
     data: bytes
     updates: list[ChoiceUpdate]
@@ -42,9 +42,9 @@ class Pacer:
     the load is lower.
 
     Every write has a fixed cost, in Ray Serve more than in most servers. Tokens that become ready
-    while a stream waits for its turn travel in one write. At 500 writes a second one stream waits 2
-    ms after a write, and each of 64 streams 128 ms; at half of the load 64 ms, and without any load
-    each token is written when it comes.
+    while a stream waits are sent in one write. At 500 writes a second one stream waits 2 ms after a
+    write, and each of 64 streams 128 ms; at half of the load 64 ms, and without any load each token
+    is written at once.
     """
 
     def __init__(self, writes_per_s: int, load: Load = FULL_LOAD) -> None:
@@ -81,7 +81,7 @@ class Pacer:
 
 
 class SseResponse(StreamingResponse):
-    """Server-sent events, whose sources are closed as soon as the client leaves.
+    """Server-sent events whose generators are closed as soon as the client disconnects.
 
     Without this the garbage collector would close them, and they would keep their slots until then.
     The last event and the end of the response travel in one message, so an ingress cannot die
@@ -151,8 +151,8 @@ async def sse_events(
 async def _write(
     answer: AnswerFormatter, changes: list[CompletionChange], *, is_first: bool = False
 ) -> bytes:
-    """Return one write: the events of these changes, after those that open the stream, and with the
-    last ones its end.
+    """Return one write: the events of these changes, after the opening events, and with the last
+    changes the end of the stream.
     """
 
     def events(encode: Callable[[dict[str, Any]], bytes]) -> bytes:
@@ -162,5 +162,5 @@ async def _write(
 
     if answer.change_bytes <= SMALL_BODY:  # nearly always
         return events(lambda data: to_json(data).encode())
-    # An event may have 16 MiB, of which each copy takes milliseconds.
+    # An event may have 16 MiB, and each copy takes milliseconds.
     return await run_off_loop(answer.change_bytes, lambda: events(encode_and_free))

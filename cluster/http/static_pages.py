@@ -1,10 +1,10 @@
-"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (a server at work), and ``/``,
-which names them.
+"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (the activity of a server), and
+``/``, which lists them.
 
-Browsers load nothing from elsewhere.
+Browsers load no external resources.
 
-The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server.
-What the page shows it requests with a key, as any client does.
+The files of ``/ui`` need no key: they are the same on all servers and contain no data of the
+server. The page requests its data with a key, as any client does.
 """
 
 import base64
@@ -65,7 +65,7 @@ UI_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 UI_HEADERS = {
-    # a browser asks whether its copy is current, which it is not after an upgrade
+    # a browser revalidates its copy, which is stale after an upgrade
     "cache-control": "no-cache",
     "content-security-policy": UI_POLICY,
     "referrer-policy": "no-referrer",
@@ -74,8 +74,8 @@ UI_HEADERS = {
 
 
 def root_route() -> Route:
-    """Return the route of ``/``: a browser is led to ``/ui``, other clients get paths, relative to
-    it, where they find more.
+    """Return the route of ``/``: a browser is redirected to ``/ui``, other clients get a list of
+    relative paths.
     """
     return _get("/", _root)
 
@@ -118,7 +118,7 @@ async def _docs_page(_request: Request) -> Response:
 
 
 async def _docs_asset(request: Request) -> Response:
-    """Answer with a file of the package, which is found without importing it: it needs another
+    """Answer with a file of the package, which is located without importing it: it needs another
     framework.
     """
     name = request.url.path.rpartition("/")[2]

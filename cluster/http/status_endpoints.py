@@ -74,7 +74,7 @@ def _parse_after(given: Sequence[str]) -> AfterByPipeline:
     return {match[1]: int(match[2]) for match in matches if match}
 
 
-# ``GET /metrics``: how loaded the server is, for gateways that route by load.
+# ``GET /metrics``: the load of the server, for gateways that route by load.
 #
 # These are the gauges of the model server protocol of Kubernetes' Gateway API Inference Extension,
 # in Prometheus' text format. All other metrics are exported by Ray, on every node.
@@ -118,7 +118,7 @@ class MetricsEndpoint:
         now = asyncio.get_running_loop().time()
         if self._query is None or (self._query.done() and now >= self._asked_at + MAX_AGE_S):
             self._asked_at = now
-            # Not a part of the request that asks first, whose client may leave.
+            # Not in the context of the first request, whose client may disconnect.
             self._query = asyncio.create_task(self._ask(), context=Context())
         return Response(await asyncio.shield(self._query), headers={"content-type": TEXT_FORMAT})
 

@@ -1,5 +1,5 @@
-"""Endpoints that generate tokens, whole or as a stream: completions, chats, and the APIs that are
-chats in another shape.
+"""Endpoints that generate tokens, whole or as a stream: completions, chats, and APIs that are chats
+in another format.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
 
 
 class BodyReader:
-    """Reads and parses bodies within the bounds of a server, and counts those that are refused
-    because too many are read.
+    """Reads and parses bodies within the limits of a server, and counts the bodies refused because
+    too many are being read.
     """
 
     def __init__(self, limiter: BodyLimiter, max_bytes: int, counts: RequestStats) -> None:
@@ -68,7 +68,7 @@ class BodyReader:
 
 
 class TokenEndpoints:
-    """The endpoints of one model. ``chat``: how conversations become prompts."""
+    """The endpoints of one model. ``chat``: renders conversations as prompts."""
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class TokenEndpoints:
     async def _stream(
         self, request: Request, answer: AnswerFormatter, source: TokenSource
     ) -> Response:
-        """Wait for the first tokens, which decide between a stream and an error with a status of
-        its own.
+        """Wait for the first tokens, which decide between a stream and an error with its own
+        status.
         """
         changes = answer.generation.stream(source)
         first = await anext(changes)

@@ -1,6 +1,4 @@
-"""Bounds on request bodies while they are read: their size, their slowness, and the memory of all
-together.
-"""
+"""Limits on request bodies while they are read: their size, their speed, and the total memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -29,19 +27,19 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTooSlowError(RequestError):
-    """The body comes so slowly that the server does not wait for the rest."""
+    """The body arrives so slowly that the server does not wait for the rest."""
 
     http_status = 408
     parameter = None
 
 
 class BodyLimiter:
-    """The bounds on the bodies that one API server reads at the same time.
+    """The limits on the bodies that one API server reads at the same time.
 
     ``max_held``: bytes of all bodies that are incomplete or wait for the thread that parses large
-    ones. ``progress_timeout_s``: how soon the next ``MIN_PROGRESS_BYTES`` of a body, or its end,
-    have to arrive. The timeout restarts with each such step, so a large body may take long, and one
-    that comes byte by byte is not waited for forever.
+    ones. ``progress_timeout_s``: the time for the next ``MIN_PROGRESS_BYTES`` of a body, or its
+    end, to arrive. The timeout restarts with each such step, so a large body may take long, and a
+    body that arrives byte by byte is not waited for forever.
     """
 
     def __init__(
@@ -51,11 +49,11 @@ class BodyLimiter:
         self.num_held = 0
 
     async def parse(self, request: Request, max_body: int, parse: Callable[[bytes], T]) -> T:
-        """Read a whole body and parse it; a large one in the thread for large bodies, until when it
-        counts as held.
+        """Read a whole body and parse it. A large body is parsed on the thread for large bodies,
+        and counts as held until then.
 
-        Raises what ``parse`` raises, BodyTooLargeError, BodyTooSlowError, or OverloadedError if too
-        many bytes are held.
+        Raises the errors of ``parse``, BodyTooLargeError, BodyTooSlowError, or OverloadedError if
+        too many bytes are held.
         """
         async with self._read(request, max_body) as body:
             return await run_off_loop(len(body), lambda: parse(body))
@@ -79,8 +77,8 @@ class BodyLimiter:
     async def stream(self, request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
         """Yield a body's parts, for a caller that does not keep them: they do not count as held.
 
-        Raises BodyTooSlowError, and BodyTooLargeError as soon as it is known, from
-        ``content-length`` without reading anything.
+        Raises BodyTooSlowError, and BodyTooLargeError as soon as the size is known, from
+        ``content-length`` before reading.
         """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_body:
@@ -104,7 +102,7 @@ class BodyLimiter:
         async with aclosing(request.stream()) as parts:
             while True:
                 try:
-                    # a part that is there already is taken, however late
+                    # a part that has arrived is taken, however late
                     async with asyncio.timeout_at(deadline):
                         part = await anext(parts, None)
                 except TimeoutError:

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, so that its router and its heartbeats run between the caller's
+"""An engine in its own thread, so that its router and its heartbeats run between the caller's
 calls.
 """
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 class EngineThread:
     """Start a pipeline in a new event loop; ``run`` executes coroutines there, ``close`` removes
-    what was started.
+    the pipeline.
 
     Raises:
         UserError: the configuration, the checkpoint or the plan does not fit.
@@ -43,13 +43,13 @@ class EngineThread:
             # the caller's thread may be the main one, and Ray starts in ours
             with keep_handler(signal.SIGTERM):
                 self.engine = self._started.result()
-        except BaseException:  # Ctrl-C too: nothing of the pipeline stays behind
+        except BaseException:  # Ctrl-C too: the pipeline is removed completely
             self.close()
             raise
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result:
-        """Return what ``work`` returns. An exception in the waiting thread, such as Ctrl-C, cancels
-        the work.
+        """Return the result of ``work``. An exception in the waiting thread, such as Ctrl-C,
+        cancels the work.
         """
         if not self._thread.is_alive():
             raise PipelineError("this LLM is closed; create a new one")

@@ -1,6 +1,4 @@
-"""What a program gives ``LLM``: sampling parameters, and prompts and conversations, which become
-token ids.
-"""
+"""Inputs of ``LLM``: sampling parameters, and prompts and conversations, which become token ids."""
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +37,8 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(request.SamplingParams):
-    """Sampling parameters of a program: those of one sequence, and two that concern a prompt and
-    its text.
+    """Sampling parameters of a program: the parameters of one sequence, and further ones for a
+    prompt and its text.
 
     Attributes:
         n: completions per prompt, from 1 to ``MAX_COMPLETIONS``.
@@ -78,13 +76,13 @@ class SamplingParams(request.SamplingParams):
             raise RequestError(f"stop: {error}") from None
 
     def of_choice(self, choice: int) -> request.SamplingParams:
-        """Return the parameters of one sequence, as they are sent to the pipeline."""
+        """Return the parameters of one sequence, as sent to the pipeline."""
         values = {field.name: getattr(self, field.name) for field in fields(request.SamplingParams)}
         return request.SamplingParams(**values | {"choice": choice})
 
 
 class PromptEncoder:
-    """Encodes for one model. ``name`` is how errors name a prompt, such as ``prompt 2``.
+    """Encodes for one model. ``name``: the name of a prompt in errors, such as ``prompt 2``.
 
     Raises:
         CheckpointError: the tokenizer of ``folder`` is damaged, or larger than the model's
@@ -100,7 +98,7 @@ class PromptEncoder:
         """Return the ids of a text, or the ids themselves.
 
         Raises:
-            RequestError: nothing can be generated from it.
+            RequestError: it cannot be continued.
             CheckpointError: it is a text, and the folder has no tokenizer.
         """
         if not isinstance(prompt, str) and not is_list(prompt):
@@ -140,8 +138,8 @@ class PromptEncoder:
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
 
     def answer_text(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> ChatDetokenizer:
-        """Return what turns the answer to an encoded conversation into its text and its
-        thoughts.
+        """Return the detokenizer of the answer to an encoded conversation, for its text and its
+        reasoning.
         """
         form, thoughts = self._template and self._template.reasoning_format, None
         if form and self.tokenizer:
@@ -157,7 +155,7 @@ class PromptEncoder:
         )
 
 
-def as_prompts(given: Any) -> list[Prompt]:  # what a program gives is checked
+def as_prompts(given: Any) -> list[Prompt]:  # the program's input is validated
     """Return a list of prompts, where one text or one list of token ids is one prompt. Raises
     RequestError.
     """

@@ -39,9 +39,9 @@ class CompletionOutput:
     """One completion of a prompt. ``index`` counts the completions of the same prompt.
 
     ``text`` ends before a stop string, and ``token_ids`` with the token that completed it.
-    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is
-    empty. ``reasoning``: what a model thought before an answer to ``chat``; it is not in ``text``.
-    ``error``: why ``finish_reason`` is an error, or else "".
+    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` is set, or else is empty.
+    ``reasoning``: a model's reasoning before an answer to ``chat``; it is not in ``text``.
+    ``error``: the reason if ``finish_reason`` is an error, else "".
     """
 
     index: int
@@ -58,8 +58,8 @@ class GenerationOutput:
     """A prompt and its completions. ``prompt`` is None where the prompt was given as token ids.
 
     ``prompt_logprobs`` has an entry per token of the prompt after the first if
-    ``SamplingParams.prompt_logprobs`` asks for them, or else is empty. ``num_cached_tokens``: those
-    of the prompt that the first completion found in the caches.
+    ``SamplingParams.prompt_logprobs`` is set, or else is empty. ``num_cached_tokens``: tokens of
+    the prompt that the first completion found in the caches.
     """
 
     prompt: str | None
@@ -71,7 +71,7 @@ class GenerationOutput:
 
 
 class LLM:
-    """A model in a pipeline of its own: over Ray, or with ``local=True`` in this process.
+    """A model in its own pipeline: over Ray, or with ``local=True`` in this process.
 
     Keyword arguments are keys of ``EngineConfig``, such as ``LLM(model=folder, stages=2)``;
     ``config`` gives all of them at once. Close it, or use it as a context manager, so that the
@@ -138,8 +138,8 @@ class LLM:
         deprecated.
 
         Raises:
-            RequestError: a prompt is empty or does not fit into the context; nothing is generated
-                then.
+            RequestError: a prompt is empty or does not fit into the context; no completions are
+                generated then.
             PipelineError: the pipeline failed and could not be started again.
         """
         several = as_prompts(prompts)
@@ -167,7 +167,7 @@ class LLM:
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into
-                the context; or the model does not know the effort.
+                the context; or the model does not support the effort.
             CheckpointError: the model folder has no chat format.
         """
         encode, several = self._prompts.encode_chat, as_conversations(messages)
@@ -276,7 +276,7 @@ async def _completion(
     """
     pieces: list[str] = []
     token_ids: list[int] = []
-    # by position: those of the prompt, then those of the completion
+    # by position: of the prompt, then of the completion
     logprobs: dict[int, TokenLogprob] = {}
     num_cached, failure = 0, ""
     async with aclosing(engine.router.generate(request)) as batches:
@@ -285,7 +285,7 @@ async def _completion(
             scores = index_by_position(batch.logprobs)
             logprobs.update((position, score) for (_, position), score in scores.items())
             for event in batch.events:
-                if event.finish is FinishReason.ERROR:  # its token is not one of the answer
+                if event.finish is FinishReason.ERROR:  # its token is not part of the answer
                     text.finish, failure = FinishReason.ERROR, str(sequence_error(event))
                 elif text.finish is None:
                     pieces.append(text.push(event))

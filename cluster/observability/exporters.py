@@ -1,6 +1,4 @@
-"""Export of the counts of a router, and of those of an ingress or the batch runner, to Ray's
-metrics.
-"""
+"""Export of counters to Ray's metrics: of a router, and of an ingress or the batch runner."""
 
 from tramontane.cluster.observability import metrics as table
 from tramontane.cluster.observability.metrics import DeltaCounter, MetricFactory
@@ -11,7 +9,7 @@ from tramontane.router.openai.request_context import RequestStats
 
 class PipelineMetrics:
     """Metrics of one pipeline. Its routers follow one another; ``export`` gets the current one, in
-    a thread of its own.
+    a separate thread.
     """
 
     def __init__(self, factory: MetricFactory, pipeline: str) -> None:
@@ -30,12 +28,12 @@ class PipelineMetrics:
         )
 
     def export(self, router: Router) -> None:
-        """Export the router's state and what its counts have grown by; a new router's counts start
-        at 0.
+        """Export the router's state and the increments of its counters; a new router's counters
+        start at 0.
         """
         if self._router is not router:
             if self._router is not None:
-                self._export_counts(self._router)  # what it counted last
+                self._export_counts(self._router)  # its last counts
             self._router = router
             for counter in self._counters.values():
                 counter.reset()
@@ -100,7 +98,7 @@ class RequestMetrics:
         }
 
     def export(self) -> None:
-        """Export what the counts have grown by."""
+        """Export the increments of the counters."""
         counts = self._counts
         self._inc(table.PROMPT_TOKENS, counts.prompt_tokens)
         self._inc(table.GENERATION_TOKENS, counts.generation_tokens)

@@ -1,4 +1,4 @@
-"""Logs of Ray Serve's processes, and the lines that a router logs about each request.
+"""Logs of Ray Serve's processes, and a router's log lines for each request.
 
 A request is logged when it is accepted and when it ends, once each and without its tokens.
 """
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServeLogHandler(logging.Handler):
-    """Passes records on to Ray Serve's handlers of the moment, which it replaces when its
-    configuration changes.
+    """Passes records on to Ray Serve's current handlers, which it replaces when its configuration
+    changes.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -34,10 +34,10 @@ class ServeLogHandler(logging.Handler):
 
 
 def use_serve_log(settings: LogSettings, component: str, **fields: object) -> None:
-    """Send our log to that of Ray Serve's process, in its form. To be called in a replica's
+    """Send our log to the log of Ray Serve's process, in its format. To be called in a replica's
     constructor and in a proxy.
 
-    Without this Python would write our lines to the process's standard error, without a time.
+    Otherwise Python would write our lines to the process's standard error, without a timestamp.
     """
     handler = ServeLogHandler()
     handler.addFilter(ContextFilter({"component": component, **fields}))
@@ -52,10 +52,10 @@ def serve_request_id(_context: object) -> str:
 
 
 def request_context(request_id: str) -> Context:
-    """Make a context for a task that belongs to no request but calls other replicas for one.
+    """Make a context for a task that is part of no request but calls other replicas for one.
 
-    They log this id, and what they do belongs to the trace of the current request. Without an id
-    the context is empty.
+    They log this id, and their work is part of the current request's trace. Without an id the
+    context is empty.
     """
     context = Context()
     if request_id:
@@ -79,8 +79,8 @@ def log_accepted(request: Request) -> None:
 
 
 def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:
-    """Log how a request ended. It is incomplete if it failed, its client left or its ingress was
-    lost.
+    """Log the end of a request. It is incomplete if it failed, its client disconnected or its
+    ingress was lost.
     """
     if not logger.isEnabledFor(logging.INFO):
         return

@@ -1,5 +1,5 @@
-"""The table of all metrics, and the export of counts to Ray's metrics: once a second, and only what
-has grown.
+"""The table of all metrics, and the export of counters to Ray's metrics: once a second, and only
+increments.
 
 The code makes the metrics from the table, and docs/observability.md has its rows.
 """
@@ -278,7 +278,7 @@ Tags = dict[str, str]
 
 
 class MetricFactory:
-    """Makes metrics that Ray exports from this process. A process may make each of them once."""
+    """Makes metrics that Ray exports from this process. A process may make each metric once."""
 
     def counter(self, metric: Metric) -> Counter:
         """Make a counter, which refuses increments that are not positive."""
@@ -296,7 +296,7 @@ class MetricFactory:
 
 
 class DeltaCounter:
-    """Makes a counter follow totals that are counted elsewhere: adds what each has grown by since
+    """Makes a counter follow totals that are counted elsewhere: adds the increment of each since
     the last update.
     """
 
@@ -318,7 +318,7 @@ class DeltaCounter:
 
 
 class StageActorMetrics:
-    """Exports what a stage's own process counts: the tokens routed to its layers' experts, and
+    """Exports the counters of a stage's own process: the tokens routed to its layers' experts, and
     hidden states by transport.
     """
 

@@ -1,5 +1,5 @@
-"""Spans of requests: the configuration of Ray Serve's tracing, and the spans that routers add.
-Nothing where it is off.
+"""Spans of requests: the configuration of Ray Serve's tracing, and the spans that routers add. No
+effect if tracing is off.
 """
 
 import inspect
@@ -32,7 +32,7 @@ EXPORTERS = {"file": FILE_EXPORTER.path, "otlp": f"{__name__}:otlp"}
 EXPORTER_HELP = "it must be otlp, file or MODULE:FUNCTION"
 OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # of an optional package
 CONTROLLER_TIMEOUT_S = 10.0
-MAX_REASON = 500  # characters of what failed
+MAX_REASON = 500  # characters of an error
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def otlp() -> "list[SpanProcessor]":
     """Make the processor that sends spans to a collector over HTTP.
 
-    OpenTelemetry's own variables say where that is, such as OTEL_EXPORTER_OTLP_ENDPOINT.
+    OpenTelemetry's own variables give its address, such as OTEL_EXPORTER_OTLP_ENDPOINT.
     """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -48,8 +48,8 @@ def otlp() -> "list[SpanProcessor]":
 
 
 def tracing_config(exporter: str | None, sampling_ratio: float) -> dict[str, Any] | None:
-    """Return the option for Ray Serve's start. Raises ConfigError for an exporter with which all
-    its processes would fail.
+    """Return the option for Ray Serve's start. Raises ConfigError for an exporter that would make
+    all its processes fail.
     """
     if exporter is None:
         return None
@@ -61,7 +61,7 @@ def tracing_config(exporter: str | None, sampling_ratio: float) -> dict[str, Any
 def _check(exporter: str, path: str) -> None:
     if path == EXPORTERS["file"]:
         return
-    if ":" not in path:  # Ray would cut the name, and report that there is no such module
+    if ":" not in path:  # Ray would cut the name, and report that the module does not exist
         raise ConfigError(f"--tracing-exporter is {exporter!r}; {EXPORTER_HELP}")
     try:
         if path == EXPORTERS["otlp"]:

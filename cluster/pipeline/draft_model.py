@@ -1,4 +1,6 @@
-"""The draft model of a pipeline: whether it fits to the large model, and what its actor gets."""
+"""The draft model of a pipeline: whether it matches the large model, and the specification of its
+actor.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,8 @@ from tramontane.workers.weights.checkpoint import Checkpoint
 # Plan of a draft model: the whole model on one actor, with caches for as many sequences as it has
 # memory for.
 
-# Of a micro-batch: others draft next to a long text, and on GPUs so many are computed by graphs.
+# Of a micro-batch: other sequences draft next to a long text, and on GPUs graphs compute this many
+# tokens.
 MAX_BATCH_TOKENS = 512
 
 
@@ -61,9 +64,9 @@ def plan_draft_model(
 def draft_model_spec(
     config: EngineConfig, target: ModelArgs, plan: PipelinePlan, hardware: Hardware
 ) -> DraftModelSpec:
-    """Return what the actor of the configured draft model gets.
+    """Return the specification of the configured draft model's actor.
 
-    Raises as ``validate_draft_model`` does, and PlanError if it does not fit.
+    Raises the errors of ``validate_draft_model``, and PlanError if the model does not fit.
     """
     folder, args = _folder(config), validate_draft_model(config, target)
     return DraftModelSpec(
@@ -77,8 +80,8 @@ def draft_model_spec(
 def validate_draft_model(config: EngineConfig, target: ModelArgs) -> ModelArgs:
     """Return the draft model's arguments.
 
-    Raises ConfigError unless its folder is one of a checkpoint whose tokens are those of the
-    ``target``, and CheckpointError if it cannot be loaded.
+    Raises ConfigError unless its folder is a checkpoint with the same tokens as the ``target``, and
+    CheckpointError if it cannot be loaded.
     """
     folder = _folder(config)
     if is_preset(folder):
@@ -89,7 +92,7 @@ def validate_draft_model(config: EngineConfig, target: ModelArgs) -> ModelArgs:
     try:
         detect_layout(folder)
     except CheckpointError as error:
-        reason = str(error).partition("; ")[0]  # what follows is advice about --model
+        reason = str(error).partition("; ")[0]  # the rest is advice about --model
         raise ConfigError(
             f"--speculative-config: {reason}; model has to be a downloaded checkpoint's folder"
         ) from error
@@ -115,9 +118,7 @@ def _folder(config: EngineConfig) -> Path:
 
 
 def _has_same_tokens(target: Path, draft: Path, vocab_size: int) -> bool:
-    """Return whether both have the same pieces of text for their tokens, or one of them has no
-    tokenizer.
-    """
+    """Return whether both have the same vocabulary, or one of them has no tokenizer."""
     tokenizers = [
         load_tokenizer(folder, vocab_size) for folder in (target, draft) if not is_preset(folder)
     ]

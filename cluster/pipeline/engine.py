@@ -55,7 +55,7 @@ Report = Callable[[str], None]
 
 
 class Chain(StageChain, Protocol):
-    """A stage chain that knows what its stages compute with."""
+    """A stage chain that knows the devices of its stages."""
 
     async def device_names(self) -> list[str]:
         """Return the name of every stage's device. Raises PipelineError if a stage does not
@@ -64,7 +64,7 @@ class Chain(StageChain, Protocol):
         ...
 
     async def fingerprint(self) -> str:
-        """Return the pipeline's fingerprint; "" if it cannot be found out now."""
+        """Return the pipeline's fingerprint; "" if it is unavailable now."""
         ...
 
 
@@ -73,8 +73,8 @@ Started = tuple[PipelinePlan, Chain, Hardware, DraftPort | None]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running pipeline: its plan, its router, the usage of its stages, and a function that asks
-    for their devices.
+    """A running pipeline: its plan, its router, the usage of its stages, and a function that
+    queries their devices.
     """
 
     plan: PipelinePlan
@@ -92,7 +92,7 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """Start a pipeline, run its router, and remove everything at the end.
 
-    ``report`` is called with what is waited for, ``show_loading`` with the progress of loading,
+    ``report`` is called with descriptions of waits, ``show_loading`` with the progress of loading,
     ``observe`` with every step's result. Raises CheckpointError, ConfigError, PlanError or
     PipelineError.
     """
@@ -134,10 +134,10 @@ def validate_model(config: EngineConfig) -> ModelArgs:
     """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match
     them.
 
-    A head that differs from the embeddings is used, also where the configuration says that they are
-    tied. With ``dtype`` float32 matrices remain as they are stored, so then the dtype is theirs and
-    not the configuration's. Logs a warning if nothing ends an answer. Raises ConfigError if the
-    environment asks for a profile that no stage could record.
+    A head that differs from the embeddings is used, even if the configuration says that they are
+    tied. With ``dtype`` float32 matrices keep their stored dtype, so the arguments then have the
+    stored dtype and not the configuration's. Logs a warning if the model has no end token. Raises
+    ConfigError if the environment requests a profile that no stage could record.
     """
     read_profile()
     args = resolve_model_args(config.model)
@@ -152,7 +152,7 @@ def validate_model(config: EngineConfig) -> ModelArgs:
 
 
 def model_checkpoint_digest(config: EngineConfig) -> CheckpointDigest:
-    """Return the digest of what is read from the model's folder; () for a preset."""
+    """Return the digest of the files that are read from the model's folder; () for a preset."""
     if is_preset(config.model):
         return ()
     if config.load_format == "dummy":
@@ -186,19 +186,19 @@ def make_scheduler(
 
 
 def _max_tokens(config: EngineConfig, plan: PipelinePlan) -> int:
-    """Return the most tokens of a micro-batch: as given now, else as the pipeline, which may be an
-    earlier one, was planned.
+    """Return the maximum number of tokens of a micro-batch: as configured now, else from the plan
+    of the pipeline, which may be an earlier one.
     """
     return config.max_num_batched_tokens or plan.max_num_batched_tokens
 
 
 def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
-    """Return whether steps are submitted before the tokens of those before them are known.
+    """Return whether steps are submitted before the tokens of the previous steps are known.
 
     Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead
-    of tokens in their own way. With expert actors a step begins before the one before it has
-    sampled. With ``--local`` there is next to nothing between two steps. Stages that take turns at
-    the cores of a machine would share them with the router, which they need all.
+    of tokens in their own way. With expert actors a step begins before the previous one has
+    sampled. With ``--local`` there is almost no gap between two steps. Stages that take turns on
+    the cores of a machine need all of them, and would share them with the router.
     """
     is_one_at_a_time = len(plan.stages) == 1 or (plan.on_gpus and plan.max_concurrent_stages == 1)
     is_possible = is_one_at_a_time and not (
@@ -209,7 +209,7 @@ def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
 
 def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting
-    decodes would only cost.
+    decodes would only cost time.
     """
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
@@ -285,7 +285,7 @@ async def _ray_pipeline(
                 yield spec.plan, chain, hardware, draft_port(spec)
         return
     hardware = probe_local()
-    spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
+    spec = pipeline_spec(config, args, hardware)  # raises PlanError before Ray is started
     report("starting Ray")
     with local_ray_cluster(
         num_cpus=spec.num_workers * spec.threads_per_stage,
@@ -297,10 +297,10 @@ async def _ray_pipeline(
 
 
 def joined_pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
-    """Return ``pipeline_spec`` of the joined cluster. Raises as it does.
+    """Return ``pipeline_spec`` of the joined cluster. Raises the same errors.
 
-    A plan is made for the GPUs that there are, and nothing asks Ray's autoscaler for more of them
-    before there is one.
+    A plan is made for the existing GPUs, and Ray's autoscaler is not asked for more before there is
+    a plan.
     """
     try:
         return pipeline_spec(config, args, hardware)
@@ -321,8 +321,8 @@ def pipeline_spec(
 ) -> PipelineSpec:
     """Return the specification of one of ``config.max_pipelines`` pipelines.
 
-    Without a name it gets a unique one; without a checkpoint's digest, that of the model's folder
-    on this machine. Raises as ``search_plan`` does.
+    Without a name it gets a unique one; without a checkpoint digest, the digest of the model's
+    folder on this machine. Raises the errors of ``search_plan``.
     """
     plan, slots = search_plan(config, args, hardware)
     draft_model = (

@@ -69,8 +69,8 @@ async def running_pipeline(
 ) -> AsyncIterator[ObjectStoreStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
-    Raises LeaseError, having touched nothing, if another router drives it. ``report`` is called
-    with what is waited for, ``evict`` repeatedly while the cluster has no free resources; it may
+    Raises LeaseError, without side effects, if another router drives it. ``report`` is called with
+    descriptions of waits, ``evict`` repeatedly while the cluster has no free resources; it may
     raise LeaseError if this pipeline is not needed any more. This process removes the pipeline
     itself, because the supervisor may be restarting or still be loading.
     """
@@ -127,8 +127,8 @@ async def _start(
 async def _report_shortage(
     spec: PipelineSpec, report: Report | None, left_s: float, known: str
 ) -> str:
-    """Report what the pipeline waits for, if that is not known yet; return it, or "" if there is
-    room.
+    """Report the missing resources, if they differ from the last report; return them, or "" if
+    there is room.
     """
     if report is None:
         return ""
@@ -139,10 +139,10 @@ async def _report_shortage(
 
 
 async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:
-    """Return False if another router has taken the pipeline over, or has made one of the same name
-    since.
+    """Return False if another router has taken the pipeline over, or has since created one of the
+    same name.
 
-    A supervisor that is gone, or does not answer within SUPERVISOR_TIMEOUT_S, counts as True.
+    A missing supervisor, or one that does not answer within SUPERVISOR_TIMEOUT_S, counts as True.
     """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, supervisor_name, NAMESPACE)
@@ -159,7 +159,7 @@ def shut_down_pipeline(name: str) -> None:
     It blocks.
     """
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-    with suppress(ValueError):  # it is gone
+    with suppress(ValueError):  # it has been removed
         ray.kill(ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE))
         while time.monotonic() < deadline:
             ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
@@ -199,16 +199,16 @@ async def adopt_or_create_pipeline(
     nodes_timeout_s: float = 0.0,
     first_number: int = 0,
 ) -> AsyncIterator[Driven]:
-    """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or
-    else a new one.
+    """Drive a pipeline with this prefix that no router of this deployment drives, unchanged; create
+    one if there is none.
 
     The cluster may have changed since a pipeline was created, or have no free resources to plan
-    with, so nothing is planned before it is clear that a new one is needed. If resources for it are
-    missing, pipelines that earlier deployments drive are removed. Nodes may still be joining: for
-    ``nodes_timeout_s`` a cluster that is too small for the plan is probed again. ``first_number``:
-    the number of the pipeline that is claimed first; where routers that start together have
-    different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline``
-    raise.
+    with, so no plan is made before it is clear that a new pipeline is needed. If resources for it
+    are missing, pipelines that earlier deployments drive are removed. Nodes may still be joining:
+    for ``nodes_timeout_s`` a cluster that is too small for the plan is probed again.
+    ``first_number``: the number of the pipeline that is claimed first; where routers that start
+    together have different ones, each first claim succeeds. Raises the errors of ``new_spec`` and
+    ``running_pipeline``.
     """
     async with AsyncExitStack() as stack:
         claims = _Claims(stack, actor_holder_name(deployed_at), first_number)
@@ -248,7 +248,7 @@ class _Claims:
             await asyncio.sleep(next(delays))
 
     async def _adopt(self, names: list[str]) -> Driven | None:
-        """Drive one of these pipelines; None if all are driven, which is the normal case if another
+        """Drive one of these pipelines; None if all are driven, which is the normal case when a new
         one is needed.
         """
         for name in _rotate(names, self.first_number):
@@ -259,7 +259,9 @@ class _Claims:
         return None
 
     async def _create(self, new: PipelineSpec, names: Iterator[str]) -> Driven | None:
-        """Drive a new pipeline with one of these names; None if an existing one is free now."""
+        """Drive a new pipeline with one of these names; None if an existing pipeline is free
+        now.
+        """
         for name in names:
             try:
                 return await self._claim(replace(new, name=name))
@@ -282,7 +284,7 @@ def _is_driven(error: LeaseError) -> bool:
 
 
 def _rotate(names: list[str], first_number: int) -> list[str]:
-    """Return the names from the one with this index on, then those before it: 4 of three names
+    """Return the names from this index on, followed by the names before it: number 4 of three names
     starts with the second.
     """
     start = first_number % max(len(names), 1)
@@ -295,7 +297,7 @@ def _new_names(
     first_number: int,
     randrange: Callable[[int], int] = random.randrange,
 ) -> Iterator[str]:
-    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each
+    """Yield unused names of pipelines, without end: the first from ``first_number`` on, then each
     from a wider range.
 
     With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was
@@ -311,11 +313,11 @@ def _new_names(
 
 
 def _evict_older(own_name: str, holder: str, first_number: int) -> EvictCallback:
-    """Return a callback that removes one pipeline which an earlier deployment of the same
+    """Return a callback that removes one pipeline that an earlier deployment of the same
     application drives.
 
-    It raises LeaseError if one of the same version has become free, as its router died: that one
-    can be adopted.
+    The callback raises LeaseError if a pipeline of the same version has become free because its
+    router died: it can be adopted.
     """
     application = own_name.rsplit("-", 2)[0]
 
@@ -339,8 +341,8 @@ def _version_of(name: str) -> str:
 
 
 async def _try_claim(name: str, holder: str) -> bool:
-    """Claim a pipeline's lease and return True if that succeeds; its former router learns that when
-    it renews.
+    """Claim a pipeline's lease and return True if that succeeds; its former router notices when it
+    renews.
     """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
@@ -364,8 +366,8 @@ def _pipelines(prefix: str) -> list[str]:
 
 
 async def _specification(name: str) -> PipelineSpec:
-    """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
-    gone.
+    """Query a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is
+    lost.
     """
     try:
         supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)

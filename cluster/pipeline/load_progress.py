@@ -1,7 +1,8 @@
-"""What stages and expert actors report to the command that started them, which polls them.
+"""Progress and losses of stages and expert actors, for the command that started them, which polls
+them.
 
-While they load their progress is shown; later each loss of one is reported, and when its pipeline
-runs again.
+During loading their progress is shown; later, the loss of each worker is reported, and the recovery
+of its pipeline.
 """
 
 import logging
@@ -26,13 +27,13 @@ from tramontane.proto.plan import ExpertActorPlan, PipelinePlan, StagePlan
 
 POLL_S, WATCH_POLL_S = 0.5, 1.0
 FIRST_ANSWER_TIMEOUT_S = 5.0
-WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's name in a worker's
+WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # suffix of a worker's name after its pipeline's
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it
-    does until it is ready.
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then its
+    activity until it is ready.
     """
 
     label: str
@@ -55,8 +56,8 @@ def load_progress(
 ) -> list[LoadProgress]:
     """Return the progress of every stage and expert actor of pipelines that have the same plan.
 
-    ``loaded`` and ``activities``: bytes, and what is done after them, by the names of those actors
-    that have answered.
+    ``loaded`` and ``activities``: bytes, and later activities, by the names of the actors that have
+    answered.
 
     Of two pipelines a-0 and a-1, ``{"a-0-stage-1": 7}`` is the second stage of the first.
     """
@@ -75,7 +76,7 @@ def load_progress(
 
 
 def _workers(plan: PipelinePlan) -> Iterator[tuple[str, StagePlan | ExpertActorPlan]]:
-    """Yield each worker's plan, after what follows the pipeline's name in its own."""
+    """Yield each worker's plan, with the suffix of its name after its pipeline's."""
     for stage in plan.stages:
         yield f"{STAGE_SUFFIX}{stage.stage_id}", stage
     for actor in plan.experts.actors if plan.experts else ():
@@ -96,7 +97,7 @@ def show_progress(
     poller, known = _WorkerPoller(pipelines + WORKER), dict[str, WorkerHealth]()
 
     def update() -> None:
-        # of Ray, which may be ending: the block learns why, this is only the display
+        # of Ray, which may be shutting down: the block raises the error, this is only the display
         with suppress(Exception):
             names, answers = poller.poll()
             if not names:  # they are not placed yet
@@ -130,7 +131,7 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
     def update(wait_s: float = 0.0) -> None:
         try:
             losses.observe(*poller.poll(wait_s))
-        # the head node is away, or an actor was removed between its listing and its look-up
+        # the head node is unreachable, or an actor was removed between its listing and its look-up
         except Exception:
             logger.debug(
                 "the workers of %s could not be polled; the next attempt follows",
@@ -138,30 +139,30 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
                 exc_info=True,
             )
 
-    update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it was known
+    update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it has answered before
     with run_periodically(WATCH_POLL_S, update):
         yield
 
 
 @dataclass(slots=True)
 class _Loss:
-    """What a pipeline has lost, and when.
+    """The lost workers of a pipeline, and the time of the loss.
 
-    ``before``: process and epoch of each worker at that time, by name. ``missing``: the workers of
-    which no process is loaded yet.
+    ``before``: process and epoch of each worker at that time, by name. ``missing``: the workers
+    without a loaded process.
     """
 
     since: float
     before: Mapping[str, tuple[int, int]]
     missing: set[str] = field(default_factory=set)
-    replaced_s: float | None = None  # after how many seconds all of them had processes again
+    replaced_s: float | None = None  # seconds until all of them had processes again
 
 
 class LossReporter:
-    """Reports workers that were lost, their replacement, and the first token after it.
+    """Reports lost workers, their replacement, and the first token after it.
 
-    A pipeline that has nothing to compute samples it for the next request. Workers that are removed
-    with their pipeline are not lost. Times are as exact as polls are frequent.
+    A pipeline without work samples that token for the next request. Workers that are removed with
+    their pipeline are not lost. Times are as precise as the polling interval.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class LossReporter:
             known = self._known.get(name)
             if isinstance(answer, RayError):
                 if known is not None:
-                    # many lines, of which most are the same for each loss
+                    # many lines, mostly the same for each loss
                     logger.debug("%s was lost: %s", name, answer)
                     self._lose(name, known, before, _has_ended(answer))
                 continue
@@ -207,7 +208,7 @@ class LossReporter:
     ) -> None:
         pipeline = re.sub(WORKER, "", name)
         loss = self._lost.get(pipeline)
-        # one that was replaced may still wait for a token
+        # a loss that was replaced may still wait for a token
         if loss is None or loss.replaced_s is not None:
             loss = self._lost[pipeline] = _Loss(self._clock(), before)
         if name not in loss.missing:
@@ -221,7 +222,7 @@ class LossReporter:
             )
 
     def _follow(self, pipeline: str, loss: _Loss) -> None:
-        """Report what was lost as replaced, or the first token since."""
+        """Report the replacement of the lost workers, or the first token since."""
         if loss.missing:
             return
         now_s, was_replaced = self._clock() - loss.since, loss.replaced_s is not None
@@ -252,14 +253,16 @@ class LossReporter:
 
 
 def _has_ended(error: RayError) -> bool:
-    """Return whether the process of an actor is known to have ended. Ray does not say by which
+    """Return whether the process of an actor is known to have ended. Ray does not report by which
     signal.
     """
     return isinstance(error, ActorDiedError) or "is restarting" in str(error)
 
 
 def _is_loaded(health: WorkerHealth) -> bool:
-    """Return True for a worker that has its weights and kernels. Only such a one can be fenced."""
+    """Return True for a worker that has its weights and kernels. Only such a worker can be
+    fenced.
+    """
     return health.numerics is not None or _epoch(health) >= 0
 
 
@@ -282,8 +285,8 @@ def _has_sampled(health: WorkerHealth, before: tuple[int, int] | None) -> bool:
 
 
 class _WorkerPoller:
-    """Polls workers as they appear: none is called again before it has answered, however long its
-    process takes to start.
+    """Polls workers as they appear: a worker is not called again before it has answered, however
+    long its process takes to start.
     """
 
     def __init__(self, names: str) -> None:
@@ -292,8 +295,8 @@ class _WorkerPoller:
         self._pending: dict[str, ObjectRef[WorkerHealth]] = {}
 
     def poll(self, wait_s: float = 0.0) -> tuple[list[str], dict[str, WorkerAnswer]]:
-        """Return the names of all workers and the new answers by name; wait so long for all of
-        those together.
+        """Return the names of all workers and the new answers by name, after a total wait of up to
+        ``wait_s``.
         """
         answers: dict[str, WorkerAnswer] = {}
         names = actor_names(self._names)

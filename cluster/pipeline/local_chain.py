@@ -22,7 +22,7 @@ class LocalStageChain:
     """``StageChain`` whose stages run one after the other in one thread, so that the event loop
     stays free.
 
-    ``weights``: their name, see ``weights_name``.
+    ``weights``: the name of the weights, see ``weights_name``.
     """
 
     def __init__(self, stages: Sequence[StageWorker], weights: str = "") -> None:
@@ -79,7 +79,7 @@ class LocalStageChain:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
 
     async def fence(self) -> int:
-        """Make the stages forget their sequences; return the new epoch."""
+        """Make the stages drop their sequences; return the new epoch."""
         epoch = max(stage.epoch for stage in self.stages) + 1
         for stage in self.stages:
             await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
@@ -100,7 +100,7 @@ class LocalStageChain:
         return [stage.device_name for stage in self.stages]
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait for what has."""
+        """Cancel waiting work, and wait for running work."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, batch: MicroBatch) -> StepResult:

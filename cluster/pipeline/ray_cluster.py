@@ -49,13 +49,13 @@ def local_ray_cluster(
     """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's
     cores.
 
-    ``inline_hidden_states_below``: bytes from which results are put into the object store, if not
-    those of ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is empty
-    without ``dashboard``. Raises PipelineError if Ray cannot be started.
+    ``inline_hidden_states_below``: size in bytes from which results are put into the object store,
+    if it differs from ``RAY_SETTINGS``. Yields the address of Ray's dashboard, host:port, which is
+    empty without ``dashboard``. Raises PipelineError if Ray cannot be started.
     """
     assert_supported(RAY_SYMBOLS)
-    # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
-    # This one is forgotten with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
+    # Ray requires a token in clusters that ray.init starts, and would store one in the user's home.
+    # This token is discarded with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for name, value in SERVE_SETTINGS.items():
@@ -85,7 +85,7 @@ def local_ray_cluster(
             )
     except PipelineError:
         raise
-    # Ray raises a bare Exception where its node does not come up in time
+    # Ray raises a bare Exception if its node does not start in time
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "timed out during startup" in reason:
@@ -168,8 +168,8 @@ def check_ray_address(address: str, advice: str = ADVICE) -> None:
 
 
 def _resolve_address(address: str, advice: str) -> str:
-    """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its
-    outer address.
+    """Resolve like Ray: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is replaced
+    by its external address.
     """
     try:
         resolved = resolve_cluster_address(address)
@@ -185,7 +185,9 @@ def _resolve_address(address: str, advice: str) -> str:
 
 
 def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
-    """Ask the process at an address whether it is a living head node, as Ray's own nodes do."""
+    """Check that the process at an address is a living head node, by the same call as Ray's own
+    nodes.
+    """
     import grpc  # a local cluster does not need it
 
     with head_channel(address) as channel:
@@ -208,7 +210,7 @@ def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], ad
 
 
 def _home_token() -> tuple[tuple[str, str], ...]:
-    """Return the header of the token in the user's home, or nothing.
+    """Return the header of the token in the user's home, or no headers.
 
     Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other
     address.

@@ -1,5 +1,5 @@
-"""Resources of the Ray cluster against those that a pipeline needs: whether it can be placed, and
-what holds the missing ones.
+"""Resources of the Ray cluster compared with a pipeline's needs: whether it can be placed, and
+which holders use the missing resources.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ Bundle = tuple[tuple[str, float], ...]  # sorted by name
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node: all that it has, and what is free of it."""
+    """A living node: its total and its free resources."""
 
     node_id: str
     total: Resources
@@ -33,7 +33,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What a pipeline, another placement group or an actor outside of groups holds on a node."""
+    """The resources that a pipeline, another placement group or an actor outside of groups holds on
+    a node.
+    """
 
     label: str
     node_id: str
@@ -42,8 +44,8 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResources:
-    """The nodes of a cluster, and what holds their resources. Tasks hold resources too, and are not
-    among the holders.
+    """The nodes of a cluster, and the holders of their resources. Tasks hold resources too, but are
+    not among the holders.
 
     ``may_grow``: Ray's autoscaler may add nodes.
     """
@@ -53,16 +55,16 @@ class ClusterResources:
     may_grow: bool = False
 
     def may_grow_for(self, spec: PipelineSpec) -> bool:
-        """Return whether nodes that are added could hold the pipeline: not if it is planned for
-        certain nodes.
+        """Return whether added nodes could hold the pipeline: not if it is planned for certain
+        nodes.
         """
         return self.may_grow and not any(spec.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """So many bundles of the same resources; ``nodes`` are Ray's ids of those that they may be on,
-    () for any.
+    """``count`` bundles of the same resources; ``nodes`` are Ray's ids of the allowed nodes, () for
+    any.
     """
 
     bundle: Bundle
@@ -91,7 +93,7 @@ class _Need:
 
 
 def read_resources() -> ClusterResources:
-    """Ask the joined cluster for its nodes' resources and for what holds them."""
+    """Query the joined cluster for its nodes' resources and their holders."""
     free = free_resources()
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = tuple(
@@ -119,16 +121,16 @@ def _groups(groups: Iterable[dict[str, Any]], pipelines: set[str]) -> Iterable[H
 
 
 def _actor(actor: Any) -> Holder:  # a message of Ray's
-    """Return what an actor holds. Inside of a placement group these have other names, and are the
-    group's.
+    """Return the resources of an actor. Inside a placement group they have other names, and belong
+    to the group.
     """
     label = f"actor {actor.class_name}{f' ({actor.name})' if actor.name else ''}"
     return Holder(label, actor.address.node_id.hex(), dict(actor.required_resources))
 
 
 def check_placeable(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> None:
-    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there,
-    and cannot grow.
+    """Raise PlanError if the cluster cannot grow, and could not hold the pipelines even if it were
+    empty.
     """
     needs = _needs(spec, num_pipelines)
     total = {node.node_id: node.total for node in cluster.nodes}
@@ -142,11 +144,11 @@ def check_placeable(spec: PipelineSpec, cluster: ClusterResources, num_pipelines
 
 
 def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> str:
-    """Return what is missing for the pipelines now, and what holds it; "" if there is room.
+    """Describe the resources that the pipelines lack now, and their holders; "" if there is room.
 
     ``free are 0 of 2 CPU; pipeline tramontane-1a2b3c4d has 1 CPU, actor Trainer has 1 CPU``. It is
-    "" too where only Ray knows that bundles of unlike resources do not fit together. What Ray's
-    autoscaler may do about it follows.
+    "" too where only Ray knows that bundles of unlike resources do not fit together. A hint at
+    Ray's autoscaler follows.
     """
     needs = _needs(spec, num_pipelines)
     free, total = (
@@ -162,7 +164,7 @@ def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelin
 
 
 def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelines: int = 1) -> str:
-    """Return what pipelines wait for, and for how long."""
+    """Describe the resources that pipelines wait for, and the time limit."""
     return f"waiting up to {seconds:.0f} s for {describe_needs(spec, num_pipelines)}: {shortage}"
 
 
@@ -216,7 +218,7 @@ def _bundle(bundle: Resources) -> Bundle:
 
 
 def _have_room(needs: list[_Need], amounts: Mapping[str, Resources]) -> bool:
-    """Return False if bundles do not fit: those of one kind by themselves, or all together by their
+    """Return False if bundles do not fit: one kind of bundles alone, or all together by their
     sums.
     """
     if any(need.num_fitting(amounts) < need.count for need in needs):
@@ -255,9 +257,7 @@ def _amounts(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
 
 
 def _room(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
-    """Return for how many bundles there is room, where sums alone do not show that it is too
-    few.
-    """
+    """Return the number of bundles that fit, where sums alone do not show that it is too low."""
     nodes = _allowed(needs, amounts)
     if any(needed > _sum(amounts, nodes, name) + ROUNDING for name, needed in _used(needs).items()):
         return ""
@@ -268,8 +268,8 @@ def _room(needs: list[_Need], amounts: Mapping[str, Resources]) -> str:
 
 
 def _held(cluster: ClusterResources, nodes: set[str], names: Iterable[str]) -> str:
-    """Return what holds the resources of these names, the most first. What no holder has is held by
-    tasks.
+    """Describe the holders of these resources, the largest first. Resources without a holder are
+    held by tasks.
     """
     held = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
     for name in names:

@@ -44,7 +44,7 @@ from tramontane.proto.units import backoff_delays
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
-# The fingerprint of a pipeline: with the same one, the same request gives the same tokens.
+# The fingerprint of a pipeline: with equal fingerprints, the same request gives the same tokens.
 
 PREFIX = "fp_"  # as OpenAI's begin
 NUM_DIGITS = 16
@@ -64,8 +64,8 @@ def pipeline_fingerprint(
 ) -> str:
     """Return the fingerprint of stages, in order, and of expert actors if there are any.
 
-    If all are batch-invariant and compute in the same way it does not depend on how layers and
-    experts are distributed.
+    If all are batch-invariant and compute in the same way, it does not depend on the distribution
+    of layers and experts.
     """
     first = stages[0][0]
     common = _common_parts([*(numerics for _, numerics in stages), *experts])
@@ -85,8 +85,8 @@ def pipeline_fingerprint(
 
 
 def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
-    """Return the parts of all workers, or None if a worker is not batch-invariant or two are
-    unlike.
+    """Return the parts of all workers, or None if a worker is not batch-invariant or two workers
+    differ.
     """
     common: dict[str, str] = {}
     for worker in workers:
@@ -96,7 +96,7 @@ def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
     return sorted(common.items())
 
 
-# a router does not begin before it has asked them, and they may be restarting
+# a router does not start before it has queried them, and they may be restarting
 EXPERTS_TIMEOUT_S = 1.0
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
 NODES_TIMEOUT_S = 2.0  # for the head node's answer
@@ -112,9 +112,9 @@ class ObjectStoreStageChain:
     enter every stage in the order of ``submit``. A thread makes the calls, one or more per stage,
     so that the event loop of the router stays free.
 
-    Where stages take turns, the first stage's call has the result of the micro-batch before it as
-    an argument, if that is still in flight. So it begins when all stages are done with that,
-    without the router, and knows the tokens that were sampled.
+    Where stages take turns, the first stage's call has the result of the previous micro-batch as an
+    argument, if that is still in flight. So it begins when all stages have finished the previous
+    micro-batch, without the router, and knows the sampled tokens.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class ObjectStoreStageChain:
         return self._gather(step)
 
     def _call_stages(self, message: bytes, step: "_Step", is_next: bool) -> None:
-        """Call the stages, and have their replies recorded. Runs in a thread of its own.
-        ``is_next``: after the one before it.
+        """Call the stages, and record their replies. Runs in a separate thread. ``is_next``: the
+        step follows the last submitted one.
         """
         try:
             refs = self._start_step(message, self._newest_result if is_next else None)
@@ -188,10 +188,10 @@ class ObjectStoreStageChain:
         return [carried]
 
     async def fence(self) -> int:
-        """Make all stages forget their sequences; return the new epoch.
+        """Make all stages drop their sequences; return the new epoch.
 
-        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for
-        good, cannot load, or takes longer than LOAD_TIMEOUT_S.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is lost
+        permanently, cannot load, or takes longer than LOAD_TIMEOUT_S.
         """
         epoch = await self._fence()
         self._failures, self._newest = [], None
@@ -218,9 +218,10 @@ class ObjectStoreStageChain:
                 async with asyncio.timeout(SUPERVISOR_FENCE_TIMEOUT_S):
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
-            except LeaseError as error:  # Ray's error is of its cause's class too
+            except LeaseError as error:  # Ray's error also has the class of its cause
                 raise LeaseError(ray_error_message(error)) from error
-            # before TimeoutError, of which Ray's GetTimeoutError from the supervisor is a subclass
+            # before TimeoutError, because Ray's GetTimeoutError from the supervisor is a subclass
+            # of it
             except RayError as error:
                 waited_s = time.monotonic() - began
                 if waited_s > LOAD_TIMEOUT_S or not _is_restarting(error):
@@ -263,7 +264,7 @@ class ObjectStoreStageChain:
             moved: int = await self._supervisor.move_experts.options(
                 concurrency_group="moving"
             ).remote(plan)
-        except PlanError as error:  # Ray's error is of its cause's class too
+        except PlanError as error:  # Ray's error also has the class of its cause
             raise PlanError(ray_error_message(error)) from error
         except RayError as error:
             raise PipelineError(
@@ -272,10 +273,9 @@ class ObjectStoreStageChain:
         return moved
 
     async def fingerprint(self) -> str:
-        """Return the fingerprint of the stages and expert actors as they are now; "" if it cannot
-        be found out.
+        """Return the fingerprint of the current stages and expert actors; "" if it is unknown.
 
-        An expert actor that does not answer, as it restarts, counts as what it was before.
+        An expert actor that does not answer because it restarts counts with its previous numerics.
         """
         if (spec := self._spec) is None:
             return ""
@@ -378,8 +378,8 @@ class _Step:
         self._received: list[StepResult] = []
 
     def on_reply(self, num_replies: int, reply: "Future[bytes]") -> None:
-        """Record one of so many replies; only an error or the last reply, which decide the step,
-        wake the loop.
+        """Record one of ``num_replies`` replies; only an error or the last reply, which decide the
+        step, wake the loop.
         """
         try:
             self._received.append(wire.decode_result(reply.result()))
@@ -412,7 +412,7 @@ async def _root_cause(error: BaseException, failures: list[BaseException]) -> Ba
     """Return the first failure that is not a LinkError, which is only a consequence of another
     stage's failure.
 
-    It may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is
+    That may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is
     returned.
     """
     for _ in range(CAUSE_POLLS):
@@ -438,7 +438,7 @@ def _is_restarting(error: RayError) -> bool:
     """Return True if the supervisor, or a stage that it called, is unavailable or has restarted
     during the call.
 
-    A supervisor that is dead for good was removed with its pipeline; a stage's death arrives as the
+    A permanently dead supervisor was removed with its pipeline; a stage's death arrives as the
     supervisor's error.
     """
     if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):

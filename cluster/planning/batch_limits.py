@@ -1,5 +1,5 @@
-"""How many tokens a micro-batch has and how many sequences run at once on GPUs, where the user
-leaves it open.
+"""Selection of the number of tokens of a micro-batch and of concurrent sequences on GPUs, if the
+user leaves it open.
 
 Larger micro-batches of prompts are closer to a GPU's matrix rate, and make the sequences that
 decode next to them wait longer. More sequences share each reading of the weights, and have fewer
@@ -30,11 +30,11 @@ from tramontane.proto.plan import LimitChoice, PipelinePlan
 
 TOKENS_ON_GPUS = (8192, 4096, 2048)
 SEQS_ON_GPUS = tuple(range(MAX_SEQS_ON_GPUS, SEQS_ON_CPUS - 1, -32))
-# more sequences are chosen only if each of them has pages for so many tokens
+# more sequences are chosen only if each has pages for this number of tokens
 ROOM = 1024
 # largest share of a stage's memory that the runtime may take by larger limits
 MAX_RUNTIME_SHARE = 0.15
-# longest time of a micro-batch of prompts: a sequence that decodes next to them waits for so long
+# longest time of a micro-batch of prompts: a sequence that decodes next to them waits for this time
 MAX_STEP_S = 0.15
 
 # Dense products in bfloat16, in TFLOP/s, from NVIDIA's data sheets. The first entry whose text is a
@@ -110,10 +110,10 @@ def with_chosen_limits(
 ) -> PipelinePlan:
     """Return the plan for GPUs again, with limits chosen where ``config`` has none.
 
-    ``plan`` has ``least_limits``; ``request_for`` returns the request with others. ``tflops``:
-    the GPUs' matrix rate, None if it is not known, so that memory alone decides. With Mistral 7B in
-    bfloat16 and 80 GiB of an H100 a micro-batch of 8192 tokens would take 0.21 s and one of 4096
-    tokens 0.10 s; 256 sequences have room for 1800 tokens each.
+    ``plan`` has ``least_limits``; ``request_for`` returns the request with other limits.
+    ``tflops``: the GPUs' matrix rate, None if it is not known, so that memory alone decides. With
+    Mistral 7B in bfloat16 and 80 GiB of an H100 a micro-batch of 8192 tokens would take 0.21 s and
+    one of 4096 tokens 0.10 s; 256 sequences have room for 1800 tokens each.
     """
     least = least_limits(config)
     if config.max_num_seqs and config.max_num_batched_tokens:
@@ -208,7 +208,7 @@ def _with_reasons(config: EngineConfig, plan: PipelinePlan, seconds: float | Non
 
 
 def _why_tokens(plan: PipelinePlan, seconds: float | None) -> str:
-    """Return why no larger micro-batches were chosen."""
+    """Return the reason for not choosing larger micro-batches."""
     tokens, speed = (
         plan.max_num_batched_tokens,
         "" if seconds is not None else "; the speed of the GPU is not known",

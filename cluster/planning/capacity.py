@@ -1,4 +1,5 @@
-"""How many sequences a plan can hold, and which changes would make an impossible plan possible.
+"""The number of sequences that a plan can hold, and the changes that would make an infeasible plan
+feasible.
 
 Computed from the configuration alone, without weights and machines.
 """
@@ -18,8 +19,8 @@ LENGTHS = (1024, 8192, 32768)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """How many sequences of ``length`` tokens fit next to a stage's weights, with the model's
-    windows and as if it had none.
+    """Number of sequences of ``length`` tokens that fit next to a stage's weights, with the model's
+    windows and without any.
     """
 
     length: int
@@ -65,14 +66,14 @@ def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
 
 
 def num_seqs_in_pages(plan: PipelinePlan, length: int) -> int:
-    """Return how many sequences of so many tokens the planned pages hold; the scarcest kind of page
+    """Return how many sequences of this length the planned pages hold; the scarcest kind of page
     decides.
     """
     return min(c.num_pages // c.pages_for(length, plan.cache.page_size) for c in plan.cache.classes)
 
 
 def max_length_in_slots(plan: PipelinePlan) -> int:
-    """Return up to which length there are pages for a sequence in every slot.
+    """Return the maximum length for which there are pages for a sequence in every slot.
 
     7414 pages of 16 positions, no window, 64 slots: 115 pages each, 1840 positions. A whole ring
     suffices for any length.
@@ -83,7 +84,7 @@ def max_length_in_slots(plan: PipelinePlan) -> int:
 
 
 def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
-    """Describe changes to an impossible request, each of which alone would make it possible.
+    """Describe changes to an infeasible request; each change alone would make it feasible.
 
     ``per_gpu``: stages that share a GPU; None if the memory is a machine's, which more stages would
     only divide further.
@@ -125,7 +126,7 @@ def _more_memory(args: ModelArgs, request: PlanRequest) -> list[str]:
 
 
 def _smallest_memory(args: ModelArgs, request: PlanRequest, per_gpu: int) -> int | None:
-    """Return the GiB that all GPUs should have at least; None if no size is enough."""
+    """Return the minimum memory of all GPUs in GiB; None if no size is enough."""
 
     def is_enough(gib: int) -> bool:
         budget = replace(request.budgets[0], memory=gib * GIB // per_gpu)
@@ -155,7 +156,7 @@ def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
 
 def _smallest_satisfying(holds: Callable[[int], bool], maximum: int) -> int | None:
     """Return the least number from 1 to ``maximum`` for which a monotone condition holds; None if
-    there is none.
+    it does not exist.
     """
     if maximum < 1 or not holds(maximum):
         return None

@@ -20,7 +20,7 @@ from tramontane.workers.weights.tensor_specs import expert_tensors
 
 # weight of an actor's load in all layers, relative to its load in one layer
 TOTAL_LOAD_WEIGHT = 8
-# an expert whose load is so many times its layer's mean gets replicas, unless their number is
+# an expert with this multiple of its layer's mean load gets replicas, unless their number is
 # configured
 HOT_EXPERT_RATIO = 1.5
 
@@ -30,7 +30,7 @@ class ExpertRequest:
     """The experts to assign: ``replicas`` copies of every expert; if None, further copies of hot
     experts while memory is left.
 
-    ``loads``: tokens that each expert was given; None assumes even load.
+    ``loads``: tokens that each expert has received; None assumes even load.
     """
 
     budgets: tuple[StageBudget, ...]  # one per actor, in order
@@ -287,8 +287,8 @@ def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict
 def _assign(
     loads: dict[ExpertId, float], copies: dict[ExpertId, int], capacities: Sequence[int]
 ) -> list[list[ExpertId]] | None:
-    """Assign experts in order of load, each expert to the actors with the least load so far, in all
-    layers and in the expert's layer.
+    """Assign experts in order of load, each to the actors with the least load so far, in all layers
+    and in the expert's layer.
 
     The experts of a layer work at the same time. Returns None if a copy is left over: all actors
     are full or hold the same expert already.
@@ -319,8 +319,8 @@ def _assign(
 def _assign_by_memory(
     copies: dict[ExpertId, int], capacities: Sequence[int]
 ) -> list[list[ExpertId]] | None:
-    """Assign each copy to an actor with most memory left. This finds an assignment if there is one;
-    else return None.
+    """Assign each copy to an actor with most memory left. This finds an assignment if one exists,
+    else returns None.
     """
     held: list[list[ExpertId]] = [[] for _ in capacities]
     for each, count in sorted(copies.items(), key=lambda pair: (-pair[1], pair[0])):

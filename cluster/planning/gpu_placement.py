@@ -1,4 +1,4 @@
-"""Placement of a pipeline's stages on GPUs that are not all alike. Pure arithmetic.
+"""Placement of a pipeline's stages on GPUs of different kinds. Pure arithmetic.
 
 Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Ray
 chooses the node of that kind, packing stage after stage, and the GPU of the node; so on a node of
@@ -128,7 +128,7 @@ def draft_shares_gpu(config: EngineConfig, hardware: Hardware) -> bool:
 
 
 def _without_draft_values(config: EngineConfig, hardware: Hardware) -> EngineConfig:
-    """Return the settings with lists of values for the GPUs of stages alone.
+    """Return the settings with lists of values for the stages' GPUs only.
 
     A draft model with a GPU of its own has the least memory of a list that has one value more, and
     the speed in the same place: memories of 24, 80 and 24 GiB are 24 and 80 for the stages.
@@ -152,7 +152,7 @@ def _without_draft_values(config: EngineConfig, hardware: Hardware) -> EngineCon
 
 
 def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware without the smallest GPUs, which draft models have to themselves."""
+    """Return the hardware without the smallest GPUs, which are reserved for draft models."""
     num_drafting = config.num_draft_models * config.max_pipelines
     if not num_drafting or not hardware.gpus or config.local:
         return hardware
@@ -171,7 +171,7 @@ def _without_draft_part(slots: tuple[GpuSlot, ...]) -> tuple[GpuSlot, ...]:
 
 
 def draft_memory(config: EngineConfig, hardware: Hardware) -> int:
-    """Return the bytes of memory that a draft model has on any GPU that it may be given."""
+    """Return the bytes of memory of a draft model on any GPU that it may get."""
     smallest = min((*(gpu.memory for gpu in hardware.gpus), *(config.gpu_memory or ())))
     return smallest // (DRAFT_PART if draft_shares_gpu(config, hardware) else 1)
 
@@ -254,7 +254,7 @@ def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[GpuSlot, i
     the number of ``gpus`` of this kind.
     """
     alike: dict[object, list[Gpu]] = {}
-    # whole GiB: drivers of different versions keep different megabytes for themselves
+    # whole GiB: drivers of different versions reserve different numbers of megabytes
     for here in by_node(cluster):
         kind = (frozenset(gpu.name for gpu in here), round(min(gpu.memory for gpu in here) / GIB))
         alike.setdefault(kind, []).extend(here)
@@ -312,8 +312,8 @@ def _apply_overrides(
 def stage_speeds(
     config: EngineConfig, hardware: Hardware, devices: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """Return the speeds of stages on devices of these names, relative to each other: as configured,
-    else as measured, else None.
+    """Return the relative speeds of stages on devices of these names: as configured, else as
+    measured, else None.
 
     Three stages, 2 per GPU, with ``--gpu-speed 1,3``: 1, 1, 3.
     """

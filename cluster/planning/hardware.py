@@ -69,8 +69,8 @@ class Hardware:
     panel_rows: int = MAX_PANEL_ROWS
 
     def stages_per_slot(self, stages_per_gpu: int) -> int:
-        """Return how many stages share one slot, which is a GPU; without GPUs every stage has a
-        slot of its own.
+        """Return how many stages share one slot, which is a GPU; without GPUs every stage has its
+        own slot.
         """
         return stages_per_gpu if self.gpus else 1
 
@@ -113,8 +113,8 @@ class Hardware:
         )
 
     def check_threads(self, threads_per_stage: int | None) -> None:
-        """Raise PlanError if no node has so many cores. Stages may share cores: they rarely all
-        compute at once.
+        """Raise PlanError if no node has this number of cores. Stages may share cores: they rarely
+        all compute at once.
         """
         max_cpus = max(self.node_cpus)
         if threads_per_stage is not None and threads_per_stage > max_cpus:
@@ -142,8 +142,8 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
 def probe_local() -> Hardware:
     """Return this machine's free hardware, as far as this process may use it.
 
-    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would be a CPU's, or leave
-    GPUs idle, without a word.
+    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would silently use the
+    CPU, or leave GPUs idle.
     """
     num_gpus = num_visible_gpus()
     visible = visible_gpus() if num_gpus else []
@@ -245,7 +245,7 @@ def _cgroup_numbers(file: str, count: int) -> list[int]:
 def _probe_gpus(
     num_gpus: Mapping[str, int], list_gpus: Callable[[], list[VisibleGpu]]
 ) -> tuple[Gpu, ...]:
-    """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there.
+    """List the GPUs of every node that offers GPUs to Ray: the first GPUs that CUDA shows there.
 
     As long as actors have GPUs, memory that is not free may belong to these actors, and be free
     when their GPUs are given to new actors.

@@ -44,7 +44,7 @@ def events_of_all(config: EngineConfig, plan: PipelinePlan) -> float:
 
 
 def describe_ingresses(config: EngineConfig, plan: PipelinePlan, num_ingresses: int) -> str:
-    """Return a sentence for people that says why so many were chosen."""
+    """Return a readable reason for this number of ingress replicas."""
     return (
         f"the planner has chosen {num_ingresses} ingress replicas (key ingress_replicas):"
         f" {events_of_all(config, plan):.0f} tokens per second are to be expected, one replica"

@@ -1,4 +1,4 @@
-"""Search for the fastest plan: which of the available GPUs the stages get. Pure arithmetic."""
+"""Search for the fastest plan: the assignment of the available GPUs to stages. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ from tramontane.proto.plan import PipelinePlan
 
 def plan_pipeline(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelinePlan:
     """Return the plan of one of ``config.max_pipelines`` pipelines that share the hardware; raises
-    as ``search_plan``.
+    the errors of ``search_plan``.
     """
     return search_plan(config, args, hardware)[0]
 
@@ -68,12 +68,12 @@ def search_plan(
 def _best_stages(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
 ) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
-    """Return the fastest plan on the GPUs that are for stages; of equally fast plans the one on the
-    largest GPUs.
+    """Return the fastest plan on the stages' GPUs; of equally fast plans, the one on the largest
+    GPUs.
 
     No plan is faster than the model's cost divided by the sum of its stages' speeds, so most
-    candidates need no planning: once a plan takes 10, candidates with speeds 2 and 2 are of no use
-    to a model of cost 40.
+    candidates need no planning: once a plan takes 10, candidates with speeds 2 and 2 are useless
+    for a model of cost 40.
     """
     candidates = placement_candidates(config, len(args.layer_groups), hardware, cluster)
     costs = layer_costs(

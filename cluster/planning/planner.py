@@ -46,7 +46,7 @@ Split = tuple[int, int, tuple[int, ...]]
 def split_layers(
     costs: Sequence[int], speeds: Sequence[int], fits: FitsPredicate = lambda _stage, _span: True
 ) -> list[range] | None:
-    """Divide layers into consecutive, non-empty spans, one per stage; return None if none fits.
+    """Divide layers into consecutive, non-empty spans, one per stage; return None if no split fits.
 
     A stage's time is the cost of its layers divided by its speed. Speeds are relative to each
     other. Among the splits whose slowest stage is fastest, the most even split is returned.
@@ -118,7 +118,7 @@ MEMORY_SHARE = 0.9
 
 
 class TooLittleMemoryError(PlanError):
-    """Error of a model that does not fit; the caller adds what to do about it."""
+    """Error of a model that does not fit; the caller adds advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class StageBudget:
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and caches: the memory without a tenth of it, or without the runtime
-        where that takes more.
+        """Bytes for weights and caches: nine tenths of the memory, or the memory without the
+        runtime if that is less.
 
         With a runtime of 3 GiB: 72 of 80 GiB, and 17 of 20 GiB, not 18.
         """
@@ -167,10 +167,10 @@ class PlanRequest:
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
     experts_inside: bool = True  # the stages have the model's experts, if it has any
-    # stage times of a pipeline that ran, which give the cost of the head
+    # stage times of an earlier run of a pipeline, which give the cost of the head
     stage_times: tuple[StageTime, ...] | None = None
     batch_invariant: bool | None = None  # see StagePlan
-    num_drafts: int = 0  # most drafts of a sequence in flight; page rings are longer by them
+    num_drafts: int = 0  # maximum drafts of a sequence in flight, added to page rings
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
     # rows per panel of packed matrices, whose last panel is filled up on CPUs; 1: not packed
     panel_rows: int = 1
@@ -207,8 +207,8 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     """Plan a pipeline.
 
     Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit), or
-    ConfigError if ``max_model_len`` exceeds the model's context, or the model cannot have such a
-    cache.
+    ConfigError if ``max_model_len`` exceeds the model's context, or the model does not support this
+    cache dtype.
     """
     check_kv_cache_dtype(args, request.dtype, request.kv_cache_dtype)
     args.check_num_stages(request.num_stages, f"--stages is {request.num_stages}")
@@ -358,7 +358,7 @@ class _StageFootprint:
         return sum(spec.padding_bytes(self._format, self._request.panel_rows) for spec in specs)
 
 
-@lru_cache(maxsize=8)  # the search for a plan that fits asks for the same model again and again
+@lru_cache(maxsize=8)  # the search for a feasible plan repeats requests for the same model
 def _layer_bytes(
     args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool
 ) -> tuple[tuple[int, int], ...]:

@@ -31,7 +31,7 @@ NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
 
 
 def kv_get(key: str) -> bytes | None:
-    """Read from the cluster's key-value store; None if the key is not there."""
+    """Read from the cluster's key-value store; None if the key does not exist."""
     value: bytes | None = table.KV_GET.value(key)
     return value
 
@@ -47,28 +47,28 @@ def kv_delete(key: str) -> None:
 
 
 def cluster_settings() -> dict[str, Any]:
-    """Return what ``--system-config`` of the head node has set."""
+    """Return the settings of ``--system-config`` of the head node."""
     settings: dict[str, Any] = table.GLOBAL_STATE.value.get_system_config()
     return settings
 
 
 def actor_state(actor: "ActorHandle[Any]") -> dict[str, Any]:
-    """Return what Ray's table of actors has of this one: ``State``, ``Pid`` and ``Address``; empty
-    if it is unknown.
+    """Return the entry of an actor in Ray's table: ``State``, ``Pid`` and ``Address``; empty if it
+    is unknown.
     """
     state: dict[str, Any] = table.ACTORS.value(actor._actor_id.hex())
     return state
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Return what each living node has free, by Ray's id of the node."""
+    """Return the free resources of each living node, by Ray's id of the node."""
     free: dict[str, dict[str, float]] = table.GLOBAL_STATE.value.available_resources_per_node()
     return free
 
 
 def living_actors() -> list[Any]:
     """Return Ray's rows of the living actors, also of other namespaces; ``required_resources`` are
-    those that one holds.
+    the resources that one holds.
     """
     rows = table.GLOBAL_STATE.value._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     return [table.ACTOR_ROW.value.FromString(row) for row in rows]
@@ -78,8 +78,8 @@ def has_autoscaler() -> bool:
     """Return whether Ray's autoscaler may add nodes to the cluster that this process has joined.
 
     Every head node has a monitor. With an autoscaler it reports node types by the names of a
-    configuration; without one ``node_`` and the id of the node. The autoscaler's version 2 reports
-    none: there the type is a label of the node.
+    configuration; without one ``node_`` and the id of the node. The autoscaler's version 2 does not
+    report types: there the type is a label of the node.
     """
     if table.IS_AUTOSCALER_2.value(fetch_from_server=True):
         import ray
@@ -91,8 +91,8 @@ def has_autoscaler() -> bool:
 
 
 def grafana_dashboards() -> dict[str, dict[str, Any]]:
-    """Return the dashboards that Ray generates for Grafana, by name; ``core`` is what Ray's code
-    calls the default one.
+    """Return the dashboards that Ray generates for Grafana, by name; ``core`` is the default
+    dashboard in Ray's code.
     """
     symbols = {
         "core": table.CORE_DASHBOARD,
@@ -119,15 +119,14 @@ def leave_out_dashboard() -> AbstractContextManager[None]:
 
     ``ray.init(include_dashboard=False)`` still starts the dashboard's server, which then only
     reports usage, and waits until it answers; the log monitor, which only copies logs to a driver
-    that wants them; and the autoscaler's monitor, although nothing can be scaled. Each imports half
+    that reads them; and the autoscaler's monitor, although nothing can be scaled. Each imports half
     of Ray: on two cores they take a third of the time in which a cluster starts.
     """
     node: Any = table.NODE.value
 
     class NodeWithoutDashboard(node):  # type: ignore[misc]
         def start_api_server(self, **_: object) -> None:
-            # The node's agent would look for an address once a second, and log each time that there
-            # is none.
+            # The node's agent would look for an address once a second, and log each failure.
             key = table.DASHBOARD_KEY.value.encode()
             self.get_gcs_client().internal_kv_put(
                 key, NO_DASHBOARD.encode(), True, table.DASHBOARD_KEYS.value
@@ -142,9 +141,9 @@ def leave_out_dashboard() -> AbstractContextManager[None]:
 
 def assume_dashboard_packages() -> AbstractContextManager[None]:
     """Keep Ray from importing the packages of ``ray[default]`` into this process while the block
-    runs, if they are there.
+    runs, if they are installed.
 
-    Where one is missing Ray has to know: its agents would not start, and end the node.
+    If one is missing, Ray has to know: its agents would not start, and end the node.
     """
     return (
         table.DASHBOARD_PACKAGES.replaced(lambda: None)
@@ -157,23 +156,23 @@ def mute_worker_logs() -> AbstractContextManager[None]:
     """Keep Ray from printing errors of the cluster's processes to our standard output while the
     block runs.
 
-    It prints also those that it recovers from by itself.
+    Ray also prints errors that it recovers from by itself.
     """
     return table.WORKER_LOGS.replaced(False)
 
 
 def keep_loopback_address() -> AbstractContextManager[None]:
-    """Keep Ray from replacing 127.0.0.1 by the machine's outer address while the block runs.
+    """Keep Ray from replacing 127.0.0.1 by the machine's external address while the block runs.
 
-    With the outer address every process of Ray would listen on all interfaces; with 127.0.0.1 none
-    does.
+    With the external address every process of Ray would listen on all interfaces; with 127.0.0.1
+    none does.
     """
     return table.RAY_CLUSTERS_POSSIBLE.replaced(False)
 
 
 def keep_sigterm_handler() -> AbstractContextManager[None]:
-    """Keep Ray from handling SIGTERM while the block runs: it would end the process before anything
-    is removed.
+    """Keep Ray from handling SIGTERM while the block runs: it would end the process before the
+    clean-up.
     """
     return table.SET_SIGTERM_HANDLER.replaced(lambda sigterm_handler: None)
 
@@ -192,7 +191,7 @@ def json_formatter(fields: tuple[str, ...]) -> logging.Formatter:
     return formatter  # type: ignore[no-any-return]
 
 
-def import_attribute(path: str) -> Any:  # whatever the path names
+def import_attribute(path: str) -> Any:  # any object
     """Import ``module:name`` or ``module.name`` as Ray does. Raises ImportError, AttributeError or
     ValueError.
     """
@@ -225,7 +224,7 @@ def ping_head(
 
 def stored_token_headers() -> tuple[tuple[str, str], ...]:
     """Return the headers with the token that Ray finds in the environment or the user's home,
-    whatever RAY_AUTH_MODE says.
+    regardless of RAY_AUTH_MODE.
     """
     loader = table.TOKEN_LOADER.value.instance()
     if not loader.has_token(ignore_auth_mode=True):
@@ -234,7 +233,7 @@ def stored_token_headers() -> tuple[tuple[str, str], ...]:
 
 
 def serve_controller() -> Any:  # an actor handle
-    """Return the handle of Ray Serve's controller. Raises ValueError if there is none."""
+    """Return the handle of Ray Serve's controller. Raises ValueError if it does not exist."""
     import ray
 
     return ray.get_actor(table.CONTROLLER_NAME.value, table.CONTROLLER_NAMESPACE.value)
@@ -273,18 +272,18 @@ def internal_request_id() -> str:
 
 
 def bind_request_id(context: Context, request_id: str) -> None:
-    """Let calls that are made in ``context`` belong to this request in logs of other replicas."""
+    """Assign calls that are made in ``context`` to this request, for logs of other replicas."""
     context.run(table.CURRENT_CONTEXT.value.set, table.MAKE_CONTEXT.value(request_id=request_id))
 
 
 def cancel_calls(internal_id: str) -> None:
-    """Cancel the calls of a request, by its internal id, that have not ended, whatever the proxy is
-    doing.
+    """Cancel the calls of a request, by its internal id, that have not ended, in any state of the
+    proxy.
 
-    Ray Serve itself cancels the call of a client that leaves if the proxy waits for the replica at
-    that moment. It forgets the call if the proxy is writing to the client, or has just made the
-    call: the replica then works for no client, and what it sends stays in gRPC's buffers, in pieces
-    of 64 KiB, until the proxy ends.
+    Ray Serve itself cancels the call of a client that disconnects only if the proxy waits for the
+    replica at that moment. It forgets the call if the proxy is writing to the client, or has just
+    made the call: the replica then works for no client, and its output stays in gRPC's buffers, in
+    pieces of 64 KiB, until the proxy ends.
     """
     if internal_id:
         for call in tuple(table.IN_FLIGHT.value(internal_id).values()):
@@ -297,16 +296,16 @@ def is_tracing_enabled() -> bool:
 
 
 def bind_trace(context: Context) -> None:
-    """Let calls that are made in ``context`` belong to the trace of the current request, if there
-    is one.
+    """Assign calls that are made in ``context`` to the trace of the current request, if there is
+    one.
     """
     if is_tracing_enabled() and (trace := table.TRACE_CONTEXT.value()) is not None:
         context.run(table.SET_TRACE_CONTEXT.value, trace)
 
 
 def set_proxy_tracing(exporter_path: str, sampling_ratio: float) -> None:
-    """Set the exporter and the ratio that a proxy sets its tracing up with, in place of its
-    environment variables.
+    """Set the exporter and the ratio of a proxy's tracing, in place of its environment
+    variables.
     """
     table.TRACING_EXPORTER.replace(exporter_path)
     table.TRACING_RATIO.replace(sampling_ratio)
@@ -315,8 +314,8 @@ def set_proxy_tracing(exporter_path: str, sampling_ratio: float) -> None:
 def configure_handle(
     handle: "DeploymentHandle[Any]", *, by_reference: bool, **options: Any
 ) -> "DeploymentHandle[Any]":
-    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or
-    gRPC between replicas.
+    """Return the handle with public options of Ray Serve, for calls that use Ray objects, or gRPC
+    between replicas.
 
     Answers are plain values; cloudpickle, Ray Serve's default, makes a pickler in Python for each
     of them.
@@ -325,9 +324,9 @@ def configure_handle(
 
 
 def connect_handle(handle: Any) -> None:  # DeploymentHandle, whose types lack this
-    """Connect a deployment handle from a process that is no replica, unless it is connected.
+    """Connect a deployment handle from a process that is not a replica, unless it is connected.
 
-    Its router has a loop of its own there, whatever ``ray_settings.SERVE_SETTINGS`` says of
+    There its router has its own event loop, regardless of ``ray_settings.SERVE_SETTINGS`` for
     replicas.
     """
     if not handle.is_initialized:  # Ray Serve returns the same handle again
@@ -343,11 +342,11 @@ async def broadcast_results(response: Any) -> list[Any]:  # DeploymentBroadcastR
 
 
 def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> None:
-    """Replace the queues of responses that Ray Serve makes in this process by such as make no task
-    for each message.
+    """Replace Ray Serve's response queues in this process by queues that do not create a task for
+    each message.
 
-    ``on_new`` is called for each with what returns its length. Ray Serve waits for a task that
-    waits for a message, and for the call. Here the end of the call is a message, too.
+    ``on_new`` is called for each queue with a function that returns its length. Ray Serve waits for
+    a task that waits for a message, and for the call. Here the end of the call is a message, too.
     """
     queue: Any = table.MESSAGE_QUEUE.value
 
@@ -359,8 +358,8 @@ def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> No
         async def fetch_messages_from_queue(
             self, call_fut: "asyncio.Future[Any]"
         ) -> AsyncGenerator[list[Any], None]:
-            """Yield what is in the queue, until the call that fills it has ended; raise what it has
-            raised.
+            """Yield the messages in the queue until the call that fills it has ended; raise the
+            call's error.
             """
             call_fut.add_done_callback(lambda _: self._new_message_event.set())
             try:
@@ -379,12 +378,13 @@ def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> No
 
 
 def replace_response_generators() -> None:
-    """Replace what reads responses in a proxy by one that makes no task for each message.
+    """Replace the reader of responses in a proxy by one that does not create a task for each
+    message.
 
     To be called before the proxy takes requests. Ray Serve waits for a task that reads and one that
-    ends when the client leaves. Here the latter cancels the call, and what reads it ends with that.
-    The first message is waited for as Ray Serve does: a call that is assigned to a replica in the
-    turn of the loop in which its client leaves could not be cancelled.
+    ends when the client disconnects. Here the latter cancels the call, which ends its reader. The
+    first message is awaited as Ray Serve does: a call that is assigned to a replica in the same
+    event loop iteration in which its client disconnects could not be cancelled.
     """
     from ray.serve.exceptions import RequestCancelledError
 

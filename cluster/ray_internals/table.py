@@ -29,8 +29,8 @@ RAY_VERSION = "2.60.0"  # the version that ``table.py`` was written for
 class PrivateSymbol:
     """One private name: ``path`` is ``module:name`` or ``module:Class.name``.
 
-    ``needed_for`` says why we use it, ``breaks`` what does not work without it. ``parameters`` are
-    those that we pass, or that a replacement of ours relies on.
+    ``needed_for``: why we use it; ``breaks``: what does not work without it. ``parameters``: the
+    parameters that we pass, or that a replacement of ours relies on.
     """
 
     path: str
@@ -40,7 +40,7 @@ class PrivateSymbol:
     breaks: str
 
     @property
-    def value(self) -> Any:  # whatever Ray has there
+    def value(self) -> Any:  # any object of Ray's
         """The object itself. Raises ConfigError if Ray has it no more."""
         try:
             return getattr(self._owner(), self._name)
@@ -64,8 +64,8 @@ class PrivateSymbol:
             self.replace(previous)
 
     def change(self) -> str:
-        """Describe what this version of Ray has changed of it, and what that breaks; empty if
-        nothing.
+        """Describe the changes to it in this version of Ray, and the consequences; empty without
+        changes.
         """
         try:
             owner = self._owner()
@@ -105,7 +105,9 @@ class PrivateSymbol:
 
 
 def _is_set(owner: type, name: str) -> bool:
-    """Tell whether a constructor names an attribute: that of the class, or of one it is made of."""
+    """Return whether a constructor sets an attribute: the constructor of the class, or of a base
+    class.
+    """
     constructors = [vars(each).get("__init__") for each in owner.__mro__]
     return any(name in each.__code__.co_names for each in constructors if inspect.isfunction(each))
 
@@ -128,8 +130,8 @@ def _describe_changes(changes: list[str]) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Look for a package without importing it, or for one inside of another, of which the outer
-    ones are imported.
+    """Return whether a package is installed, without importing it; for a nested package, its
+    parents are imported.
     """
     try:
         return find_spec(package) is not None
@@ -149,8 +151,8 @@ def _add(
     """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we
     pass.
 
-    Returns those that are in the module itself. ``Queue.length`` is an attribute of objects that
-    Ray hands out.
+    Returns the symbols in the module itself. ``Queue.length`` is an attribute of objects that Ray
+    hands out.
     """
     symbols = []
     for each in names:

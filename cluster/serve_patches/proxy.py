@@ -1,5 +1,5 @@
-"""The middlewares of Ray Serve's HTTP proxies, with those that end abandoned calls and remove Ray
-Serve's control headers.
+"""The middlewares of Ray Serve's HTTP proxies, including those that end abandoned calls and remove
+Ray Serve's control headers.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -38,19 +38,19 @@ from tramontane.cluster.ray_internals.table import (
 from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
 from tramontane.router.openai.errors import error_body
 
-# Changes to Ray Serve in a replica's process: where its internal port listens, and the length of
+# Changes to Ray Serve in a replica's process: the address of its internal port, and the length of
 # its response queues.
 
 ALL_INTERFACES = "[::]:"
 
 
 def bind_internal_port_to_node() -> None:
-    """Let a replica's internal gRPC port listen on the node's own address only. To be called in its
-    constructor.
+    """Make a replica's internal gRPC port listen on the node's own address only. To be called in
+    its constructor.
 
     Ray Serve opens one port per replica, on all interfaces and without authentication, and reads
-    pickles from it. Other replicas reach it under the address by which Ray knows the node, and
-    there it listens: 127.0.0.1 in a cluster that we started. Ray Serve has no option for this;
+    pickles from it. Other replicas reach it under the address by which Ray knows the node, so it
+    listens there: 127.0.0.1 in a cluster that we started. Ray Serve has no option for this;
     ``tests/test_serve_command.py`` checks the sockets.
     """
     add_port = ADD_PORT.value
@@ -82,14 +82,15 @@ def replace_all_interfaces(address: str, host: str) -> str:
 
 
 def format_host(host: str) -> str:
-    """Return the host as it is written before a port: ``::1`` gives ``[::1]``."""
+    """Return the host in its form before a port: ``::1`` gives ``[::1]``."""
     return f"[{host}]" if ":" in host else host
 
 
-# Changes to Ray Serve's gRPC proxy: where clients' gRPC listens, and what is around every handler.
+# Changes to Ray Serve's gRPC proxy: the address of clients' gRPC, and wrappers around every
+# handler.
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Ray Serve's own method, which asks for no key
+# Ray Serve's own method, which requires no key
 LIST_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"
 REQUEST_ID = "request_id"  # in the metadata: Ray Serve writes it into logs, and sends it back
 
@@ -97,7 +98,7 @@ StreamHandler = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 def bind_grpc_to_http_host() -> None:
-    """Let clients' gRPC listen on the host of HTTP. To be called in a proxy before it opens its
+    """Make clients' gRPC listen on the host of HTTP. To be called in a proxy before it opens its
     ports.
 
     Ray Serve has an option for the port only, and listens on all interfaces. The function that adds
@@ -171,8 +172,8 @@ async def _check_request_id(context: Any) -> None:  # of gRPC
 
 
 def cancel_on_disconnect(handler: StreamHandler) -> StreamHandler:
-    """Wrap the handler of a method that answers with a stream, so that its call ends with it; see
-    ``cancel_calls``.
+    """Wrap the handler of a method with a streamed response, so that its call ends with the stream;
+    see ``cancel_calls``.
     """
 
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:  # of gRPC

@@ -33,8 +33,8 @@ GRPC_FUNCTIONS = tuple(
     f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs")
 )
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
-UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
-MAX_SURGE_PERCENT = 100  # all replicas of a new version start before those of the old one stop
+UNBOUNDED = 1_000_000  # our own limits are reached first, and their errors have OpenAI's format
+MAX_SURGE_PERCENT = 100  # new replicas all start before the replicas of the old version stop
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -49,7 +49,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def validate_config(args: dict[str, Any]) -> EngineConfig:
-    """Read a Serve config's ``args``. Raises ConfigError for keys that do not belong there."""
+    """Read a Serve config's ``args``. Raises ConfigError for keys that are not allowed there."""
     args = with_first_names(args)
     if SECRET_KEY in args:
         raise ConfigError(
@@ -90,13 +90,13 @@ def application(
     grace_s: float = 20.0,
     grpc_on_loopback_only: bool = False,
 ) -> Application:
-    """Bind the deployments. Every node must have the checkpoint as it is here, where the
+    """Bind the deployments. Every node must have the checkpoint of the node on which the
     application is built.
 
-    ``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``. ``grace_s``:
-    how long a replica that is to stop may finish its requests. ``grpc_on_loopback_only``: refuse
-    gRPC peers on other machines, because Ray Serve's gRPC port is open to all of them in a cluster
-    that we have not started.
+    ``launched`` and ``owns_serve``: see ``pipeline_spec.OwnerApplication``. ``grace_s``: how long a
+    replica that is to stop may finish its requests. ``grpc_on_loopback_only``: refuse gRPC peers on
+    other machines, because Ray Serve's gRPC port is open to all machines in a cluster that we have
+    not started.
     """
     config = config.with_absolute_paths()
     with annotate_node():

@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineAutoscalingPolicy:
-    """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues
-    included, would fill.
+    """Ray Serve's policy for the Router deployment: the number of pipelines that their load,
+    including waiting queues, would fill.
 
-    ``autoscale_load``: the share of a pipeline's slots or of its cache's pages, whichever is
-    scarcer, that is to be used. ``autoscale_tokens``: how many tokens a pipeline is to have in
-    flight, if that is to count as well.
+    ``autoscale_load``: the target utilization of a pipeline's slots or of its cache's pages,
+    whichever is scarcer. ``autoscale_tokens``: the target number of tokens in flight per pipeline,
+    if that is to count as well.
 
-    Ray Serve rounds up, applies the bounds and the delays. A router that is gone does not count;
-    its requests count where they continue.
+    Ray Serve rounds up, applies the bounds and the delays. A lost router does not count; its
+    requests count where they continue.
 
     A Serve config may contain anything, and an exception here would stop Ray Serve's controller for
     all of its applications. So arguments that make no sense are logged and ignored.
@@ -48,7 +48,7 @@ class PipelineAutoscalingPolicy:
     def __init__(
         self, autoscale_load: object = None, autoscale_tokens: object = None, **unknown: object
     ) -> None:
-        # their names in 0.2, which 0.4 will not know
+        # their names in 0.2, which 0.4 will not accept
         autoscale_load = unknown.pop("target_load", autoscale_load)
         autoscale_tokens = unknown.pop("target_tokens", autoscale_tokens)
         self._autoscale_load, self._autoscale_tokens = (
@@ -69,8 +69,8 @@ class PipelineAutoscalingPolicy:
             )
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of pipelines that are wanted, and the state to keep between calls,
-        which is empty.
+        """Return the desired number of pipelines, and the state to keep between calls, which is
+        empty.
         """
         # all routers are dead, and their requests wait at the ingresses
         if not context.current_num_replicas:
@@ -98,8 +98,8 @@ def to_metrics(demand: PipelineLoad) -> dict[str, float]:
 
 
 def autoscaling_fields(config: EngineConfig, slots: int) -> dict[str, Any]:
-    """Return how the Router deployment is scaled, as it is written in a Serve config. ``slots``:
-    those of one pipeline.
+    """Return the scaling options of the Router deployment, as in a Serve config. ``slots``: of one
+    pipeline.
     """
     targets = {"autoscale_load": config.autoscale_load, "autoscale_tokens": config.autoscale_tokens}
     return {

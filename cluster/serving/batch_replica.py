@@ -86,10 +86,10 @@ class MachineCount:
 
 class SingleNodeBatchService(BatchService):
     """A service whose store is on one machine's disk: it accepts no job and no file while the
-    cluster has others.
+    cluster has other machines.
 
     Ingresses and the runner may be on different machines, and then accepted jobs would never run.
-    All else works, so that jobs and files that are there can be read and cancelled.
+    All other operations work, so that existing jobs and files can be read and cancelled.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ def job_settings(config: EngineConfig) -> JobSettings:
 
 
 def job_limits(config: EngineConfig) -> JobLimits:
-    """Return the limits of jobs. No single one may be larger than what an API key may have."""
+    """Return the limits of jobs. A single job may be as large as the total of an API key."""
     default = JobLimits()
     return JobLimits(
         max_lines=min(default.max_lines, config.jobs_max_lines),
@@ -194,8 +194,8 @@ def job_limits(config: EngineConfig) -> JobLimits:
 
 
 def batch_service(config: EngineConfig) -> BatchService:
-    """Make an ingress's service. A folder that is given with PostgreSQL is taken for one that every
-    machine sees.
+    """Make an ingress's service. A storage folder that is given with PostgreSQL is assumed to be
+    shared by all machines.
     """
     settings = job_settings(config)
     is_on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
@@ -252,8 +252,8 @@ class BatchReplica:
         await asyncio.to_thread(self._database.close)
 
     async def check_health(self) -> None:
-        """Raise PipelineError if a task has ended, whose error is logged then; Ray Serve starts
-        another replica.
+        """Raise PipelineError if a task has ended, and log its error; Ray Serve starts another
+        replica.
         """
         for task, name in zip(
             self._tasks,
@@ -284,11 +284,10 @@ async def repeat_forever(
     complaint: str,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> None:
-    """Call ``work`` every ``GARBAGE_INTERVAL_S``, and less often while it fails, whatever its
-    errors are.
+    """Call ``work`` every ``GARBAGE_INTERVAL_S``, and less often while it fails with any error.
 
-    An error is logged the first time, and again if the work has succeeded since: of defects with
-    the traceback.
+    An error is logged the first time, and again if the work has succeeded in between; defects are
+    logged with a traceback.
     """
     pause_s, known = GARBAGE_INTERVAL_S, set[type[Exception]]()
     while True:

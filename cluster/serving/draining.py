@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 
 def stop(timeout_s: float | None, report: Report, cancelled: Callable[[float], bool]) -> None:
     """Drain, for DEFAULT_DRAIN_S if ``timeout_s`` is None, then end the remaining requests with an
-    error that says why.
+    error that explains it.
     """
     timeout_s = DEFAULT_DRAIN_S if timeout_s is None else timeout_s
     if num_left := drain(timeout_s, report, cancelled):
@@ -89,6 +89,6 @@ def _broadcast(method: str) -> list[Any]:
         )
     except (RayError, TimeoutError) as error:
         return [error]
-    except RayServeException:  # there is none
+    except RayServeException:  # Ray Serve is not running
         return []
     return answers

@@ -44,7 +44,7 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
 WRITES_PER_CORE = 50  # a second, by all ingress replicas of a machine together
-# a second, by one ingress replica: it is one process, whatever the number of cores
+# per second, of one ingress replica: it is one process, whatever the number of cores
 MAX_WRITES = 400
 
 
@@ -80,7 +80,7 @@ class IngressReplica(GrpcServicer):
             router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing
         )
         application = serve.get_replica_context().app_name
-        # this replica replaces one that has died since
+        # this replica replaces one that died while the application was draining
         if is_drained(application, number_deployment(application, build_id)):
             self._routers.drain()
         start_periodic_thread(
@@ -99,8 +99,8 @@ class IngressReplica(GrpcServicer):
             id_of=serve_request_id,
         )
         self._http_app = HttpApp(self._http_config(config, model, keys, pacer, node, digest))
-        # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each
-        # if they had to visit it.
+        # Objects loaded so far are permanent. A body of many lists triggers full collections, of
+        # 0.1 s each if they had to visit these objects.
         gc.collect()
         gc.freeze()
 
@@ -155,11 +155,11 @@ class IngressReplica(GrpcServicer):
         self._routers.resume()
 
     async def end_all(self) -> None:
-        """End all requests with an error that says why."""
+        """End all requests with an error that explains it."""
         self._routers.end_all()
 
     async def stats(self) -> dict[str, Any]:
-        """Return what this replica holds now, for tests."""
+        """Return this replica's current state, for tests."""
         return {
             "requests": self._routers.num_requests,
             "digests": self._routers.known_digests,
@@ -176,10 +176,10 @@ def _pacer(config: EngineConfig) -> Pacer:
 
 
 def write_budget(num_cores: int, num_ingresses: int) -> int:
-    """Return the writes to streams per second of one of so many ingress replicas under full load:
-    they share the cores.
+    """Return the writes to streams per second of one of ``num_ingresses`` ingress replicas under
+    full load: they share the cores.
 
     2 cores, 1 ingress: 100 writes. 2 cores, 2 ingresses: 50. 64 cores: 400 with up to 8 ingresses,
-    as many as one process makes.
+    the maximum of one process.
     """
     return max(1, min(WRITES_PER_CORE * num_cores // num_ingresses, MAX_WRITES))

@@ -1,4 +1,4 @@
-"""Which router gets a request: Ray Serve's routing, with an ingress's own counts."""
+"""Routing of requests to routers: Ray Serve's routing, with an ingress's own counts."""
 
 import random
 from collections import Counter
@@ -6,35 +6,35 @@ from collections.abc import Collection
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-# Constraints on a call's replica. They travel in the call's session id, which has no other use
+# Constraints on a call's replica. They are sent as the call's session id, which has no other use
 # here.
 ANY, ONLY, EXCEPT = "", "=", "!"
 
 
 def exclude(replicas: Collection[str]) -> str:
-    """Return the constraint that leaves these replicas out: none gives "", {"b", "a"} gives
+    """Return the constraint that excludes these replicas: no replicas give "", {"b", "a"} gives
     "!a,b".
     """
     return EXCEPT + ",".join(sorted(replicas)) if replicas else ANY
 
 
 def prefer(replica: str | None, excluded: Collection[str]) -> str:
-    """Return the constraint to this replica if it is there, else to any that is not excluded: a and
+    """Return the constraint to this replica if it exists, else to any that is not excluded: a and
     {"b"} gives "=a!b".
     """
     return (ONLY + replica if replica else ANY) + exclude(excluded)
 
 
 class LeastLoadedRouter(RequestRouter):
-    """Chooses the replica with the fewest requests among those that the call's constraint allows,
-    at random between equals.
+    """Chooses the replica with the fewest requests among the replicas that the call's constraint
+    allows, at random between equals.
 
     ``=a`` allows replica a; ``!a,b`` allows all but a and b; ``=a!b,c`` allows a, and if it is not
-    there all but b and c. If none is left, all are allowed.
+    there all but b and c. If no allowed replica is left, all are allowed.
 
-    Ray Serve's own counts are those that replicas reported last, so requests that come together see
-    the same counts and all go to one replica. Here a request counts from the moment it is assigned
-    to a replica.
+    Ray Serve's own counts are the last ones that replicas reported, so requests that arrive
+    together see the same counts and are all sent to one replica. Here a request counts from its
+    assignment to a replica.
     """
 
     def initialize_state(self, **_: object) -> None:

@@ -36,7 +36,7 @@ from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRout
 from tramontane.router.engine.request_output import ResumableRequest
 
 MAX_STREAM_ATTEMPTS = 5  # to open the stream from one router for one request
-MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
+MAX_GRPC_BYTES = 2**20  # larger arguments use the object store; Ray Serve's gRPC takes 4 MiB
 LAST_TOKENS_TIMEOUT_S = 10.0
 DRAINING = (
     "the server is draining: it finishes what it has begun and takes nothing new; ask another one,"
@@ -50,11 +50,10 @@ logger = logging.getLogger(__name__)
 class PipelineClient:
     """The pipelines behind a Ray Serve handle of their routers, as one ``TokenSource``.
 
-    ``max_unaccepted``: see ``AdmissionWindow``.
-    ``handover_grace_s``: see ``RouterStreams``, ``node`` too. ``model``: ``short_digest`` of the
-    model whose token ids we send. ``write_interval_s``: how often each stream to a client is
-    written to under full load; routers send tokens a little more often.
-    ``routing``: None where prefixes are not cached.
+    ``max_unaccepted``: see ``AdmissionWindow``. ``handover_grace_s`` and ``node``: see
+    ``RouterStreams``. ``model``: ``short_digest`` of the model whose token ids we send.
+    ``write_interval_s``: the interval of writes to each client stream under full load; routers send
+    tokens a little more often. ``routing``: None where prefixes are not cached.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class PipelineClient:
 
     @property
     def known_digests(self) -> Mapping[str, Known]:
-        """What is known of the caches of pipelines; see ``PrefixAwareRouting``."""
+        """The known cache versions of the pipelines; see ``PrefixAwareRouting``."""
         return self._routing.known if self._routing is not None else {}
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
@@ -126,7 +125,7 @@ class PipelineClient:
     def _call(
         self, progress: ResumableRequest, budget: RouterFailoverBudget
     ) -> Iterator[PendingCall]:
-        """Give what is left of a request to one router while the block runs."""
+        """Send the rest of a request to one router while the block runs."""
         request = progress.remaining()
         encoded = wire.encode_request(request)
         call = self._streams.begin_call(request, budget.without_router_since, self._window)
@@ -147,9 +146,9 @@ class PipelineClient:
         budget: RouterFailoverBudget,
         error: errors.TramontaneError,
     ) -> None:
-        """Wait until the request may be given to another router.
+        """Wait until the request may be sent to another router.
 
-        Raises ``error``, or another one that says more, if it is not to be retried.
+        Raises ``error``, or a more specific one, if the request is not to be retried.
         """
         if isinstance(error, errors.QueueFullError):
             self._window.mark_full(progress.request.owner, error)
@@ -189,7 +188,7 @@ class PipelineClient:
             call.fail_after(LAST_TOKENS_TIMEOUT_S, errors.PipelineError("the router is gone"))
 
     async def _submit(self, call: PendingCall, encoded: bytes) -> errors.TramontaneError | None:
-        """Ask one router after the other, and wait until the one that accepts the call is done;
+        """Ask one router after the other, and wait until the router that accepts the call is done;
         return the reason if all of them refuse it.
         """
         search = RouterSearch(self._refusals, call.request)
@@ -216,9 +215,7 @@ class PipelineClient:
     async def _ask_router(
         self, call: PendingCall, encoded: bytes, search: RouterSearch, only: str
     ) -> bytes:
-        """Return what ``generate`` of a router returns. ``only``: the router, if it is not to be
-        chosen.
-        """
+        """Return the result of a router's ``generate``. ``only``: the router, if it is fixed."""
         refusing = self._streams.silent | search.refused.keys()
         with self._route(call.request, refusing, only) as constraint:
             method = self.queries.method(
@@ -241,7 +238,7 @@ class PipelineClient:
         choice at the call's end.
         """
         choice = self._routing.choose(request, refusing, only) if self._routing else None
-        try:  # the chosen one may have gone since its last digest
+        try:  # the chosen router may have stopped since its last digest
             yield ONLY + only if only else prefer(choice and choice.replica, refusing)
         finally:
             if self._routing and choice:

@@ -1,8 +1,8 @@
-"""What is checked before an application starts: the store of batch jobs, free resources, ports, a
-running Ray Serve.
+"""Checks before an application starts: the store of batch jobs, free resources, ports, a running
+Ray Serve.
 
-Otherwise mistakes would show only when the model is loaded, or only in the logs of Ray Serve, which
-tries again and again.
+Otherwise errors would show only when the model is loaded, or only in the logs of Ray Serve, which
+retries.
 """
 
 import errno
@@ -39,13 +39,13 @@ from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.urls import UrlReader
 
-# What listens at a port of this machine: a Tramontane server with its version and model, or another
-# process.
+# Describes the listener at a port of this machine: a Tramontane server with its version and model,
+# or another process.
 
-ANSWER_TIMEOUT_S = 2.0  # for all that is asked
+ANSWER_TIMEOUT_S = 2.0  # for all requests together
 MAX_ANSWER_BYTES = 1 << 16
 RUNNING_SERVER = re.compile(r"tramontane\S* serve\b")  # a command line
-ROOT_KEYS = {"ui", "docs", "openapi", "health"}  # of what our servers answer at /
+ROOT_KEYS = {"ui", "docs", "openapi", "health"}  # keys in our servers' response to /
 # hosts that are all interfaces, and where to ask then
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -53,11 +53,11 @@ Address = IPv4Address | IPv6Address
 
 
 def find_listener(host: str, port: int) -> psutil.Process | None:
-    """Return the process that listens where we would; None if that cannot be seen, as of another
-    user's.
+    """Return the process that listens on our address; None if it is not visible, as another user's
+    process.
 
-    Several may listen at the port, at other addresses: that at 127.0.0.2 does not keep us from
-    127.0.0.1, those at 127.0.0.1 and at all addresses do. The nearest is returned.
+    Several processes may listen on the port, on other addresses: a listener on 127.0.0.2 does not
+    block 127.0.0.1, listeners on 127.0.0.1 and on all addresses do. The closest match is returned.
     """
     ours = _resolve(host, port)
     with suppress(psutil.Error):
@@ -89,8 +89,8 @@ def _as_address(text: str) -> Address:
 
 
 def _distance(ours: Address | None, theirs: Address) -> int | None:
-    """Return 0 for the same address and more for all addresses; None if both may be listened at.
-    ``::`` takes IPv4 along.
+    """Return 0 for the same address and more for all addresses; None if both can be bound. ``::``
+    includes IPv4.
     """
     if ours == theirs:
         return 0
@@ -114,7 +114,7 @@ def with_parents(process: psutil.Process) -> list[tuple[int, str]]:
 
 
 def describe_listener(host: str, port: int) -> str:
-    """Return what listens, for messages: ``Tramontane 0.2.0, which serves demo (process 17)``, or
+    """Describe the listener, for messages: ``Tramontane 0.2.0, which serves demo (process 17)``, or
     ``process 17 (nginx)``.
     """
     server, process = _describe_server(host, port), _describe_process(host, port)
@@ -136,11 +136,11 @@ def _describe_process(host: str, port: int) -> str:
 
 
 def _describe_server(host: str, port: int) -> str:
-    """Return what a server of ours says of itself; "" for another, and for one that has not
-    answered after ANSWER_TIMEOUT_S.
+    """Return the description of a Tramontane server; "" for another server, and for no response
+    within ANSWER_TIMEOUT_S.
 
-    The client bounds only the time between two bytes, so it gets a thread, which may be left
-    behind.
+    The client bounds only the time between two bytes, so it runs on a daemon thread, which may be
+    left running.
     """
     answers: list[str] = []
     asking = Thread(target=lambda: answers.append(_ask(host, port)), daemon=True)
@@ -150,8 +150,8 @@ def _describe_server(host: str, port: int) -> str:
 
 
 def _ask(host: str, port: int) -> str:
-    """Ask for ``/``, which needs no key, then for what needs one; return "" if it is no server of
-    ours.
+    """Request ``/``, which needs no key, then paths that need one; return "" if it is not a
+    Tramontane server.
     """
     address = EVERYWHERE.get(host, host)
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
@@ -169,7 +169,7 @@ def _ask(host: str, port: int) -> str:
 
 
 def _get_json(client: httpx.Client, path: str) -> Any:  # any JSON
-    """Return an answer's body, None for an error. Raises ValueError if it is long or is no JSON."""
+    """Return a response's body, None for an error. Raises ValueError if it is long or not JSON."""
     body = bytearray()
     with client.stream("GET", path) as response:
         for part in response.iter_bytes():
@@ -189,7 +189,7 @@ def check_job_storage(config: EngineConfig) -> None:
     cannot be used.
 
     A store on another machine need not exist yet. Without a writable home directory there are no
-    batch jobs, but all else.
+    batch jobs, but all other features work.
     """
     settings = job_settings(config.with_absolute_paths())
     database, storage = Database(settings.database), JobStorage(settings.storage)
@@ -214,13 +214,13 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
 
 
 def check_resources(spec: PipelineSpec, num_pipelines: int, report: Callable[[str], None]) -> None:
-    """Raise PlanError unless the cluster has free what the pipelines' stages need.
+    """Raise PlanError unless the cluster has enough free resources for the pipelines' stages.
 
-    Where Ray's autoscaler may add nodes, it does so once the stages wait for them. So then what is
-    missing is only reported.
+    Where Ray's autoscaler may add nodes, it does so once the stages wait for them; then missing
+    resources are only reported.
     """
     check_placeable(spec, read_resources(), num_pipelines)
-    # Ray counts what has just ended as free a little later
+    # Ray counts resources of processes that have just ended as free a little later
     deadline = time.monotonic() + RESOURCES_TIMEOUT_S
     while shortage := describe_shortage(spec, cluster := read_resources(), num_pipelines):
         if cluster.may_grow_for(spec):
@@ -237,8 +237,8 @@ def check_resources(spec: PipelineSpec, num_pipelines: int, report: Callable[[st
 def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
     """Raise ConfigError unless the HTTP and gRPC addresses can be bound here.
 
-    A port that a Ray cluster uses is waited for up to ``PORT_TIMEOUT_S``: that of a server that was
-    killed needs some seconds to end.
+    Waits up to ``PORT_TIMEOUT_S`` for a port that a Ray cluster uses: the cluster of a killed
+    server needs some seconds to end.
     """
     if config.grpc_port == config.port:
         raise ConfigError(
@@ -301,11 +301,11 @@ def _describe_unavailable(host: str, port: int, flag: str, error: OSError | Unic
 
 
 def _may_be_released(host: str, port: int) -> bool:
-    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve``
-    that is running.
+    """Return False if the listener is not of Ray, or is of the cluster of a running ``tramontane
+    serve``.
 
-    Process 1 does not count: it is the parent of what a killed server left, and in a container its
-    command line is often the server's, such as ``tini -- tramontane serve``.
+    Process 1 does not count: it is the parent of processes that a killed server left, and in a
+    container its command line is often the server's, such as ``tini -- tramontane serve``.
     """
     with suppress(psutil.Error):
         if (process := find_listener(host, port)) is not None:
@@ -327,10 +327,10 @@ def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
 
 
 def check_running_serve(config: EngineConfig, report: Callable[[str], None]) -> bool:
-    """Return whether there will be gRPC, and report what Ray Serve lacks because it was started
-    without it.
+    """Return whether there will be gRPC, and report features that Ray Serve lacks because it was
+    started without them.
 
-    Raises ConfigError if its addresses, those that it was first started with, differ from the
+    Raises ConfigError if the addresses that it was first started with differ from the
     configuration's.
     """
     http, grpc = running_serve_options()

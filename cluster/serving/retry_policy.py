@@ -20,21 +20,21 @@ from tramontane.proto.timing import (
 )
 from tramontane.proto.units import backoff_delays
 
-# of routers that had accepted a request and sent no token of it: it may be what they die of
+# lost routers that had accepted a request and sent no token of it: the request may crash them
 MAX_LOSSES = 10
 MAX_RETRY_INTERVAL_S = 1.0  # bound of any delay
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
-# how long "this router is full", or all are, is believed, unless a request ends before
+# how long a full router, or all being full, is remembered, unless a request ends earlier
 FULL_TTL_S = 0.25
-NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
+NOT_RUNNING_TTL_S = 1.0  # how long a router that does not run, or recovers, is asked last
 
 
 class RouterFailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
-    Which error ends a request, and after how long, depends on what routers have answered; only the
-    delays are common ones. ``without_router_since``: when the request lost its router, by the event
-    loop's clock; before that, when it arrived.
+    Routers' answers decide which error ends a request, and after how long; only the delays are the
+    same. ``without_router_since``: when the request lost its router, by the event loop's clock;
+    before that, when it arrived.
     """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
@@ -43,7 +43,7 @@ class RouterFailoverBudget:
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
-        """Forget all failures: the request has made progress."""
+        """Reset all failures: the request has made progress."""
         self._failing_since: float | None = None
         self._num_losses = 0
         self._delays = backoff_delays(ADMISSION_RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
@@ -58,7 +58,7 @@ class RouterFailoverBudget:
         self._failing_since = self._failing_since or now
         if isinstance(error, errors.RouterLostError):
             self._was_accepted = True
-            # A router had it until now, and it may have waited there for long.
+            # a router had it until now, and it may have waited there for a long time
             self._failing_since = self.without_router_since = now
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
@@ -100,7 +100,9 @@ class RouterFailoverBudget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request that no router is known to work on: on its way to one, or between two attempts."""
+    """A request that no router is known to work on: on its way to a router, or between two
+    attempts.
+    """
 
     num_sequences: int
     since: float  # by the event loop's clock
@@ -124,7 +126,7 @@ class AdmissionWindow:
         owner.
         """
         num_waiting = sum(each.num_sequences for each in self._waiting)
-        # larger requests are refused for good elsewhere
+        # larger requests are refused permanently elsewhere
         if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:
             oldest = min(each.since for each in self._waiting)
             raise errors.OverloadedError(
@@ -162,12 +164,13 @@ class AdmissionWindow:
 
 
 class RefusalTracker:
-    """The routers that have refused a request a moment ago. Other requests ask the others first.
+    """The routers that have recently refused a request. Other requests ask the remaining routers
+    first.
 
     A router that refuses is always the least loaded one; without this memory every request would be
-    sent to all of them. A full queue holds for requests of the same owner and priority, and other
-    reasons for all. That one request is too large for the room which is left holds for no other,
-    and is not remembered.
+    sent to all of them. A full queue applies to requests of the same owner and priority, other
+    reasons apply to all requests. A refusal of one request that is too large for the remaining room
+    says nothing about others, and is not recorded.
     """
 
     def __init__(self) -> None:
@@ -207,7 +210,7 @@ class RefusalTracker:
 
 
 class RouterSearch:
-    """The routers that have refused one request, while another one is looked for.
+    """The routers that have refused one request, during the search for a router that accepts it.
 
     Routers that have just refused another request are asked only if there are no others. A pipeline
     that is being fenced again gets the request, which then waits, only if no other router accepts
@@ -238,7 +241,7 @@ class RouterSearch:
             self.may_wait = True
             for each in recovering:
                 del self.refused[each]
-        if not self.may_wait:  # others' requests may have been refused since
+        if not self.may_wait:  # other requests may have been refused since
             self.refused = self._recent.matching(self._request) | self.refused
         return None
 

@@ -24,8 +24,8 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 
 READINESS_TTL_S = 1.0  # for which the answer of the routers stands
 DIGEST_TIMEOUT_S = 2.0  # the other digests wait for a router that hangs
-# The longest, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is that for
-# one pipeline, too.
+# The longest interval, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is
+# that for one pipeline, too.
 DIGEST_INTERVAL_S, MAX_DIGEST_INTERVAL_S = 1.0, 5.0
 # of an ingress: with 64 pipelines it queries every 3.2 s, which is 20 calls a second
 S_PER_DIGEST = 0.05
@@ -54,8 +54,8 @@ class RouterQueries:
     async def is_ready(self) -> bool:
         """Return whether any router can make tokens now, as soon as one answers that it can.
 
-        Routers are asked once a second at most, however many ask this ingress: any client may,
-        without a key.
+        Routers are queried at most once a second, however many clients query this ingress: any
+        client may, without a key.
         """
         now = asyncio.get_running_loop().time()
         if self._readiness is None or (
@@ -77,7 +77,7 @@ class RouterQueries:
         return any(await self._broadcast("is_ready", is_sufficient=bool))
 
     async def expert_load(self) -> MeasuredLoad:
-        """Return the summed load of all pipelines that report theirs in time."""
+        """Return the summed load of all pipelines that answer in time."""
         return MeasuredLoad.summed(await self._broadcast("expert_load"))
 
     async def activity(self, after: Mapping[str, int]) -> list[PipelineActivity]:
@@ -110,9 +110,9 @@ class RouterQueries:
         is_sufficient: Callable[[Any], bool] = lambda _: False,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call all routers at once, and return the answers of those that answer in time.
+        """Call all routers at once, and return the answers that arrive in time.
 
-        A router that hangs or is gone does not affect the others. Returns early once an answer is
+        A router that hangs or is lost does not affect the others. Returns early once an answer is
         sufficient.
         """
         answers: list[Any] = []
@@ -131,8 +131,8 @@ class RouterQueries:
         return answers
 
     async def _broadcast_calls(self, method: str, *arguments: object) -> list[Any]:
-        """Start the calls to all routers that Ray Serve knows."""
-        with suppress(Exception):  # there is no router
+        """Start the calls to all routers known to Ray Serve."""
+        with suppress(Exception):  # no router is running
             async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
                 calls: Any = configure_handle(self._handle, by_reference=False).broadcast(
                     method, *arguments
@@ -141,11 +141,11 @@ class RouterQueries:
         return []
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
-        """Let every pipeline in turn follow a plan for this load; return how many experts were
-        loaded, by how many pipelines.
+        """Let every pipeline in turn rebalance its experts for this load; return how many experts
+        were loaded, by how many pipelines.
 
-        Raises ConfigError if one refuses and PipelineError if one fails; those before it have moved
-        theirs.
+        Raises ConfigError if a pipeline refuses and PipelineError if one fails; earlier pipelines
+        have moved their experts by then.
         """
         num_moved = num_pipelines = 0
         async with aclosing(self._one_by_one("move_experts", load)) as answers:
@@ -156,7 +156,7 @@ class RouterQueries:
         return num_moved, num_pipelines
 
     async def wait_until_retiring(self, replica: str, grace_s: float) -> None:
-        """Return once Ray Serve has routed nothing to this router for ``grace_s``, because it is to
+        """Return once Ray Serve has not routed to this router for ``grace_s``, because it is to
         stop and another one runs.
         """
         retired_at = math.inf
@@ -168,7 +168,7 @@ class RouterQueries:
                 retired_at = asyncio.get_running_loop().time()
 
     async def _is_retired(self, replica: str) -> bool:
-        """Return whether another router gets a call that is meant for this one."""
+        """Return whether another router gets a call addressed to this one."""
         with suppress(Exception):  # routers may fail to answer for any reason
             async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
                 _, responder = await cancellable(self.method("is_ready", ONLY + replica).remote())
@@ -176,15 +176,15 @@ class RouterQueries:
         return False
 
     async def _one_by_one(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """Call one router after the other, and yield their answers. Each answers with its name as
-        well.
+        """Call one router after the other, and yield their answers. Each answer includes the
+        router's name.
         """
         called: set[str] = set()
         while True:
             answer, replica = await cancellable(
                 self.method(method, exclude(called)).remote(*arguments)
             )
-            if replica in called:  # there is no other one
+            if replica in called:  # there is no further router
                 return
             called.add(replica)
             yield answer
@@ -211,7 +211,7 @@ def _now() -> float:
 
 
 async def _wait_for_answer(call: Any, timeout_s: float) -> Any:  # of Ray Serve, to one router
-    """Return a call's answer, with which the router's name comes; None if there is none in time."""
+    """Return a call's answer without the router's name; None if there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             answer, _ = await call.get_async()

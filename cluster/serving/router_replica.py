@@ -55,8 +55,7 @@ class RouterReplica:
     """Drives one pipeline behind Ray Serve, which calls ``__del__`` when it stops the replica, but
     not when it is killed.
 
-    ``build_id`` is that of the application's build. Routers of a later build take over its
-    pipelines.
+    ``build_id``: of the application's build. Routers of a later build take over its pipelines.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -121,7 +120,7 @@ class RouterReplica:
         if self._driving is None:
             if self._acquiring is not None:
                 self._acquiring.cancel()
-                await asyncio.wait([self._acquiring])  # it removes what it has begun to create
+                await asyncio.wait([self._acquiring])  # removes a partly created pipeline
             return
         self._driving.cancel()
         # a defect that has ended it does not keep the pipeline from being removed
@@ -206,7 +205,7 @@ class RouterReplica:
             }
         except PipelineError:
             return None, self._name
-        is_complete = by_layer.keys() == set(args.moe_layers)  # a stage that is loading has none
+        is_complete = by_layer.keys() == set(args.moe_layers)  # a loading stage has no layers
         return (
             tuple(by_layer.get(layer, ()) for layer in range(args.n_layers))
             if is_complete
@@ -241,8 +240,8 @@ class RouterReplica:
         return activity, self._name
 
     async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
-        """Return what is cached, None if the pipeline is not driven now, and this router's name.
-        ``known``: by replica.
+        """Return the digest of the cache, None if the pipeline is not driven now, and this router's
+        name. ``known``: by replica.
         """
         if not self._router.is_attached:
             return None, self._name
@@ -254,8 +253,8 @@ class RouterReplica:
         )
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
-        """Follow a plan for this load; return how many experts were loaded or why none were, and
-        this router's name.
+        """Rebalance experts for this load; return how many experts were loaded or the reason for
+        none, and this router's name.
         """
         return await self._move_experts(load), self._name
 
@@ -303,8 +302,8 @@ class RouterReplica:
         return to_metrics(self._router.scheduler.measure_load())
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
-        """Return what the pipeline holds now, for tests and diagnosis. Without ``stages`` these are
-        not called.
+        """Return the pipeline's current state, for tests and diagnosis. Without ``stages``, stages
+        are not called.
         """
         self._router.scheduler.check_integrity()
         now = self._router.snapshot()
@@ -341,8 +340,8 @@ class RouterReplica:
             watching.cancel()
 
     async def _watch_fingerprint(self) -> None:
-        """Read the fingerprint again while it is not known, or experts are on actors, which restart
-        without a fence.
+        """Read the fingerprint again while it is unknown, or if experts are on actors, which
+        restart without a fence.
         """
         while True:
             await asyncio.sleep(FINGERPRINT_INTERVAL_S)
@@ -379,7 +378,7 @@ class RouterReplica:
 def _new_spec(
     config: EngineConfig, checkpoint_digest: CheckpointDigest, application: OwnerApplication
 ) -> PipelineSpec:
-    """Plan a pipeline for the cluster as it is now; it gets its name later."""
+    """Plan a pipeline for the current cluster; it gets its name later."""
     with annotate_node():
         check_checkpoint_digest(config.model, checkpoint_digest)
         args = validate_model(config)

@@ -1,7 +1,7 @@
-"""The streams from routers to one ingress, and the calls whose tokens they carry.
+"""The streams from routers to one ingress, and the calls whose tokens the streams carry.
 
-A call lasts as long as a router works on its request, and answers only how it ended. The tokens of
-all calls to one router come by one stream, see ``token_stream``.
+A call lasts as long as a router works on its request, and returns only how the request ended. The
+tokens of all calls to one router arrive on one stream, see ``token_stream``.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ class Stream(NamedTuple):
 
 
 class PendingCall:
-    """One attempt of a request on one router. It has a number, which comes with its tokens.
+    """One attempt of a request on one router. Its number identifies its tokens.
 
-    ``stream``: the one that has brought its first output; None before that.
+    ``stream``: the stream that delivered its first output; None before that.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PendingCall:
         self._window.remove(self._waiting)
 
     def deliver(self, output: RequestOutput | TramontaneError, stream: Stream) -> None:
-        """Add what a stream has brought. The first output says that the router has accepted the
+        """Add an output from a stream. The first output shows that the router has accepted the
         request.
         """
         if not self.is_accepted:
@@ -91,7 +91,7 @@ class PendingCall:
         self.put(output)
 
     def fail_after(self, seconds: float, error: TramontaneError) -> None:
-        """End the call with ``error`` after some seconds, in place of what was set before."""
+        """End the call with ``error`` after some seconds, replacing an earlier timeout."""
         self._cancel_timer()
         self._timer = asyncio.get_running_loop().call_later(seconds, self.put, error)
 
@@ -109,7 +109,7 @@ class PendingCall:
 
 
 class BackgroundTasks:
-    """Tasks outside of Ray Serve's current request, with which they would be cancelled."""
+    """Tasks outside of Ray Serve's current request, whose cancellation would cancel them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +122,7 @@ class BackgroundTasks:
         return task
 
     def cancel(self) -> None:
-        """Cancel all of them."""
+        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
 
@@ -154,14 +154,15 @@ class RouterStreams:
         return call
 
     def end_call(self, call: PendingCall) -> None:
-        """Deliver nothing to this call any more."""
+        """End the delivery to this call."""
         del self.calls[call.number]
         call.close()
 
     async def ensure(self, replica: str) -> None:
-        """Open the stream from a router to this ingress; without one the router refuses requests.
+        """Open the stream from a router to this ingress; without a stream the router refuses
+        requests.
 
-        The stream belongs to no request: the client whose request opens it may leave.
+        The stream is independent of requests: the client whose request opens it may disconnect.
         """
         stream = Stream(self.name, replica)
         if stream not in self._opened:
@@ -170,7 +171,7 @@ class RouterStreams:
         await self._opened[stream].wait()
 
     async def _listen(self, stream: Stream) -> None:
-        """Deliver what a router sends until its stream ends."""
+        """Deliver a router's messages until its stream ends."""
         opened = self._opened[stream]
         handover = self._tasks.start(self._hand_over(stream))
         subscription = self._queries.method("subscribe", ONLY + stream.replica, stream=True)
@@ -196,7 +197,7 @@ class RouterStreams:
                 call.deliver(output, stream)
 
     def _on_break(self, stream: Stream, error: Exception) -> None:
-        """End the calls whose tokens would have come by this stream."""
+        """End the calls whose tokens this stream carried."""
         logger.warning(
             "the stream from router %s broke: %s",
             stream.replica,
@@ -208,7 +209,7 @@ class RouterStreams:
                 SILENT_ROUTER_TTL_S, self.silent.discard, stream.replica
             )
         for call in self.calls.values():
-            # any that is not known to be accepted may have been, too
+            # calls not known to be accepted may have been accepted, too
             if call.stream == stream or not call.is_accepted:
                 call.put(PipelineError("the stream from the router broke"))
         if self.name == stream.ingress:  # under this name the router may take it to be open

@@ -1,4 +1,4 @@
-"""The model as an ingress and the batch runner know it, read from its folder."""
+"""The model that an ingress and the batch runner use, read from its folder."""
 
 import ray
 
@@ -17,10 +17,10 @@ WEIGHTS_SUFFIX = ".safetensors"  # files that only stages read
 
 
 def load_checked_model(config: EngineConfig, checkpoint_digest: CheckpointDigest) -> ServedModel:
-    """Load the model in a replica, if its folder has on this node what it had where the application
-    was built.
+    """Load the model in a replica, if its folder on this node equals the folder of the node where
+    the application was built.
 
-    Raises CheckpointError, which names the node.
+    Raises CheckpointError, with the name of the node.
     """
     with annotate_node():
         check_checkpoint_digest(

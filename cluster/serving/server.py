@@ -76,7 +76,7 @@ def let_dashboard_show_stages() -> str:
     )
     problem = _missing_panels(prometheus.rstrip("/"), grafana.rstrip("/"))
     if not problem:
-        # an empty variable is as good as none
+        # an empty variable counts as unset
         uid = os.environ[UID] = os.environ.get(UID) or CORE_DASHBOARD_UID
         problem = (
             "" if uid == CORE_DASHBOARD_UID else f"{UID} names another dashboard, {uid!r}; unset it"
@@ -123,11 +123,11 @@ def _title(answer: Any) -> str:  # JSON
 
 @contextmanager
 def token_file(port: int) -> Iterator[str]:
-    """Keep the token that Ray's dashboard asks for in a file of the user's while the block runs,
-    and yield where it is.
+    """Keep the token of Ray's dashboard in a file of the user's while the block runs, and yield the
+    file's path.
 
-    Yields nothing if the cluster asks for no token. ``port``: of HTTP, which no other server of
-    this machine has.
+    Yields "" if the cluster needs no token. ``port``: the HTTP port, which no other server of this
+    machine has.
     """
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if not token or os.environ.get("RAY_AUTH_MODE", "token") != "token":
@@ -155,9 +155,9 @@ Report = Callable[[str], None]
 
 READY_POLL_INTERVAL_S = 0.1
 READY_TIMEOUT_S = 60.0
-# no client connects to these; the others are at this machine
+# wildcard addresses, and the loopback addresses to connect to instead
 ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# names, not those of other applications: see ``adopt_or_create_pipeline``
+# names of our pipelines only: see ``adopt_or_create_pipeline``
 OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class ReadyInfo:
     dashboard: str = ""  # Ray's, host:port
 
     def to_line(self) -> str:
-        """Return the line that announces it, as JSON if the configuration says so."""
+        """Return the line that announces it, as JSON if configured."""
         if self.config.json_output:
             fields = {
                 "url": self.url,
@@ -255,7 +255,7 @@ def run_server(
 
 
 def _log_progress(message: str) -> None:
-    """Log a step of the start, whatever the log level is: it shows what the command waits for."""
+    """Log a step of the startup at any log level: it shows what the command waits for."""
     progress = logging.getLogger(f"{__name__}.progress")
     progress.setLevel(logging.INFO)
     progress.info(message)
@@ -265,9 +265,9 @@ def _log_progress(message: str) -> None:
 def _own_cluster(
     config: EngineConfig, report: Report, show_loading: ShowLoading
 ) -> Iterator[tuple[bool, str]]:
-    """Serve in a cluster of our own, which ends with this process in any case.
+    """Serve in our own cluster, which always ends with this process.
 
-    Yields whether there is gRPC, and the address of Ray's dashboard, if it is wanted.
+    Yields whether gRPC is enabled, and the address of Ray's dashboard, if requested.
     """
     check_ports(config, report)
     report("checking the checkpoint")
@@ -299,7 +299,7 @@ def _own_cluster(
 
 @contextmanager
 def _announced(dashboard: str, problem: str, port: int, report: Report) -> Iterator[None]:
-    """Report where Ray's dashboard is, if there is one, and what it lacks."""
+    """Report the address of Ray's dashboard, if there is one, and its missing features."""
     if not dashboard:
         yield
         return
@@ -354,7 +354,7 @@ def _joined_cluster(
 def _with_choices(
     config: EngineConfig, plan: PipelinePlan, hardware: Hardware, report: Report
 ) -> EngineConfig:
-    """Report what the planner has chosen; return the configuration with the number of ingress
+    """Report the planner's choices; return the configuration with the number of ingress
     replicas.
     """
     for choice in plan.chosen:
@@ -368,9 +368,7 @@ def _with_choices(
 
 @contextmanager
 def _remove_at_end(report: Report, remove: Callable[[], None]) -> Iterator[None]:
-    """Remove what was started. That takes seconds, and a second Ctrl-C must not stop it
-    half-way.
-    """
+    """Run ``remove`` at the end. It takes seconds, and a second Ctrl-C must not interrupt it."""
     try:
         yield
     finally:
@@ -436,10 +434,10 @@ def _wait_until_healthy(url: str) -> None:
 
 
 def _remove(owns_serve: bool) -> None:
-    """Remove the application. Replicas remove their pipelines when they stop; those of dead
+    """Remove the application. Replicas remove their pipelines when they stop; pipelines of dead
     replicas are removed here.
     """
-    # Ray Serve may exceed its own timeout, which does not matter for what follows
+    # Ray Serve may exceed its own timeout, which does not affect the next steps
     with suppress(Exception):
         serve.delete(APPLICATION)
     for name in _supervisors():

@@ -1,9 +1,9 @@
-"""The streams from a router to its ingresses: one to each, with one message for all tokens of a
-step.
+"""The streams from a router to its ingresses: one stream per ingress, with one message for all
+tokens of a step.
 
 A stream per request would cost one message of Ray Serve per token. Here a request is a plain call
 that lasts as long as its sequences (so that Ray Serve sees the load and passes cancellation on),
-and its tokens travel with those of other requests.
+and its tokens travel with the tokens of other requests.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ class TokenStream:
 
     @property
     def pause_s(self) -> float:
-        """Seconds after a message in which tokens gather for the next one; without load, none.
+        """Seconds for which tokens gather after a message; without load, 0.
 
-        A message has a cost of its own, and the ingress writes to its clients less often than
-        tokens come. It has 500 streams, of which 8 are here, and 100 writes per second: each client
-        is written to every 5 s, and the pause would be 2 s, so it is 0.5 s. When 1 of the 8 is
-        left, 0.25 s. With 64 requests and no stream it is 64 ms. At half of the load of this
-        process and its machine, half of that.
+        Each message has overhead, and the ingress writes to its clients less often than tokens
+        come. It has 500 streams, of which 8 are here, and 100 writes per second: each client is
+        written to every 5 s, and the pause would be 2 s, so it is 0.5 s. When 1 of the 8 is left,
+        0.25 s. With 64 requests and no stream it is 64 ms. At half of the load of this process and
+        its machine, half of that.
         """
         shortest = min(MIN_PAUSE_PER_REQUEST_S * self.num_requests, MAX_URGENT_PAUSE_S)
         pause_s = max(shortest, min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S))
@@ -77,8 +77,8 @@ class TokenStream:
     def put(
         self, number: int, output: RequestOutput | TramontaneError, *, is_urgent: bool = False
     ) -> None:
-        """Queue tokens, or the failure, of the ingress's request ``number``. What is urgent
-        shortens the pause.
+        """Queue tokens, or the failure, of the ingress's request ``number``. Urgent output shortens
+        the pause.
         """
         if isinstance(output, RequestOutput) and output.num_values > MAX_MESSAGE_VALUES:
             self._ready += [(number, part) for part in split_output(output, MAX_MESSAGE_VALUES)]
@@ -97,7 +97,7 @@ class TokenStream:
             self._filled.set()
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """Yield messages with everything that is ready.
+        """Yield messages with all outputs that are ready.
 
         Keepalive messages without content let either end detect the loss of the other. A stream
         without requests ends after a while: an endless call would keep its router from stopping.
@@ -153,12 +153,12 @@ class TokenStreams:
         return len(self._streams)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncGenerator[bytes, None]:
-        """Stream to one ingress, which is named ``node/name``. When the stream breaks, the
-        ingress's requests are aborted.
+        """Stream to one ingress, which is named ``node/name``. If the stream breaks, the ingress's
+        requests are aborted.
 
         The loss of its machine does not break the stream, so they are also aborted when Ray
-        declares the node dead. The stream is empty if it is meant for another replica, which has
-        gone: the call was routed to this one instead.
+        declares the node dead. The stream is empty if it is meant for another, lost replica, and
+        the call was routed to this one instead.
         """
         if replica != self._replica:
             return
@@ -195,9 +195,10 @@ class TokenStreams:
         """Run one request to its end; its tokens go through the ingress's stream.
 
         ``may_wait``: whether the request is queued while the pipeline is being fenced again;
-        otherwise it is refused then. ``write_interval_s``: how often the ingress writes to each
-        stream to a client under full load. Returns DONE or an encoded refusal; so for another
-        model, whose token ids have other meanings. Cancelling this call aborts the request.
+        otherwise it is refused then. ``write_interval_s``: the interval of the ingress's writes to
+        each client stream under full load. Returns DONE or an encoded refusal; a request for
+        another model is refused, as its token ids have other meanings. Cancelling this call aborts
+        the request.
         """
         if (reason := self._reason_to_refuse(router, ingress, model, may_wait)) is not None:
             return self.refusal(reason)
@@ -212,7 +213,7 @@ class TokenStreams:
             return self.refusal(error)
         log_accepted(request)
         stream.accept(write_interval_s)
-        # which says, too, that a router has accepted the request
+        # it also tells the ingress that a router has accepted the request
         stream.put(number, fingerprint_output(router.fingerprint))
         try:
             with self._load.watching():
@@ -252,7 +253,7 @@ class TokenStreams:
 
 
 class _RequestSink:
-    """What one request has yet to deliver through the stream to its ingress."""
+    """The pending output of one request for the stream to its ingress."""
 
     def __init__(self, stream: TokenStream, number: int, num_sequences: int) -> None:
         self._stream, self._number, self._unfinished = stream, number, set(range(num_sequences))
@@ -309,8 +310,8 @@ class _SilenceTimer:
     """Ends the wait for a message after a number of checks in a row, ``limit_s`` or up to a tenth
     longer.
 
-    Checks are counted rather than seconds: however long the event loop of this process was blocked,
-    that is one check, and what came in that time is read before the next ones.
+    Checks are counted rather than seconds: a blocked event loop counts as one check, however long
+    it was blocked, and messages that arrived in the meantime are read before the next check.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -1,6 +1,4 @@
-"""For how long rows of the database have stayed as they are, by this process's own monotonic
-clock.
-"""
+"""How long rows of the database have been unchanged, by this process's own monotonic clock."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -10,8 +8,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Unchanged(NamedTuple):
-    """Seconds since a row was first seen as it is now, and whether it was seen otherwise before, so
-    that its owner lives.
+    """Seconds since a row was first seen in its current state, and whether an earlier state was
+    seen, so that its owner is alive.
     """
 
     seconds: float
@@ -25,10 +23,10 @@ class _Seen(NamedTuple):
 
 
 class ChangeWatch(Generic[K]):
-    """Notices whether the owners of rows still write them. Times that others wrote are only
+    """Detects whether the owners of rows still write them. Timestamps of other writers are only
     compared with each other.
 
-    Machines need not agree on the time for this, and a clock that is set changes nothing.
+    So the machines' clocks need not agree, and setting a clock has no effect.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +34,7 @@ class ChangeWatch(Generic[K]):
         self._seen: dict[K, _Seen] = {}
 
     def look(self, rows: Mapping[K, object]) -> dict[K, Unchanged]:
-        """Return this of each of the rows; others are forgotten."""
+        """Return the observation of each row; other rows are forgotten."""
         now = self._clock()
         self._seen = {key: self._seen_now(key, value, now) for key, value in rows.items()}
         return {key: Unchanged(now - seen.at, seen.has_changed) for key, seen in self._seen.items()}
@@ -49,8 +47,8 @@ class ChangeWatch(Generic[K]):
 
 
 def is_stale(touched_at: float, now: float, timeout_s: float) -> bool:
-    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that was so
-    far ahead of this one.
+    """Return whether a row was last written more than ``timeout_s`` ago, or by a clock that far
+    ahead of this one.
 
     At 1000 with 30: 969 and 1031 are stale, 970 and 1030 are not.
     """

@@ -50,7 +50,7 @@ Condition = ColumnElement[bool]
 
 
 class JobLostError(TramontaneError):
-    """Another runner holds the job; nothing was written."""
+    """Another runner holds the job; no change was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PendingLine(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """The lease of a job as it stands in the database; every renewal changes it."""
+    """The lease of a job as stored in the database; every renewal changes it."""
 
     owner: str
     epoch: int
@@ -85,7 +85,7 @@ class Lease(NamedTuple):
 
 class Outcome(NamedTuple):
     """The end of a line. ``result`` is JSON: an answer, or OpenAI's error object. ``http_status``
-    is None if it never ran.
+    is None if the line never ran.
     """
 
     place: int
@@ -133,12 +133,11 @@ class JobClaimStore:
         """Claim jobs that have no runner, or whose runner has let its lease expire.
 
         Tenants share ``limit``, which counts the jobs in ``running``, equally: of 64 each of three
-        tenants may have 21, and however many there are each has at least one. Its oldest jobs come
-        first.
+        tenants may have 21, and each tenant has at least one. A tenant's oldest jobs come first.
 
-        Jobs in ``running`` are excluded: this runner works on them. It may hold others, because the
-        answer to an earlier claim was lost or because releasing them failed; these are free again
-        when their lease has expired.
+        Jobs in ``running`` are excluded: this runner works on them. It may hold further jobs,
+        because the answer to an earlier claim was lost or because releasing them failed; these are
+        free again when their lease has expired.
         """
         now = self.clock()
         is_running = jobs.c.number.in_(running)
@@ -149,14 +148,14 @@ class JobClaimStore:
             row.number
             for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))
         ]
-        if not wanted:  # as usually; then there is no reason to write
+        if not wanted:  # usually empty; then no write is needed
             return []
         claimable = (
             select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)
         )
         with self._database.writing() as connection:
             found = connection.execute(claimable.with_for_update(skip_locked=True)).all()
-            # else it was renewed since
+            # otherwise it has been renewed since
             rows = [row for row in found if row.owner is None or expired[row.number] == _lease(row)]
             for row in rows:
                 state = JobState.RUNNING.value if row.state == JobState.QUEUED else row.state
@@ -184,19 +183,19 @@ class JobClaimStore:
     def _expired(
         self, is_open: Condition, running: Collection[int], now: float
     ) -> dict[int, Lease]:
-        """Return the leases that have expired, by the job's number; of open jobs that this runner
-        does not work on.
+        """Return the expired leases of open jobs that this runner does not work on, by the job's
+        number.
 
-        It looks at the leases of all: one that another runner takes from it has changed, and is not
-        seen for the first time.
+        It observes the leases of all open jobs, so that a lease taken over by another runner counts
+        as changed, not as seen for the first time.
 
-        A lease that this runner has seen for ``lease_s`` without a change has, whatever time stands
-        in it, and one that it has seen change has not before. So runners need not agree on the
-        time, and a clock that is set ends no living runner's lease. Only of a lease that was never
-        seen to change the time that stands in it counts as well, so that a runner that starts need
-        not wait: it has expired if that has passed, or is further away than two leases, which no
-        clock within one lease of this one has written. The same holds for leases of its own, as it
-        renews no others than those of ``running``.
+        A lease has expired if this runner has seen it unchanged for ``lease_s``, whatever its
+        stored time; it has not expired if this runner has seen it change. So the runners' clocks
+        need not agree, and setting a clock does not end the lease of a living runner. The stored
+        time counts only for a lease that was never seen to change, so that a starting runner need
+        not wait: the lease has expired if that time has passed, or is more than two leases away,
+        which no clock within one lease of this one can have written. The same applies to this
+        runner's own leases, as it renews only the leases of ``running``.
         """
         held = self._database.read(
             select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(is_open)
@@ -217,8 +216,8 @@ class JobClaimStore:
         }
 
     def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
-        """Return epoch and state of those ``running`` that this runner still holds; with ``renew``,
-        extend their leases.
+        """Return epoch and state of the ``running`` jobs that this runner still holds; with
+        ``renew``, extend their leases.
         """
         mine = (
             (jobs.c.owner == self.owner)
@@ -260,16 +259,16 @@ class JobClaimStore:
         return found
 
     def finish(self, claim: Claim, outcomes: Sequence[Outcome]) -> None:
-        """Write outcomes. Only the first outcome of a line counts; a later one changes nothing.
-        Raises JobLostError.
+        """Write outcomes. Only the first outcome of a line counts; later ones are ignored. Raises
+        JobLostError.
         """
         with self._database.writing() as connection:
             self._lock(connection, claim)
             _write(connection, claim, outcomes)
 
     def cancel_some(self, claim: Claim, after: int, limit: int = 5000) -> int | None:
-        """Cancel pending lines behind ``after``; return the place of the last one, None if none are
-        left. Raises JobLostError.
+        """Cancel pending lines behind ``after``; return the place of the last one, None if no lines
+        are left. Raises JobLostError.
         """
         pending = (
             (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
@@ -330,8 +329,8 @@ class JobClaimStore:
         )
 
     def _lock(self, connection: Connection, claim: Claim) -> None:
-        """Lock the job's row: until the transaction ends no other runner can claim the job or write
-        one of its lines.
+        """Lock the job's row: until the transaction ends, no other runner can claim the job or
+        write its lines.
         """
         updated = connection.execute(
             update(jobs).where(self._where_held(claim)).values(touched_at=self.clock())

@@ -1,5 +1,5 @@
-"""The database of batch jobs (an SQLite file or PostgreSQL), and the threads in which calls of it
-block.
+"""The database of batch jobs (an SQLite file or PostgreSQL), and the threads for its blocking
+calls.
 """
 
 import asyncio
@@ -48,11 +48,10 @@ from sqlalchemy.schema import CreateColumn
 
 from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError
 
-# The tables of batch jobs: whose rows they hold, and how a database of an earlier version gets
-# their columns and indexes.
+# The tables of batch jobs: the owners of rows, and the migration of columns and indexes from
+# earlier versions.
 
-# the tenant of all clients of a server without API keys, and of rows that were written before there
-# were tenants
+# the tenant of all clients of a server without API keys, and of rows from before tenants existed
 KEYLESS = ""
 PENDING, DONE, FAILED = 0, 1, 2  # states of a line
 Number = BigInteger().with_variant(Integer, "sqlite")
@@ -81,7 +80,7 @@ jobs = Table(
     metadata,
     Column("number", Number, primary_key=True, autoincrement=True),  # a higher one is younger
     Column("job_id", String(64), nullable=False, unique=True),
-    # of one served model; runners and ingresses of others do not see it
+    # of one served model; runners and ingresses of other models do not see it
     Column("queue", Text, nullable=False),
     Column("state", String(16), nullable=False),
     Column("endpoint", String(64), nullable=False),
@@ -109,9 +108,9 @@ jobs = Table(
     Column("epoch", Number, nullable=False, default=0),
     Column("leased_until", Float),
     Column("tenant", String(64), nullable=False, server_default=KEYLESS),
-    # of its lines and their results
+    # total of its lines and their results
     Column("num_bytes", Number, nullable=False, server_default="0"),
-    # of the text or the URL that was submitted; NULL where it is not known
+    # of the submitted text or URL; NULL if unknown
     Column("input_digest", String(80)),
     Index("tramontane_jobs_by_state", "queue", "state", "number"),
     Index("tramontane_jobs_by_tenant", "queue", "tenant", "number"),
@@ -136,8 +135,8 @@ lines = Table(
     Index("tramontane_lines_by_offset", "job", "offset"),
 )
 
-# Which of a job's lines have a custom_id first. Invalid lines are not in it, so they cost nothing
-# to the lines that follow.
+# The lines of a job that are the first with their custom_id. Invalid lines are excluded, so that
+# they do not affect the lines that follow.
 _is_pending = text(f"state = {PENDING}")
 Index(
     "tramontane_lines_pending",
@@ -151,7 +150,7 @@ REPLACED_INDEXES = {"tramontane_jobs_by_request", "tramontane_lines_by_custom_id
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The rows that a client may see: those of one served model (``queue``) and one API key
+    """The rows that a client may see: the rows of one served model (``queue``) and one API key
     (``tenant``: its digest).
     """
 
@@ -168,8 +167,8 @@ class Scope:
 
 
 def create_or_migrate(connection: Connection) -> None:
-    """Create tables, and what tables of version 0.1 lack; their rows belong to the tenant
-    ``KEYLESS``.
+    """Create tables, and add the columns and indexes that tables of version 0.1 lack; their rows
+    belong to the tenant ``KEYLESS``.
     """
     metadata.create_all(connection)
     inspector = inspect(connection)
@@ -191,8 +190,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SQLITE_BUSY_TIMEOUT_S = 60.0  # while another process writes
-TEMPORARY_ERRORS = (OperationalError, InterfaceError, TimeoutError)  # all others are defects
-IN_MEMORY = (None, "", ":memory:")  # belongs to one connection and vanishes with it
+TEMPORARY_ERRORS = (OperationalError, InterfaceError, TimeoutError)  # all other errors are defects
+IN_MEMORY = (None, "", ":memory:")  # belongs to one connection and is deleted with it
 SCHEMA_LOCK = 7_408_224  # an arbitrary unique number: one process at a time creates the tables
 
 
@@ -225,7 +224,7 @@ class Database:
 
     @property
     def is_created(self) -> bool:
-        """Whether it may hold anything. An SQLite file is created by the first write."""
+        """Whether it may contain rows. An SQLite file is created by the first write."""
         return self.file is None or self._engine is not None or self.file.exists()
 
     @contextmanager
@@ -233,8 +232,8 @@ class Database:
         """Open a transaction for writing. SQLite admits one writer at a time, from the begin of its
         transaction.
 
-        Raises JobStoreError, or JobRefusedError for a value that no column can hold; then nothing
-        is written.
+        Raises JobStoreError, or JobRefusedError for a value that no column can hold; then the
+        transaction is rolled back.
         """
         with _translate_errors(), self._get_engine().begin() as connection:
             yield connection
@@ -251,8 +250,8 @@ class Database:
             yield connection
 
     def read(self, wanted: Select[Any]) -> Sequence[Row[Any]]:
-        """Return the rows of a query, none if the database is not created. Raises the same errors
-        as ``writing``.
+        """Return the rows of a query, an empty list if the database is not created. Raises the same
+        errors as ``writing``.
         """
         if not self.is_created:
             return []
@@ -260,18 +259,18 @@ class Database:
             return connection.execute(wanted).all()
 
     def write(self, change: Executable) -> int:
-        """Execute a statement in a transaction of its own; return how many rows it changed. Raises
-        the errors of ``writing``.
+        """Execute a statement in its own transaction; return how many rows it changed. Raises the
+        errors of ``writing``.
         """
         with self.writing() as connection:
             return connection.execute(change).rowcount
 
     @contextmanager
     def stream_rows(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
-        """Open a result of which not all rows have to be fetched. Raises JobStoreError.
+        """Open a result whose rows need not all be fetched. Raises JobStoreError.
 
-        The result is always closed here: otherwise the connection's next user would see SQLite's
-        database as it is now.
+        The result is always closed here: otherwise the connection's next user would see the current
+        state of SQLite's database.
         """
         with self.reading() as connection:
             connection = connection.execution_options(stream_results=True, max_row_buffer=64)
@@ -313,11 +312,11 @@ class Database:
         return engine
 
 
-# sqlite3.Connection, of whichever driver
+# sqlite3.Connection, of any driver
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # transactions begin explicitly, not where the driver guesses
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")  # what was accepted survives a loss of power
+    connection.execute("PRAGMA synchronous=FULL")  # accepted data survives a power failure
     connection.execute("PRAGMA journal_size_limit=67108864")
 
 
@@ -362,5 +361,5 @@ class JobThreadPool:
         )
 
     def close(self) -> None:
-        """Wait for running calls, so that no connection stays open, and drop the others."""
+        """Wait for running calls, so that no connection stays open, and cancel the others."""
         self._pool.shutdown(cancel_futures=True)

@@ -37,7 +37,7 @@ class JobStorage:
         self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None
 
     def write(self, path: str, pieces: Iterable[bytes]) -> int:
-        """Write a file and return its size. Raises JobStoreError, and what ``pieces`` raises."""
+        """Write a file and return its size. Raises JobStoreError, and the errors of ``pieces``."""
         file = self.create(path)
         try:
             for piece in pieces:
@@ -83,7 +83,7 @@ class StorageFile:
         self._num_bytes += len(piece)
 
     def close(self) -> int:
-        """Complete the file, which then survives a loss of power; return its size."""
+        """Complete the file, which then survives a power failure; return its size."""
         with _storage_errors(), self._file:
             if self._is_local:
                 self._file.flush()
@@ -93,14 +93,14 @@ class StorageFile:
 
 # of its scheme
 def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return a URL's file system and path. Raises ConfigError, which calls the URL ``what``, if it
-    cannot be used.
+    """Return a URL's file system and path. Raises ConfigError if it cannot be used; ``what`` names
+    the URL in the message.
     """
     try:
         filesystem, path = url_to_fs(url, **options)
-    except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
+    except (ValueError, ImportError) as error:  # unknown scheme, or its library is not installed
         raise ConfigError(f"{what} is {redact(url)!r:.200}: {redact(str(error))}") from None
-    except Exception as error:  # some connect, or open a file, and have errors of their own
+    except Exception as error:  # some connect, or open a file, and raise their own errors
         raise ConfigError(
             f"{what} is {redact(url)!r:.200}, which cannot be used: {describe(error)}"
         ) from None
@@ -118,7 +118,7 @@ def read_file(file: BinaryIO) -> Pieces:
 def _storage_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # file systems have errors of their own
+    except Exception as error:  # file systems raise their own errors
         raise JobStoreError(f"the jobs' storage cannot be used now: {describe(error)}") from error
 
 
@@ -134,7 +134,7 @@ def redact(text: str) -> str:
 
 Purpose = Literal["batch", "batch_output"]
 MAX_NAME = 255  # characters
-INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time never will be complete
+INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time will never be complete
 # of a file that is being written, after which its size is recorded and checked
 RECORD_BYTES = 2**26
 
@@ -160,7 +160,7 @@ class FileRecord:
         )
 
     def as_row(self, scope: Scope, is_whole: bool) -> dict[str, Any]:
-        """Return the columns of its row."""
+        """Return the column values of its row."""
         row = asdict(self) | scope.as_row() | {"is_whole": is_whole, "touched_at": self.created_at}
         del row["number"]
         return row
@@ -182,7 +182,9 @@ class FileStore:
         self._scope, self._max_bytes = quota.scope, quota.limits.max_bytes
 
     def write(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Store a file. Raises FileTooLargeError or QuotaExceededError; then nothing is kept."""
+        """Store a file. Raises FileTooLargeError or QuotaExceededError; then the file is
+        deleted.
+        """
         record = FileRecord.new(filename, purpose, self._clock())
         self._database.write(insert(files).values(record.as_row(self._scope, is_whole=False)))
         try:
@@ -223,7 +225,7 @@ class FileStore:
         ]
 
     def delete(self, file_id: str) -> None:
-        """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
+        """Delete a file; jobs made from it are not affected. Raises UnknownFileError."""
         self._forget(self.get(file_id))
 
     def read(self, record: FileRecord) -> Pieces:

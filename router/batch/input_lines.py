@@ -19,13 +19,13 @@ MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
 PROMPT = re.compile(r'"(?:messages|prompt)"\s*:')
 SEARCHED_CHARACTERS = 2**14  # for the prompt, which few lines have further back
-COMPARED_CHARACTERS = 256  # some fifty tokens: less than that is not worth another order
+COMPARED_CHARACTERS = 256  # some fifty tokens: a shorter prefix is not worth another order
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Limits of one job or file, and of what one tenant may have.
+    """Limits of one job or file, and of one tenant's total.
 
     ``keep_s``: how long ended jobs and files stay; None: forever.
     """
@@ -58,7 +58,7 @@ Line = TypeVar("Line", bound=HasText)
 
 
 class ParsedLine(NamedTuple):
-    """A validated line: either ``problem`` says why it is not a request, or ``text`` is one and has
+    """A validated line: either ``problem`` says why it is invalid, or ``text`` is a request and has
     a ``custom_id``.
     """
 
@@ -69,8 +69,8 @@ class ParsedLine(NamedTuple):
 
 
 class LineSplitter:
-    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of a line that is
-    too long is dropped.
+    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of an overlong line
+    is dropped.
 
     The pieces ``ab``, ``c\nd`` and the end give the lines ``abc`` and ``d``.
     """
@@ -114,10 +114,10 @@ class LineSplitter:
 def parse_line(
     raw: InputLine, endpoint: Endpoint, max_bytes: int, is_quoted: bool = True
 ) -> ParsedLine:
-    """Validate a line. A problem is in the result; nothing is raised.
+    """Validate a line. A problem is part of the result, not raised.
 
-    ``is_quoted``: problems may repeat parts of the line. Of a text that the client has not sent
-    itself they do not.
+    ``is_quoted``: problems may repeat parts of the line; False for a text that the client has not
+    sent itself.
     """
     custom_id = None
     try:
@@ -178,10 +178,10 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool)
 
 
 def by_prefix(lines: Iterable[Line]) -> list[Line]:
-    """Bring lines together whose prompts begin alike, in the order of the first of them; others
-    keep their order.
+    """Group lines whose prompts share a prefix, in the order of the first line of each group; other
+    lines keep their order.
 
-    Beginnings a, b, a, c, b: a, a, b, b, c.
+    Prefixes a, b, a, c, b: a, a, b, b, c.
     """
     groups: dict[str, list[Line]] = {}
     for line in lines:

@@ -2,8 +2,7 @@
 job's end to result files.
 
 A result file has OpenAI's format, one line per result; answers are in one file and errors in
-another. Files are written a page at a time, so that jobs that end together take turns at the thread
-for it.
+another. Files are written a page at a time, so that jobs that end together share the thread for it.
 """
 
 import asyncio
@@ -30,7 +29,9 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 async def retry_while_store_down(call: Callable[[], Awaitable[T]], sleep: Sleep) -> T:
-    """Await a call, again every ``RETRY_S`` while the database or the storage cannot be used."""
+    """Await a call, and repeat it every ``RETRY_S`` while the database or the storage is
+    unavailable.
+    """
     while True:
         try:
             return await call()
@@ -91,11 +92,11 @@ class OutcomeWriter:
 async def write_result_files(
     claims: JobClaimStore, storage: JobStorage, claim: Claim, sleep: Sleep, threads: JobThreadPool
 ) -> tuple[FileRecord | None, FileRecord | None]:
-    """Write the answers and the errors of a job whose lines are all done; None stands for a file
-    that would be empty.
+    """Write the answers and the errors of a job whose lines are all done; None stands for an empty
+    file, which is not written.
 
-    Clients see the files once the job's end is written. Writing starts again while the store cannot
-    be used.
+    Clients see the files once the job's end is written. Writing restarts while the store is
+    unavailable.
     """
 
     async def write() -> tuple[FileRecord | None, FileRecord | None]:
@@ -121,7 +122,7 @@ class _ResultFiles:
         self._open: dict[bool, StorageFile] = {}
 
     def write_page(self) -> bool:
-        """Write some results; return False if there were none left."""
+        """Write some results; return False if there were no more."""
         page = self._claims.results(self._claim, self._offset, RESULTS_AT_ONCE)
         for is_error in (False, True):
             lines = [
@@ -152,8 +153,8 @@ class _ResultFiles:
         return written.get(False), written.get(True)
 
     def discard(self) -> None:
-        """Delete the files as far as possible; what was announced and remains is deleted by
-        ``FileStore.delete_abandoned``.
+        """Delete the files as far as possible; ``FileStore.delete_abandoned`` deletes announced
+        files that remain.
         """
         for file in self._open.values():
             with suppress(JobStoreError):

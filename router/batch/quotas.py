@@ -1,4 +1,4 @@
-"""What one tenant has in the store, and the bounds of that."""
+"""One tenant's usage of the store, and its limits."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.store import OPEN_STATES, SUBMITTING
 
 RETRY_AFTER_S = 30  # jobs end all the time
-QUOTA_RETRY_AFTER_S = 3600  # what is stored stays until it is deleted or expires
+QUOTA_RETRY_AFTER_S = 3600  # stored data stays until it is deleted or expires
 IS_OPEN = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
 
 
 class Usage(NamedTuple):
-    """What a tenant has. Jobs that are being submitted are open, too; bytes are those of files,
+    """Usage of a tenant. Jobs that are being submitted count as open; bytes are the total of files,
     lines and results.
     """
 
@@ -25,10 +25,10 @@ class Usage(NamedTuple):
 
 
 class TenantQuota:
-    """The bounds of the tenant of ``scope``. Methods block.
+    """The limits of the tenant of ``scope``. Methods block.
 
-    Results of accepted jobs are always stored. What several requests add at once may exceed a bound
-    by one portion of each.
+    Results of accepted jobs are always stored. Concurrent requests may exceed a limit by one
+    portion each.
     """
 
     def __init__(self, database: Database, scope: Scope, limits: JobLimits) -> None:
@@ -36,7 +36,7 @@ class TenantQuota:
         self._database = database
 
     def usage(self) -> Usage:
-        """Return what the tenant has."""
+        """Return the tenant's usage."""
         of_jobs = select(
             func.coalesce(func.sum(case((IS_OPEN, jobs.c.num_lines), else_=0)), 0).label(
                 "num_lines"
@@ -65,7 +65,7 @@ class TenantQuota:
             )
 
     def check_lines(self, num_lines: int, num_bytes: int) -> None:
-        """Raise OverloadedError if so many lines more, or the bytes in them, are too many."""
+        """Raise OverloadedError if the additional lines, or their bytes, exceed a limit."""
         usage, bound = self.usage(), self.limits.max_open_lines
         if usage.num_open_lines + num_lines > bound:
             raise OverloadedError(
@@ -77,7 +77,7 @@ class TenantQuota:
         self._check_bytes(usage.num_bytes + num_bytes)
 
     def check_bytes(self, num_bytes: int = 0) -> None:
-        """Raise QuotaExceededError if so many bytes more are too many."""
+        """Raise QuotaExceededError if the additional bytes exceed the limit."""
         self._check_bytes(self.usage().num_bytes + num_bytes)
 
     def _check_bytes(self, num_bytes: int) -> None:

@@ -1,10 +1,10 @@
 """Runs batch jobs: keeps lines in progress and writes the outcome of each.
 
-Tenants share the slots for lines equally (``LineSlots``), and the jobs of a tenant take turns,
-line by line: each job has a task that waits for a slot, and a tenant's slots are granted in the
-order of waiting. A job of three lines is therefore done in three turns, however long the job before
-it is. A line that waits to be retried releases its slot in the meantime; at most as many lines of
-one job are started and unfinished as there are slots.
+Tenants share the slots for lines equally (``LineSlots``), and the jobs of a tenant take turns, line
+by line: each job has a task that waits for a slot, and a tenant's slots are granted in the order of
+waiting. A job of three lines is therefore done in three turns, however long the job before it is. A
+line that waits to be retried releases its slot in the meantime; a job has at most as many started
+and unfinished lines as there are slots.
 """
 
 import asyncio
@@ -44,20 +44,20 @@ from tramontane.router.openai.errors import UNAVAILABLE, http_error_for
 
 
 class LineSlots:
-    """So many lines are in progress at once. A free slot goes to the waiting tenant that holds the
-    fewest.
+    """Bounds the number of lines in progress. A free slot is granted to the waiting tenant that
+    holds the fewest.
 
-    Of tenants that hold equally many it goes to the one whose last turn is longest ago; within a
-    tenant slots are granted in the order in which they were requested. With 4 slots, one tenant
-    that waits with a thousand jobs and another one with a single job hold 2 each; with one slot
-    they alternate.
+    Between tenants that hold equally many, the slot is granted to the tenant whose last turn is
+    longest ago; within a tenant slots are granted in the order in which they were requested. With 4
+    slots, one tenant that waits with a thousand jobs and another one with a single job hold 2 each;
+    with one slot they alternate.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_free = num_slots
         self._held: Counter[str] = Counter()  # by tenant
         self._turns = count(1)
-        self._last_turn: Counter[str] = Counter()  # by tenant; 0 if it had none
+        self._last_turn: Counter[str] = Counter()  # by tenant; 0 without an earlier turn
         # by tenant; empty while a slot is free
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -145,8 +145,8 @@ Answer = Callable[[Endpoint, dict[str, Any], str], Awaitable[dict[str, Any]]]
 POLL_S = 1.0
 THREADS = 4
 PAGE_SIZE = 256  # lines of a job that are fetched at once
-MAX_JOBS = 64  # that take turns, shared by the tenants; each has one at least
-MAX_TRIES = 10  # that failed while the line ran
+MAX_JOBS = 64  # that take turns, shared by the tenants; each tenant has at least one
+MAX_TRIES = 10  # failed attempts while the line ran
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 
@@ -168,8 +168,8 @@ class BatchRunner:
 
     ``answer`` returns a line's answer, or raises RequestError, OverloadedError or PipelineError.
     ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of
-    ``PAGE_SIZE`` lines in memory; of these, lines whose prompts begin alike are started after one
-    another.
+    ``PAGE_SIZE`` lines in memory; lines of a page whose prompts share a prefix are started after
+    one another.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class BatchRunner:
         while page := await self._retry(
             partial(self._claims.next_lines, run.claim, after, PAGE_SIZE)
         ):
-            for line in by_prefix(page):  # of which the first caches the prefix for the others
+            for line in by_prefix(page):  # the first of each group caches the prefix for the others
                 await unfinished.acquire()
                 if run.is_cancelled:  # no need to wait for a slot
                     return
@@ -289,8 +289,8 @@ class BatchRunner:
     async def _outcome(self, run: _Run, line: PendingLine, slot: LineSlot) -> Outcome | None:
         """Run a line, with retries. Returns None if its job is cancelled before the line succeeded.
 
-        The pauses have no jitter: with the number of failures they decide for how long a line is
-        tried.
+        The pauses have no jitter: together with the number of failures they define how long a line
+        is retried.
         """
         num_failed, pause = 0, MIN_WAIT_S
         while not run.is_cancelled:
@@ -304,7 +304,7 @@ class BatchRunner:
                 return Outcome(line.place, True, shape.status, error_text(shape.body(str(error))))
             except (OverloadedError, PipelineUnavailableError) as error:  # the line has not started
                 wait = error.retry_after_s if isinstance(error, OverloadedError) else 0
-            except Exception as error:  # the job continues in any case
+            except Exception as error:  # the job continues regardless
                 if not isinstance(error, TramontaneError):
                     logger.exception("a line of %s failed with a defect", run.claim.job_id)
                 wait, num_failed = 0, num_failed + 1

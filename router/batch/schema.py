@@ -1,5 +1,5 @@
-"""OpenAI's format of batch jobs and files: models of requests and responses, and how these are
-built.
+"""OpenAI's format of batch jobs and files: models of requests and responses, and their
+construction.
 """
 
 import json
@@ -74,7 +74,7 @@ class Batch(Answer):
     endpoint: Endpoint
     errors: BatchErrors | None
     input_file_id: str
-    completion_window: Literal["24h"]  # the only one that OpenAI has; our jobs run until they end
+    completion_window: Literal["24h"]  # the only value that OpenAI has; our jobs run until they end
     status: Status
     output_file_id: str | None
     error_file_id: str | None
@@ -92,7 +92,7 @@ class Batch(Answer):
 
 
 def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
-    """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires
+    """Format a job. Times are whole seconds since 1970, as in OpenAI's API; the job expires
     ``keep_s`` after its end.
     """
     job, errors = stored.job, list(stored.problems)
@@ -124,7 +124,7 @@ def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
 
 
 def result_line(job_id: str, result: StoredResult) -> bytes:
-    """Format a result. A line that never ran has an error and no response; one that failed has a
+    """Format a result. A line that never ran has an error and no response; a line that failed has a
     response with the error.
     """
     line = result.line

@@ -36,8 +36,8 @@ from tramontane.router.batch.urls import UrlReader
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
 POLL_INTERVAL_S = 0.5
 THREADS, WRITE_THREADS, TENANT_WRITE_THREADS = 8, 4, 3
-MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
-MAX_UPLOADS = 16  # each of which takes as much of the temporary folder as a file may have
+MAX_STREAMS = 512  # of results and of states; each queries the database twice a second
+MAX_UPLOADS = 16  # each takes up to the maximum file size in the temporary folder
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -45,11 +45,11 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """Where jobs are stored. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs
+    """The stores of jobs. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs
     that clients may submit.
     """
 
-    database: str = field(repr=False)  # may hold a password, as may the next
+    database: str = field(repr=False)  # may contain a password, as may the next field
     storage: str = field(repr=False)
     queue: str
     endpoints: tuple[Endpoint, ...] = ("/v1/completions",)
@@ -58,7 +58,7 @@ class JobSettings:
 
 
 class BatchService:
-    """Jobs and files of one tenant: of the clients without an API key, or of another one by
+    """Jobs and files of one tenant: of the clients without an API key, or of the tenant of
     ``for_tenant``.
 
     Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises
@@ -80,7 +80,7 @@ class BatchService:
             poll_s,
         )
         self._threads = JobThreadPool(THREADS)
-        # A file may take long, and calls of the database do not wait for it. Those that write need
+        # A file may take long, and calls of the database do not wait for it. Writing threads need
         # the database, too.
         self._reads, self._writes = (
             StorageThreads(),
@@ -129,7 +129,7 @@ class BatchService:
     async def submit_url(
         self, url: str, options: JobOptions, request_key: str | None = None
     ) -> Job:
-        """Submit what a URL holds: see ``JobService``."""
+        """Submit the contents of a URL: see ``JobService``."""
         await self.require_accepting()
         digest = digest_of_url(url)
         if (known := await self._find_by_request_key(request_key, options, None)) is None:
@@ -179,20 +179,22 @@ class BatchService:
         file_id: str | None = None,
         input_digest: str | None = None,
     ) -> StoredJob:
-        """Submit a job. ``input_digest`` is that of a URL, and replaces the digest of the text."""
+        """Submit a job. ``input_digest`` is the digest of a URL, and replaces the digest of the
+        text.
+        """
         self._validate(options)
         creating = asyncio.ensure_future(
             self._threads.run(self._submissions.create, options, file_id, request_key)
         )
         try:
-            # the thread continues in any case, and its job must be deleted then
+            # the thread continues regardless, and its job must be deleted then
             job = await asyncio.shield(creating)
             is_sent = input_digest is None  # by the client, who may see all of it
             digest = await JobIngest(
                 job, self._submissions, self._threads, self.limits, self._clock, is_sent
             ).run(pieces)
             return await self._threads.run(self._submissions.accept, job, input_digest or digest)
-        except BaseException:  # also if the client has left
+        except BaseException:  # also if the client has disconnected
             await asyncio.shield(self._discard(creating))
             raise
 
@@ -223,7 +225,7 @@ class BatchService:
         return (await self.get_stored(job_id)).job
 
     async def get_stored(self, job_id: str) -> StoredJob:
-        """Return a job as it is stored. Raises UnknownJobError."""
+        """Return a job in its stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.get, job_id)
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
@@ -231,7 +233,7 @@ class BatchService:
         return [each.job for each in await self.list_stored(min(limit, MAX_LIST), after)]
 
     async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
-        """List jobs as they are stored. Raises UnknownJobError."""
+        """List jobs in their stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.list, limit, after)
 
     async def cancel(self, job_id: str) -> Job:
@@ -239,7 +241,7 @@ class BatchService:
         return (await self.cancel_stored(job_id)).job
 
     async def cancel_stored(self, job_id: str) -> StoredJob:
-        """Cancel a job and return it as it is stored. Raises UnknownJobError."""
+        """Cancel a job and return its stored form. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.cancel, job_id)
 
     async def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
@@ -261,11 +263,11 @@ class BatchService:
                     yield result.line
 
     async def stored_results(self, job_id: str, offset: int) -> AsyncGenerator[StoredResult, None]:
-        """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError,
+        """Yield results in their stored form; use it within ``streaming``. Raises UnknownJobError,
         also if the job is deleted.
         """
         while True:
-            # read before its results: none is written after the end of a job
+            # read before its results: no result is written after the end of a job
             job = await self.get_stored(job_id)
             page = await self._threads.run(
                 self._jobs.results, job, offset, MAX_RESULTS, MAX_RESULT_CHARS
@@ -298,7 +300,9 @@ class BatchService:
 
     @contextmanager
     def _counted(self, counts: Counter[str], most: int, what: str) -> Iterator[None]:
-        """Count one of ``most``, of which one API key may have half of what others leave."""
+        """Count one of at most ``most``; one API key may have half of the number that others
+        leave.
+        """
         own = counts[self._tenant]
         left = most - (counts.total() - own)
         if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
@@ -362,10 +366,10 @@ class BatchService:
             ) from None
 
     async def collect_garbage(self) -> None:
-        """Delete what died processes have left of submissions and files, and what is older than
-        ``limits.keep_s``.
+        """Delete remains of submissions and files of processes that died, and jobs and files older
+        than ``limits.keep_s``.
 
-        It does so for all tenants.
+        Applies to all tenants.
         """
         if not self._database.is_created:
             return
@@ -378,8 +382,8 @@ class BatchService:
 
 
 def _check_digest(known: StoredJob, digest: str) -> None:
-    """Raise JobRefusedError if a job was not made from this input; of jobs of version 0.1 that is
-    not known.
+    """Raise JobRefusedError if a job was not made from this input; for jobs of version 0.1 this is
+    unknown.
     """
     if known.input_digest not in (None, digest):
         raise JobRefusedError(

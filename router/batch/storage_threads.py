@@ -1,4 +1,4 @@
-"""Threads for the jobs' storage and for URLs of clients, slow as these may be."""
+"""Threads for the jobs' storage and for clients' URLs, which may be slow."""
 
 import asyncio
 import inspect
@@ -12,17 +12,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS, TENANT_THREADS = 32, 4
-READ_TIMEOUT_S = 3600.0  # of all the waiting for one file: 4 GiB at 1.2 MB/s
+READ_TIMEOUT_S = 3600.0  # total wait for one file: 4 GiB at 1.2 MB/s
 
 Pieces = Generator[bytes, None, None]
 
 
 class StorageThreads:
-    """``count`` threads for blocking calls, of which one tenant has ``per_tenant`` at most; its
-    further calls wait for these.
+    """``count`` threads for blocking calls. One tenant uses at most ``per_tenant`` at a time; its
+    further calls wait.
 
-    Nothing else runs in them: prompts are tokenized in those of the event loop, and the database
-    has its own. A call that hangs counts until it returns, even if its caller has gone.
+    They run no other work: prompts are tokenized on the event loop's threads, and the database has
+    its own. A call that hangs counts until it returns, even if its caller has been cancelled.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StorageThreads:
         assert 0 < per_tenant < count
         self._per_tenant, self._timeout_s = per_tenant, timeout_s
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="storage")
-        # as long as a call of the tenant has it
+        # kept while a call of the tenant uses it
         self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,11 +42,10 @@ class StorageThreads:
         return await asyncio.wrap_future(await self._start(tenant, lambda: call(*args, **kwargs)))
 
     async def read(self, tenant: str, pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """Yield what a blocking generator yields, up to its first empty piece, and close it in any
+        """Yield the items of a blocking generator up to its first empty piece, and close it in any
         case.
 
-        Raises TimeoutError once it has been waited for ``timeout_s`` in all, and what the generator
-        raises.
+        Raises TimeoutError after a total wait of ``timeout_s``, and the errors of the generator.
         """
         loop = asyncio.get_running_loop()
         step: Future[bytes] | None = None
@@ -65,7 +64,7 @@ class StorageThreads:
             self._close(pieces, step)
 
     def close(self) -> None:
-        """Wait for running calls, and drop the others."""
+        """Wait for running calls, and cancel the others."""
         self._pool.shutdown(cancel_futures=True)
 
     async def _start(self, tenant: str, call: Callable[[], T]) -> Future[T]:
@@ -79,14 +78,14 @@ class StorageThreads:
             raise
 
         def release(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and all who waited with it
+            with suppress(RuntimeError):  # the loop has ended, and all waiting tasks with it
                 loop.call_soon_threadsafe(free.release)
 
         future.add_done_callback(release)
         return future
 
     def _close(self, pieces: Pieces, step: Future[bytes] | None) -> None:
-        """Close a generator in a thread, after the step of it that runs."""
+        """Close a generator in a thread, after its current step."""
         if step is not None and not step.done():
             step.add_done_callback(lambda _: pieces.close())
         elif inspect.getgeneratorstate(pieces) != inspect.GEN_CLOSED:

@@ -28,8 +28,8 @@ class BatchError(Answer):
 
 
 def summarize_line_errors(problems: Sequence[BatchError], num_lines: int) -> str:
-    """Say in one line why a job without a valid line failed. Of equal ``problems`` of the first
-    lines only one is shown.
+    """Summarize in one line why a job without a valid line failed. Equal ``problems`` of the first
+    lines are shown once.
     """
     by_text: dict[str, str] = {}
     for problem in problems:
@@ -45,12 +45,12 @@ def summarize_line_errors(problems: Sequence[BatchError], num_lines: int) -> str
 
 
 SUBMITTING = "submitting"  # an internal state: its lines are still arriving
-DISCARDING = "discarding"  # an internal state: its lines are being deleted, and none can be added
+DISCARDING = "discarding"  # an internal state: its lines are being deleted, none can be added
 HIDDEN = (SUBMITTING, DISCARDING)
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 ENDED_STATES = [state.value for state in JobState if state.has_ended]
-MAX_RESULT_CHARS = 2**23  # that are read at once
-MAX_PROBLEMS = 20  # that are shown with a job; all are in its results
+MAX_RESULT_CHARS = 2**23  # characters that are read at once
+MAX_PROBLEMS = 20  # problems shown with a job; all are in its results
 
 
 @dataclass(frozen=True, slots=True)

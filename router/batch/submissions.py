@@ -41,7 +41,7 @@ from tramontane.router.batch.store import (
 from tramontane.router.openai.errors import error_body
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
-MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
+MAX_DELETED_LINES = 10_000  # of one transaction; other transactions write in between
 
 
 class JobSubmissions:
@@ -123,7 +123,7 @@ class JobSubmissions:
         """Add lines, in input order and in one transaction. Without lines, only record that the
         submission makes progress.
 
-        Raises OverloadedError if the tenant may not have so many.
+        Raises OverloadedError if the lines exceed the tenant's limit.
         """
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
@@ -149,8 +149,8 @@ class JobSubmissions:
     def _insert(
         self, connection: Connection, job: StoredJob, rows: Sequence[dict[str, Any]]
     ) -> None:
-        """Insert lines. A valid one is refused by the unique index if the job has its custom_id; it
-        is inserted as invalid.
+        """Insert lines. The unique index refuses a valid line whose custom_id the job already has;
+        it is inserted as invalid.
         """
         dialect = sqlite if self._database.is_sqlite else postgresql
         valid, accepted = [row for row in rows if row["text"] is not None], set[int]()
@@ -175,7 +175,7 @@ class JobSubmissions:
             )
 
     def accept(self, job: StoredJob, input_digest: str | None = None) -> StoredJob:
-        """Accept a job: it is durable then. One without a valid line fails at once. Raises
+        """Accept a job: it is durable then. A job without a valid line fails at once. Raises
         JobRefusedError if it has no lines.
         """
         this = select(jobs).where(jobs.c.number == job.number)
@@ -248,7 +248,7 @@ class JobSubmissions:
     def delete_abandoned(self) -> None:
         """Delete submissions and unfinished deletions of processes that died, of all tenants.
 
-        A submission is left alone while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S``
+        A submission is kept while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S``
         apart, whatever the clock says. It is deleted if by the clock it is old as well, or if calls
         see no progress for ``ABANDONED_TIMEOUT_S``.
         """
@@ -287,7 +287,7 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
 
 
 def _as_invalid(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of an invalid line; one that was valid by itself has the custom_id of an
+    """Return the row as an invalid line; a line that was valid by itself has the custom_id of an
     earlier line.
     """
     if row["text"] is None:
@@ -304,7 +304,7 @@ def _line_error(problem: str) -> str:
 # the threads of jobs.
 
 MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
-# that are split at once: threads are shared, and a mebibyte of line ends takes a second
+# bytes that are split at once: threads are shared, and a mebibyte of line ends takes a second
 SPLIT_BYTES = 2**16
 
 
@@ -380,7 +380,7 @@ class JobIngest:
             self._add()
 
     def _add(self) -> None:
-        """Add the lines that are ready, or record progress if there are none."""
+        """Add the lines that are ready, or record progress if there are no lines."""
         endpoint, max_bytes = self._job.job.options.endpoint, self._limits.max_line_bytes
         parsed = [parse_line(line, endpoint, max_bytes, self._is_quoted) for line in self._ready]
         self._submissions.add_lines(self._job, self._place, parsed)
@@ -389,7 +389,7 @@ class JobIngest:
 
 
 def digest_of_url(url: str) -> str:
-    """Return the digest of a URL, which no text has."""
+    """Return the digest of a URL, which differs from the digest of any text."""
     return f"url:{hashlib.sha256(url.encode(errors='replace')).hexdigest()}"
 
 

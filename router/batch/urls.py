@@ -1,7 +1,7 @@
-"""Reading of URLs that clients submit: only below the allowed prefixes, wherever links and
-redirects lead.
+"""Reading of URLs that clients submit: only below the allowed prefixes, also after links and
+redirects.
 
-A URL is parsed once. What was parsed is compared with the prefixes, and the same is opened.
+A URL is parsed once; the parsed form is compared with the prefixes and opened.
 """
 
 import os
@@ -27,15 +27,15 @@ from tramontane.router.batch.storage_threads import Pieces, StorageThreads
 LOCAL_SCHEMES, HTTP_SCHEMES = ("file", "local"), ("http", "https")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_URL = 8192  # characters
-MAX_DECODINGS = 4  # of %252e, which is %2e after the first one and a dot after the second
+MAX_DECODINGS = 4  # of %252e, which is %2e after the first decoding and a dot after the second
 MAX_REDIRECTS = 10
 HTTP_TIMEOUT_S = 60.0  # for a connection, and for each next byte
-HTTP_HEADERS = {"accept-encoding": "identity"}  # what is compressed could be of any size
+HTTP_HEADERS = {"accept-encoding": "identity"}  # a compressed body could be of any size
 
 
 @dataclass(frozen=True, slots=True)
 class _HttpPrefix:
-    """A server, and the beginning of paths on it, which ends in a slash."""
+    """A server, and a path prefix on it, which ends in a slash."""
 
     origin: tuple[str, bytes, int]
     folder: bytes
@@ -46,8 +46,8 @@ class _HttpPrefix:
 
 @dataclass(frozen=True, slots=True)
 class _StorePrefix:
-    """A file system, and the beginning of paths in it. ``text`` is the prefix as it was given; both
-    end in a slash.
+    """A file system, and a path prefix in it. ``text`` is the prefix as configured; both end in a
+    slash.
     """
 
     text: str
@@ -55,7 +55,7 @@ class _StorePrefix:
     folder: str
 
     def covers(self, filesystem: AbstractFileSystem, path: str) -> bool:
-        own = self.filesystem  # which equals another one of its thread only
+        own = self.filesystem  # equals only file systems of the same thread
         is_same = (
             type(filesystem) is type(own) and filesystem.storage_options == own.storage_options
         )
@@ -64,7 +64,7 @@ class _StorePrefix:
 
 class UrlReader:
     """Reads clients' URLs below any of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``.
-    Raises ConfigError for others.
+    Raises ConfigError for other prefixes.
     """
 
     def __init__(self, prefixes: Sequence[str], threads: StorageThreads | None = None) -> None:
@@ -106,7 +106,7 @@ class UrlReader:
             ) from None
         except TramontaneError:
             raise
-        except Exception as error:  # file systems have errors of their own
+        except Exception as error:  # file systems raise their own errors
             raise JobRefusedError(f"{url!r:.200} cannot be read: {describe(error)}") from error
 
     def _pieces(self, url: str) -> Pieces:
@@ -122,8 +122,8 @@ class UrlReader:
             )
 
     def _http_pieces(self, url: httpx.URL) -> Pieces:
-        """Request what was parsed, and what its redirects name if that is allowed, too; nothing
-        else is sent.
+        """Request the parsed URL, and follow redirects to allowed URLs; no other request is
+        sent.
         """
         with httpx.HTTPTransport(verify=ssl.create_default_context(), trust_env=False) as transport:
             for _ in range(1 + MAX_REDIRECTS):
@@ -139,8 +139,8 @@ class UrlReader:
         raise JobRefusedError(f"the URL leads on more than {MAX_REDIRECTS} times")
 
     def _open_local(self, path: str) -> BinaryIO:
-        """Open a local file. What was opened decides: a link may have replaced a part of the path
-        after it was resolved.
+        """Open a local file. The path of the opened file is checked: a link may have replaced a
+        part of the path after it was resolved.
         """
         local = [
             prefix.folder
@@ -163,7 +163,9 @@ class UrlReader:
             raise
 
     def _open_in_store(self, url: str) -> BinaryIO:
-        """Open a URL of object storage. What its file system has parsed is compared, and opened."""
+        """Open a URL of object storage. The path parsed by its file system is compared, and
+        opened.
+        """
         # some file systems connect when they are made
         if not any(url.startswith(prefix.text) for prefix in self._stores):
             raise _OutsideError
@@ -174,7 +176,7 @@ class UrlReader:
 
 
 class _OutsideError(Exception):
-    """A URL, a link or a redirect leads to what is not below an allowed prefix."""
+    """A URL, a link or a redirect leads outside the allowed prefixes."""
 
 
 def _http_prefix(prefix: str) -> _HttpPrefix:
@@ -200,12 +202,12 @@ def _store_prefix(prefix: str) -> _StorePrefix:
 
 
 def _is_plain(url: str) -> bool:
-    """Whether a URL is printable ASCII without parts that its server or file system may take for
-    another place.
+    """Whether a URL is printable ASCII without parts that its server or file system may interpret
+    as another location.
 
-    These are control characters, ``..``, also ``..;`` and behind a backslash, and chains
-    (``zip::file://``); as they are or percent-encoded, also several times. Of bytes that are not
-    UTF-8 some servers make dots.
+    These are control characters, ``..``, also ``..;`` and after a backslash, and chains
+    (``zip::file://``); plain or percent-encoded, also several times. Some servers turn bytes that
+    are not UTF-8 into dots.
     """
     if len(url) > MAX_URL or not url.isascii():
         return False
@@ -233,9 +235,7 @@ def _is_plain_text(text: str) -> bool:
 
 
 def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Parse a URL. Raises _OutsideError for one without a host, or with a user name, which no
-    prefix has.
-    """
+    """Parse a URL. Raises _OutsideError if it has no host, or a user name, which no prefix has."""
     try:
         url = httpx.URL(text) if base is None else base.join(text)
     except httpx.InvalidURL:
@@ -246,7 +246,7 @@ def _parse_http(text: str, base: httpx.URL | None = None) -> httpx.URL:
 
 
 def _redirect_target(url: httpx.URL, location: str) -> httpx.URL:
-    """Return where a redirect leads, which is held to the rules of clients' URLs. Raises
+    """Return the target of a redirect, which must obey the rules of clients' URLs. Raises
     _OutsideError.
     """
     if not location or not _is_plain(location):
@@ -259,13 +259,13 @@ def _origin(url: httpx.URL) -> tuple[str, bytes, int]:
 
 
 def _path(url: httpx.URL) -> bytes:
-    """Return the path as the server gets it."""
+    """Return the path that the server receives."""
     return url.raw_path.partition(b"?")[0]
 
 
 def _body(response: httpx.Response) -> Pieces:
-    """Yield what a server answers. Raises JobRefusedError for an error, without the server's
-    words.
+    """Yield the body of a response. Raises JobRefusedError for an error status, without the
+    server's message.
     """
     if response.status_code != 200:
         raise JobRefusedError(f"the URL cannot be read: its server answered {response.status_code}")

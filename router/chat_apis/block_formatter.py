@@ -1,5 +1,5 @@
-"""The common part of ``/v1/responses`` and ``/v1/messages``: a conversation's answer of one choice,
-which is written as blocks.
+"""The common part of ``/v1/responses`` and ``/v1/messages``: an answer of one choice, which is
+written as blocks.
 """
 
 from abc import abstractmethod
@@ -61,13 +61,13 @@ async def encode_conversation(
 
 
 def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bool:
-    """Return whether the client wants no thoughts of a model that thinks."""
+    """Return whether the client disables the reasoning of a reasoning model."""
     return conversation.refuses_thoughts and template.reasoning_format is not None
 
 
 def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequest:
-    """Return the chat as this model gets it: it is to think with the least effort if the client
-    wants no thoughts.
+    """Return the chat for this model: it reasons with the least effort if the client disables
+    reasoning.
     """
     request = conversation.request
     return (
@@ -101,7 +101,7 @@ class BlockFormatter(AnswerFormatter):
         assert isinstance(choice, BlockRecorder)
         self._choice, self._echo_bytes = choice, echo_bytes
         self._blocks = Blocks()
-        # what the client has received; of a whole answer its proxy
+        # received by the client, or by the proxy for a response that is not streamed
         self._blocks.push(choice.take_pieces())
         self._has_opened = False
 
@@ -124,7 +124,7 @@ class BlockFormatter(AnswerFormatter):
         return [] if self.generation.has_begun else self.first_events()
 
     def events(self, changes: Sequence[CompletionChange]) -> list[Event]:
-        """Return the events of these changes, with the last changes also those that end the
+        """Return the events of these changes; with the last changes also the events that end the
         stream.
         """
         steps, is_finished = (
@@ -148,7 +148,7 @@ class BlockFormatter(AnswerFormatter):
     def events_of(
         self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
     ) -> list[Event]:
-        """Return the events of what happens to blocks."""
+        """Return the events of these block changes."""
 
     @abstractmethod
     def last_events(self) -> list[Event]:
@@ -156,8 +156,8 @@ class BlockFormatter(AnswerFormatter):
 
     @property
     def change_bytes(self) -> int:
-        """About how many bytes of JSON the next events are, without what the last tokens have
-        added.
+        """Approximate size of the next events in bytes of JSON, without the additions of the last
+        tokens.
         """
         num_bytes = self.generation.change_bytes + (0 if self._has_opened else self._echo_bytes)
         return num_bytes + (
@@ -166,5 +166,5 @@ class BlockFormatter(AnswerFormatter):
 
     @property
     def answer_bytes(self) -> int:
-        """About how many bytes of JSON the whole answer is."""
+        """Approximate size of the whole answer in bytes of JSON."""
         return self.generation.answer_bytes + self._echo_bytes + self._choice.num_chars

@@ -1,5 +1,5 @@
-"""An answer as blocks in their order: thoughts, text, tool calls. Which blocks there are follows
-from its tokens alone.
+"""An answer as blocks in their order: reasoning, text, tool calls. Its tokens alone determine its
+blocks.
 
     blocks = Blocks()
     for step in blocks.push(choice.take_pieces()):
@@ -23,7 +23,7 @@ Kind = Literal["thought", "text", "call"]
 
 
 class AnswerPiece(NamedTuple):
-    """What one token adds to an answer, in this order."""
+    """The additions of one token to an answer, in this order."""
 
     thought: str = ""
     text: str = ""
@@ -31,13 +31,13 @@ class AnswerPiece(NamedTuple):
 
 
 class BlockRecorder(ChatDetokenizer):
-    """A choice of a chat that also keeps what each token adds, in order.
+    """A choice of a chat that also keeps the additions of each token, in order.
 
-    Text that may begin a stop string is returned when calls begin, because none can complete then.
-    Log-probabilities wait until there is text with which they can be returned.
+    Text that may begin a stop string is returned when calls begin, because no stop string can
+    complete then. Log-probabilities wait until there is text with which they can be returned.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:  # those of a ``ChatDetokenizer``
+    def __init__(self, *args: Any, **settings: Any) -> None:  # see ``ChatDetokenizer``
         super().__init__(*args, **settings)
         self._pieces: list[AnswerPiece] = []
         self._has_text = False  # since the last log-probabilities
@@ -63,18 +63,18 @@ class BlockRecorder(ChatDetokenizer):
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
         """See ``ChoiceDetokenizer``. The pieces so far are kept."""
         super().resume(state, is_whole=is_whole)
-        self._has_text = False  # what came with it has been sent
+        self._has_text = False  # the text since the last log-probabilities has been sent
 
     def take_pieces(self) -> list[AnswerPiece]:
-        """Return the pieces since the last time; at first those of a resumed choice, which the
+        """Return the pieces since the last call; at first the pieces of a resumed choice, which the
         client may have received.
         """
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take_logprobs(self) -> list[TokenWithLogprobs]:
-        """See ``ChoiceDetokenizer``. None without new text; those of thoughts, which these APIs do
-        not have, are dropped.
+        """See ``ChoiceDetokenizer``. Empty without new text; log-probabilities of reasoning, which
+        these APIs do not have, are dropped.
         """
         if not self._has_text and not self.finish:
             self._pending = [token for token in self._pending if not token.in_thought]
@@ -100,7 +100,7 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """Something that happens to a block; ``parts`` are the texts that are added to it."""
+    """A change of a block; ``parts`` are the texts added to it."""
 
     action: Literal["open", "add", "close"]
     block: Block
@@ -108,15 +108,15 @@ class BlockEvent(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one answer, of which only the last one may be open."""
+    """The blocks of one answer; only the last block may be open."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._is_open = False
 
     def push(self, pieces: Iterable[AnswerPiece]) -> list[BlockEvent]:
-        """Add what tokens add. Returns what happens to the blocks, with one addition to a block at
-        most.
+        """Add the pieces of tokens. Returns the changes of the blocks, with at most one addition to
+        each block.
         """
         steps: list[BlockEvent] = []
         for piece in pieces:
@@ -132,7 +132,7 @@ class Blocks:
         return steps
 
     def finish(self) -> list[BlockEvent]:
-        """End the last block. An answer of nothing becomes an empty text."""
+        """End the last block. An empty answer becomes an empty text."""
         steps: list[BlockEvent] = []
         if not self.all:
             self._open(steps, Block("text", 0))

@@ -34,17 +34,17 @@ PLACE = re.compile(r"\bmessages\[(\d{1,9})\]")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request for a chat completion. ``places`` has the client's place of each message,
-    ``input[3]``.
+    """A request for a chat completion. ``places`` has the location of each message in the client's
+    request, ``input[3]``.
 
-    ``names``: patterns of a chat's parameters, and what these are called in the client's API.
-    ``echo``: fields of the request that its answer repeats, of about ``echo_bytes`` of JSON.
+    ``names``: patterns of a chat's parameters, and their names in the client's API. ``echo``:
+    fields of the request that its answer repeats, of about ``echo_bytes`` of JSON.
     """
 
     request: ChatRequest
     places: tuple[str, ...]
     names: Names
-    refuses_thoughts: bool = False  # the client wants none
+    refuses_thoughts: bool = False  # the client disables reasoning
     echo: Mapping[str, Any] = field(default_factory=dict)
     echo_bytes: int = 0
 
@@ -75,7 +75,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class ConversationBuilder:
-    """Puts messages together, from items that are smaller than those of a chat."""
+    """Assembles messages from items that are smaller than the messages of a chat."""
 
     messages: list[Message] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ConversationBuilder:
     def add_answer(
         self, thought: str, text: str | None, calls: Sequence[AssistantToolCall], place: str
     ) -> None:
-        """Add a message of the assistant; ``text`` is None if it has only calls or a thought."""
+        """Add a message of the assistant; ``text`` is None if it has only calls or reasoning."""
         fields: dict[str, Any] = {"role": "assistant", "tool_calls": tuple(calls)}
         fields |= {"content": text} if text is not None else {}
         fields |= {"reasoning_content": thought} if thought else {}
@@ -103,7 +103,7 @@ class ConversationBuilder:
         self.places.append(place)
 
     def build(self, fields: Mapping[str, Any], names: Names) -> Conversation:
-        """Return the conversation as a request with these fields more."""
+        """Return the conversation as a request with additional fields."""
         request = ChatRequest.model_construct(messages=tuple(self.messages), **fields)
         return Conversation(request, tuple(self.places), names)
 
@@ -115,12 +115,12 @@ def tool_call(call_id: str, name: str, arguments: str) -> AssistantToolCall:
     )
 
 
-# What the requests of both APIs share: fields that are refused with a reason, and objects that are
-# chosen by their ``type``.
+# The common parts of both APIs' requests: fields that are refused with a reason, and objects chosen
+# by their ``type``.
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # as OpenAI bounds them
 NO_SEED = "this API has none; use temperature: 0 for repeatable answers, or /v1/chat/completions"
-# how much a model is to think, if it knows that
+# how much a model is to think, if it supports that
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ShortText = Annotated[str, Field(max_length=MAX_VALUE)]
 
@@ -138,14 +138,14 @@ Caller = Annotated[
 
 
 def typed(name: str) -> Tag:
-    """Mark one of several objects: it is the one with this ``type``. Names of parameters in errors
-    leave the mark out.
+    """Mark one of several objects, which has this ``type``. Names of parameters in errors omit the
+    mark.
     """
     return Tag(f"{TYPE_TAG}{name}")
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Choose one of several objects by its ``type``; ``default``: where it has none."""
+    """Choose one of several objects by its ``type``; ``default``: used without a ``type``."""
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, dict) else value.type
@@ -155,10 +155,9 @@ def by_type(default: str = "") -> Discriminator:
 
 
 def known_types(names: Sequence[str], reason: str, default: str = "") -> BeforeValidator:
-    """Refuse objects of other types than these.
+    """Refuse objects of other types.
 
-    ``reason`` is what a client reads about an object of another type, whose name replaces
-    ``{type}``.
+    ``reason`` is the message for an object of another type, whose name replaces ``{type}``.
     """
 
     def check(value: Any) -> Any:

@@ -54,8 +54,8 @@ class MessagesTokensDetails(Answer):
 
 
 class MessagesUsage(Answer):
-    """Number of tokens. ``input_tokens``: those of the prompt that were computed,
-    ``cache_read_input_tokens`` the others.
+    """Number of tokens. ``input_tokens``: computed tokens of the prompt,
+    ``cache_read_input_tokens``: the others.
     """
 
     input_tokens: int
@@ -85,14 +85,14 @@ class TokenCount(Answer):
 
 
 class AnthropicErrorDetails(Answer):
-    """What went wrong."""
+    """The type and message of an error."""
 
     type: str
     message: str
 
 
 class AnthropicError(Answer):
-    """Body of every response of these endpoints that is an error."""
+    """Body of every error response of these endpoints."""
 
     type: Literal["error"]
     error: AnthropicErrorDetails
@@ -102,8 +102,8 @@ class MessagesFormatter(BlockFormatter):
     """Writes the message that answers one request."""
 
     def whole_blocks(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the whole message. A call that was cut off is left out: its input is no JSON
-        yet.
+        """Return the whole message. A call that was cut off is left out: its input is not valid
+        JSON.
         """
         content = [
             written for block in self._blocks.all if (written := _content(block)) is not None
@@ -117,7 +117,7 @@ class MessagesFormatter(BlockFormatter):
     def events_of(
         self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
     ) -> list[Event]:
-        """Return the events of what happens to blocks."""
+        """Return the events of these block changes."""
         return [_event_of(step) for step in steps]
 
     def last_events(self) -> list[Event]:
@@ -157,7 +157,7 @@ class MessagesFormatter(BlockFormatter):
         }
 
     def _stop(self) -> dict[str, Any]:
-        """Return why the answer ended."""
+        """Return the reason for the end of the answer."""
         stop, reason = self._choice.stop_string, self._choice.finish_reason
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
         if self._choice.finish is FinishReason.STOP and stop is not None:
@@ -172,16 +172,14 @@ async def prepare_message(
     arrived_at: float,
     state: ResumeState,
 ) -> MessagesFormatter:
-    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    """Render, tokenize and validate. Raises RequestError for requests that can never run."""
     return MessagesFormatter(await prepare_blocks(model, template, conversation, arrived_at, state))
 
 
 async def count_tokens(
     model: ServedModel, template: ChatTemplate, conversation: Conversation
 ) -> TokenCount:
-    """Count the tokens of a conversation, as it would be given to the model. Raises
-    ParameterError.
-    """
+    """Count the tokens of a conversation's prompt. Raises ParameterError."""
     return TokenCount(input_tokens=len(await encode_conversation(model, template, conversation)))
 
 
@@ -206,7 +204,7 @@ def _event_of(step: BlockEvent) -> Event:
 
 
 def _started(block: Block) -> dict[str, Any]:
-    """Return a block of which nothing is there yet."""
+    """Return the empty form of a block."""
     match block.kind:
         case "thought":
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -217,7 +215,7 @@ def _started(block: Block) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any] | None:
-    """Return a whole block; None for a call whose input is no JSON."""
+    """Return a whole block; None for a call whose input is not JSON."""
     match block.kind:
         case "thought":
             return {**_started(block), "thinking": block.content}

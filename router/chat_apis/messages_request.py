@@ -1,6 +1,6 @@
-"""Requests for ``/v1/messages``, Anthropic's Messages API, and the chats that they are.
+"""Requests for ``/v1/messages``, Anthropic's Messages API, converted to chats.
 
-What cannot be had here and would change an answer is refused by name. What cannot change it is
+Unsupported fields that would change an answer are refused by name. Fields that cannot change it are
 accepted without effect.
 """
 
@@ -54,8 +54,7 @@ from tramontane.router.structured.request_model import (
     unsupported_except,
 )
 
-# Messages of Anthropic's API, whose content is text or blocks, and the messages of a chat that they
-# are.
+# Messages of Anthropic's API, converted to messages of a chat.
 
 TEXTS = TextParts(ignored=frozenset({"cache_control", "citations"}))
 USER_BLOCKS = "blocks of the type {type} are not supported here, only text and tool_result"
@@ -82,7 +81,7 @@ class TextBlock(RequestModel):
 
 
 class PlainText(RequestModel):
-    """A text where there is nothing else. What else it has is accepted, without effect."""
+    """A text, where only texts are allowed. Its other fields are accepted, without effect."""
 
     type: Literal["text"]
     text: str
@@ -95,7 +94,7 @@ JoinedTexts = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type
 
 
 class ToolResultBlock(RequestModel):
-    """The result of a call. Formats of chats lack ``is_error``: the content says it."""
+    """The result of a call. Chat formats lack ``is_error``: the content says it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -195,8 +194,8 @@ Turns = Annotated[
 
 
 def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
-    """Return the messages of a system prompt and a conversation. Raises ParameterError for what a
-    chat cannot have.
+    """Return the messages of a system prompt and a conversation. Raises ParameterError for contents
+    that no chat has.
     """
     builder = ConversationBuilder()
     if system is not None:
@@ -214,8 +213,8 @@ def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
 
 
 def continues_answer(turns: Sequence[Turn]) -> bool:
-    """Return whether the model is to continue the last message. Raises ParameterError if that is
-    not a text of its own.
+    """Return whether the model is to continue the last message. Raises ParameterError if that
+    message is not a plain text.
     """
     last, place = turns[-1], f"messages[{len(turns) - 1}]"
     if not isinstance(last, AssistantTurn):
@@ -312,7 +311,7 @@ class ToolDefinition(RequestModel):
     ] = None
 
     def tool(self) -> Tool:
-        """Return the tool as chats have it."""
+        """Return the tool in the format of chats."""
         function = Function(
             name=self.name,
             description=self.description,
@@ -442,7 +441,7 @@ class CountTokensRequest(RequestModel):
         }
 
     def conversation(self) -> Conversation:
-        """Return the request as a chat. Raises ParameterError for what a chat cannot have."""
+        """Return the request as a chat. Raises ParameterError for contents that no chat has."""
         fields = self.fields() | {"continue_final_message": continues_answer(self.messages)}
         conversation = add_turns(self.system, self.messages).build(fields, NAMES)
         return replace(

@@ -198,8 +198,8 @@ def item_of(
 
 
 def output_logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a chat's log-probabilities of its text as this API has them: without text a token has
-    no bytes, not null.
+    """Return a chat's log-probabilities of its text in this API's format: a token without text has
+    empty bytes, not null.
     """
     return [
         _with_bytes(token) | {"top_logprobs": [_with_bytes(top) for top in token["top_logprobs"]]}
@@ -228,11 +228,11 @@ DELTA_NAMES = {
 
 
 def next_number(num_tokens: int, num_blocks: int) -> int:
-    """Return a number above those of all events of so many tokens and blocks, however the tokens
-    arrived.
+    """Return a number above the numbers of all events of these tokens and blocks, however the
+    tokens arrived.
 
-    A write has tokens, and one delta at most for the block that was open before and for each new
-    one.
+    A write has tokens, and at most one delta for the block that was open before and for each new
+    block.
     """
     return OPENING_EVENTS + num_tokens + (BLOCK_EVENTS + 1) * num_blocks
 
@@ -284,7 +284,7 @@ class ResponsesFormatter(BlockFormatter):
     def events_of(
         self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None
     ) -> list[Event]:
-        """Return the events of what happens to blocks; log-probabilities are in the first delta of
+        """Return the events of these block changes; log-probabilities are in the first delta of
         text.
         """
         events: list[Event] = []
@@ -341,7 +341,7 @@ class ResponsesFormatter(BlockFormatter):
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _item(self, block: Block, logprobs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return a block as an item that has ended; the last one of an answer that was cut off is
+        """Return a block as an item that has ended; the last item of an answer that was cut off is
         incomplete.
         """
         is_cut = block is self._blocks.all[-1] and self._choice.finish is FinishReason.LENGTH
@@ -384,7 +384,7 @@ async def prepare_response(
     arrived_at: float,
     state: ResumeState,
 ) -> ResponsesFormatter:
-    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    """Render, tokenize and validate. Raises RequestError for requests that can never run."""
     generation = await prepare_blocks(model, template, conversation, arrived_at, state)
     return ResponsesFormatter(generation, conversation)
 

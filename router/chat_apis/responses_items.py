@@ -1,5 +1,5 @@
-"""Items of a Responses conversation: messages, calls of functions and their results; and the
-messages of a chat that they are.
+"""Items of a Responses conversation: messages, function calls and their results; and their
+conversion to chat messages.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ OTHER_ITEMS = (
 
 
 class InputPart(RequestModel):
-    """A text. What an answer's text has more, and hints about caches, are accepted, without
+    """A text. The further fields of an answer's text, and cache hints, are accepted, without
     effect.
     """
 
@@ -141,7 +141,7 @@ def _require_items(items: tuple[AnyItem, ...]) -> tuple[AnyItem, ...]:
     return items
 
 
-# fail_fast: a body of some megabytes has room for a million bad items.
+# fail_fast: a body of some megabytes may contain a million invalid items.
 ItemList = Annotated[
     tuple[AnyItem, ...], Field(max_length=MAX_MESSAGES, strict=False, fail_fast=True)
 ]

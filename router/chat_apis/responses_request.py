@@ -1,6 +1,6 @@
-"""Requests for ``/v1/responses``, OpenAI's Responses API, and the chats that they are.
+"""Requests for ``/v1/responses``, OpenAI's Responses API, and their conversion to chats.
 
-What cannot be had here and would change an answer is refused by name. What cannot change it is
+Unsupported fields that would change an answer are refused by name. Fields that cannot change it are
 accepted without effect.
 """
 
@@ -125,7 +125,7 @@ class FunctionTool(RequestModel):
     output_schema: JsonSchema | None = None
 
     def tool(self) -> Tool:
-        """Return the tool as chats have it."""
+        """Return the tool in the format of chats."""
         function = Function(
             name=self.name,
             description=self.description,
@@ -247,7 +247,7 @@ class ResponsesRequest(RequestModel):
         return INCLUDED_LOGPROBS in (self.include or ())
 
     def response_format(self) -> ResponseFormat | None:
-        """Return the form of the answer as chats have it."""
+        """Return the response format in the format of chats."""
         given = self.text.format if self.text is not None else None
         if not isinstance(given, SchemaFormat):
             return None if given is None else ResponseFormat(type=given.type)

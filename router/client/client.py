@@ -1,7 +1,7 @@
 """Clients of the gRPC API: ``AsyncClient`` for asyncio, ``Client`` without it.
 
 Every method raises the errors of ``tramontane.proto.errors``: RequestError and its subclasses for
-what cannot be done, OverloadedError with the time after which to try again, AuthenticationError,
+invalid requests, OverloadedError with the time after which to try again, AuthenticationError,
 UnknownJobError, DeadlineExceededError, PipelineError if the server failed, and ConnectionLostError
 if it cannot be reached. ``timeout_s`` is for the whole call; the server stops working on a call
 that is over.
@@ -126,7 +126,7 @@ class AsyncClient:
         never repeated automatically.
 
         After a lost response, submit again with the same ``request_key``, a text that no other job
-        has: it is the same job. With other lines or options the key is refused.
+        uses: it is the same job. With other lines or options the key is refused.
         """
         requests = messages.submit_requests(options or JobOptions(), source, url, request_key)
         return parse_job(await self._call(self._batch.SubmitJob, requests, timeout_s))
@@ -189,8 +189,8 @@ class AsyncClient:
     async def _resumed_stream(
         self, method: Callable[..., Any], request: Callable[[], object]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the messages of a stream. If the connection is lost, call the method again with
-        what ``request`` returns then.
+        """Yield the messages of a stream. If the connection is lost, call the method again with a
+        new ``request()``.
         """
         heard_at = time.monotonic()
         while True:
@@ -228,7 +228,7 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    # What waits, in addition to close. _BlockingClient overrides all five.
+    # The waiting operations, in addition to close. _BlockingClient overrides all five.
 
     def _connect(self, target: str) -> Any:  # a channel
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
@@ -244,8 +244,8 @@ class AsyncClient:
 
 
 class _BlockingClient(AsyncClient):
-    """An AsyncClient over gRPC's blocking API: where that one's coroutines are suspended, these
-    block.
+    """An AsyncClient over gRPC's blocking API: its methods block where the AsyncClient's coroutines
+    are suspended.
     """
 
     async def close(self) -> None:
@@ -302,8 +302,8 @@ def _blocking_stream(
 
 
 class Client:
-    """A client without asyncio, for any number of threads. Arguments and methods are those of
-    ``AsyncClient``.
+    """A client without asyncio, for any number of threads. Arguments and methods are the same as
+    ``AsyncClient``'s.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""What the client takes and returns, and its messages: requests from arguments, results from
-responses, errors from statuses.
-"""
+"""The client's messages: requests from arguments, results from responses, errors from statuses."""
 
 import io
 import json
@@ -26,7 +24,7 @@ from tramontane.proto.grpc_messages import error_from_status, options_message
 from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
 
-# Checks of what a client needs to reach its server, and errors that say why it does not.
+# Checks of the client's target and key, and errors that say why it cannot reach its server.
 
 DEFAULT_PORT = 9000  # of --grpc-port
 # of targets that gRPC interprets itself
@@ -54,7 +52,7 @@ def check_target(target: str) -> None:
 
 
 def check_api_key(key: str | None) -> None:
-    """Raise ConfigError, which does not repeat the key, for one that no header can carry."""
+    """Raise ConfigError, which does not repeat the key, if no header can carry the key."""
     if key is not None and not HEADER_TEXT.fullmatch(key):
         raise ConfigError("the API key must be printable ASCII, without line breaks")
 
@@ -101,14 +99,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokensDetails:
-    """Kinds of the tokens of a prompt. ``cached_tokens``: those that were not computed."""
+    """Kinds of the tokens of a prompt. ``cached_tokens``: tokens that were not computed."""
 
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionTokensDetails:
-    """Drafts of the new tokens: those that became tokens, and those that did not."""
+    """Draft tokens: accepted ones, which became new tokens, and rejected ones."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -116,7 +114,9 @@ class CompletionTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request. ``completion_tokens_details`` are of servers that speculate."""
+    """Token counts of a request. ``completion_tokens_details``: only from servers that
+    speculate.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -127,8 +127,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds that a request spent in each phase. ``cached_tokens``: those of the prompt that were
-    not computed.
+    """Seconds that a request spent in each phase. ``cached_tokens``: prompt tokens that were not
+    computed.
     """
 
     ingress_s: float
@@ -178,8 +178,8 @@ class RetryPolicy:
     retry_s: float = 1.0
 
     def pause(self, error: TramontaneError, silent_s: float) -> float:
-        """Return the seconds until the next attempt; raise ``error`` if it is no lost connection,
-        or that would be too late.
+        """Return the seconds until the next attempt; raise ``error`` if it is not a lost
+        connection, or that would be too late.
         """
         if not isinstance(error, ConnectionLostError) or silent_s + self.retry_s > self.total_s:
             raise error
@@ -218,7 +218,7 @@ def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb
 
 
 def request_message(kind: type[M], **fields: Any) -> M:
-    """Make a message of these fields; those that are None are left out. Raises ConfigError."""
+    """Make a message of these fields; None values are left out. Raises ConfigError."""
     message = kind()
     for name, value in fields.items():
         if value is not None:
@@ -235,7 +235,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 def _field(kind: type[M], name: str, value: Any) -> M:
-    """Make a message with this field alone, so that an error can name it. Protobuf's own messages
+    """Make a message with only this field, so that an error can name it. Protobuf's own messages
     describe its internals.
     """
     try:
@@ -324,7 +324,7 @@ def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJob
 
 
 def parse_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """Return the chunks of a response; usage and timings belong to the last of them."""
+    """Return the chunks of a response; usage and timings belong to the last chunk."""
     usage = _usage(response.usage) if response.HasField("usage") else None
     timings = _timings(response.timings) if response.HasField("timings") else None
     last = len(response.pieces) - 1
@@ -355,7 +355,7 @@ def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
 @contextmanager
 def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
     """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised, or
-    that kept it from answering.
+    that describe why it did not answer.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """One client's request while a router works on it.
 
 An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities
-and expert choices back until a token goes out with them, and records timestamps.
+and expert choices back until they are sent with a token, and records timestamps.
 ``QueueWaitTracker`` derives Retry-After from that.
 """
 
@@ -44,8 +44,8 @@ class PositionBuffer(Generic[T]):
         self._next[seq_id, layer] = position
 
     def add(self, values: T, layer: int = 0) -> None:
-        """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the
-        second adds 5 and 6.
+        """Add values that continue the ones before or overlap them: after positions 1..4, values of
+        3..6 add 5 and 6.
         """
         seq_id, position = values.seq_id, self._next.get((values.seq_id, layer), values.start)
         assert values.start <= position, "positions are missing"
@@ -54,8 +54,8 @@ class PositionBuffer(Generic[T]):
             self._next[seq_id, layer] = values.end
 
     def take(self, events: Iterable[TokenEvent], end_of: Callable[[int], int]) -> tuple[T, ...]:
-        """Remove and return all values that are held for the sequences of these events, up to their
-        last tokens.
+        """Remove and return all values held for the sequences of the events, up to their last
+        tokens.
 
         ``end_of`` returns how many tokens of a sequence are known. A sequence that ends with the
         first of three tokens, two of them drafts, holds values of all three; the values of
@@ -76,7 +76,7 @@ class PositionBuffer(Generic[T]):
 
 
 class ActiveRequest:
-    """The sequences of a request, its timestamps by the router's clock, and where its output goes.
+    """The sequences of a request, its timestamps by the router's clock, and the sink of its output.
 
     ``counts_drafts``: whether the router speculates, so that outputs have the numbers of drafts and
     of accepted drafts.
@@ -162,7 +162,7 @@ class ActiveRequest:
         )
 
     def _take_drafts(self, events: Iterable[TokenEvent]) -> tuple[SequenceDrafts, ...]:
-        """Return the numbers of drafts of these events' sequences since the last output; with a
+        """Return the numbers of drafts of the events' sequences since the last output; with a
         sequence's first output also a number of 0.
         """
         found: list[SequenceDrafts] = []
@@ -188,8 +188,8 @@ class ActiveRequest:
         )
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
-        """Return name, start and end of queue, prefill and decode as far as they have come, by the
-        router's clock.
+        """Return name, start and end of the phases queue, prefill and decode that have begun, by
+        the router's clock.
         """
         bounds = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
         spans = zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False)
@@ -222,7 +222,7 @@ class QueueWaitTracker:
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
         """Return the longest wait of this priority in whole seconds: of the request that started
-        last, or of a request that still waits.
+        last, or of a request that is still waiting.
         """
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)

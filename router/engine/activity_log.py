@@ -184,7 +184,8 @@ class ActivityLog:
         return list(islice(self._batches, num_known, num_known + MAX_RETURNED))
 
     def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
-        """Return shares of the last ten seconds, or of as many as the log covers, at least one.
+        """Return shares of the last ten seconds, or of the time that the log covers, at least one
+        second.
 
         Micro-batches that were completed in this time count as a whole.
         """

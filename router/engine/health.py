@@ -1,9 +1,9 @@
-"""Whether a router makes progress, and how its recoveries went: for health checks and metrics."""
+"""Progress of a router, and the outcome of its recoveries: for health checks and metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# so many recoveries in a row, without a micro-batch between them, count as progress
+# this number of recoveries in a row, without a micro-batch between them, counts as progress
 MAX_FAILED_RECOVERIES = 5
 
 
@@ -50,7 +50,7 @@ class HealthTracker:
         self._progress_at = self._clock()
 
     def record_progress(self) -> float:
-        """Record other progress, or that there is nothing to do; return the time. See
+        """Record other progress, or that no work is pending; return the time. See
         ``MAX_FAILED_RECOVERIES``.
         """
         now = self._clock()
@@ -81,5 +81,5 @@ class HealthTracker:
             self.last_recovery = replace(self.last_recovery, resumed_at=now)
 
     def progressed_within(self, limit_s: float) -> bool:
-        """Return whether the last progress was less than so long ago."""
+        """Return whether the last progress is less than this time ago."""
         return self._clock() - self._progress_at < limit_s

@@ -11,7 +11,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.proto.timing import HANG_WATCH_INTERVAL_S
 from tramontane.router.engine.stats import PipelineStats
 
-# limit as a multiple of the slowest recent time: a micro-batch that is only slow is not given up
+# limit as a multiple of the slowest recent time: a slow micro-batch is not given up
 SLOW_FACTOR = 4.0
 SLOWEST_DECAY = 0.99  # factor of the slowest time with each micro-batch that is completed
 # factor of the limit for the first micro-batch: kernels are tuned, memory is laid out
@@ -31,7 +31,7 @@ class StepDeadline:
         self._timeout_s = timeout_s
         self._slowest_s = 0.0
         self._num_done = 0
-        self._waiting_since: float | None = None  # None: nothing is in flight
+        self._waiting_since: float | None = None  # None: no micro-batch is in flight
 
     @property
     def limit_s(self) -> float:
@@ -43,19 +43,19 @@ class StepDeadline:
         return max(self._timeout_s, SLOW_FACTOR * self._slowest_s)
 
     def on_submit(self, now: float) -> None:
-        """Start the time if nothing else is in flight."""
+        """Start the time if no other micro-batch is in flight."""
         if self._waiting_since is None:
             self._waiting_since = now
 
     def on_complete(self, now: float, num_in_flight: int) -> None:
-        """Record that the oldest micro-batch is completed; so many are still in flight."""
+        """Record that the oldest micro-batch is completed; ``num_in_flight`` are left."""
         assert self._waiting_since is not None
         self._slowest_s = max(SLOWEST_DECAY * self._slowest_s, now - self._waiting_since)
         self._num_done += 1
         self._waiting_since = now if num_in_flight else None
 
     def reset(self) -> None:
-        """Record that nothing is in flight any more."""
+        """Record that no micro-batch is in flight any more."""
         self._waiting_since = None
 
     def overdue_s(self, now: float) -> float:
@@ -124,7 +124,7 @@ class InFlightBatches:
         return batch, result
 
     def cancel_all(self) -> None:
-        """Cancel and forget all micro-batches."""
+        """Cancel and drop all micro-batches."""
         for _, future in self._batches:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # asyncio would log an exception that is never retrieved

@@ -1,10 +1,10 @@
-"""Prefix-aware routing: the choice of a request's pipeline by the prefix that its cache has, and by
-how busy it is.
+"""Prefix-aware routing: chooses a request's pipeline by the cached prefix and the load of each
+pipeline.
 
 Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals.
-A request goes to the pipeline that is predicted to finish it first: the seconds of the pipeline's
-pending work, and of the tokens that it would have to compute. Tokens of a prefix that only another
-pipeline has count twice: they are computed again, and the copy displaces other cached tokens.
+A request is sent to the pipeline that is predicted to finish it first: the sum of the seconds of
+its pending work and of the request's uncached tokens. Tokens of a prefix that only another pipeline
+has count twice: they are computed again, and the copy displaces other cached tokens.
 
 A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has
 none of them and work for 1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a
@@ -40,7 +40,7 @@ Known = tuple[int, int]  # number of a replica's router, and version of its cach
 
 @dataclass(frozen=True, slots=True)
 class PrefixDigest:
-    """The cached keys of a pipeline, as changes since a version, and how busy the pipeline is.
+    """The cached keys of a pipeline, as changes since a version, and the load of the pipeline.
 
     ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority,
     by priority. ``prefill_s``, ``decode_s``: seconds for one further token.
@@ -103,12 +103,12 @@ class KeyIndex:
         return len(self._holders)
 
     def add(self, bit: int, keys: Iterable[bytes]) -> None:
-        """Add a pipeline to the holders of these keys."""
+        """Add a pipeline to the holders of the keys."""
         for key in keys:
             self._holders[key] = self._holders.get(key, 0) | bit
 
     def discard(self, bit: int, keys: Iterable[bytes]) -> None:
-        """Remove a pipeline from the holders of these keys."""
+        """Remove a pipeline from the holders of the keys."""
         for key in keys:
             if left := self._holders.get(key, 0) & ~bit:
                 self._holders[key] = left
@@ -116,8 +116,8 @@ class KeyIndex:
                 self._holders.pop(key, None)
 
     def longest(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Return, by the bit of a pipeline, the position of the last of these keys of a prompt's
-        blocks that it holds; earlier keys may be missing. Of the keys a b c it holds a and c: 3.
+        """Return, by the bit of a pipeline, the position of the last key of a prompt's blocks that
+        it holds; earlier keys may be missing. Of the keys a b c it holds a and c: 3.
         """
         found: dict[int, int] = {}
         missing = -1
@@ -160,9 +160,9 @@ class _Pipeline:
     """A pipeline as an ingress knows it: the last digest, and the requests of this ingress.
 
     Many requests end before the next digest arrives. The requests that this ingress has sent are
-    known at any time (``sent``); only the rest of the pipeline's work counts as it was when the
-    digest was queried (``others_s``, by priority, as in ``PrefixDigest.busy_s``). The pipeline's
-    keys, from the digest and of sent requests, are in ``index`` under ``bit``.
+    known at any time (``sent``); the other work of the pipeline counts as it was when the digest
+    was queried (``others_s``, by priority, as in ``PrefixDigest.busy_s``). The pipeline's keys,
+    from the digest and of sent requests, are in ``index`` under ``bit``.
     """
 
     digest: PrefixDigest
@@ -218,7 +218,7 @@ class _Pipeline:
 
     def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
         """Return the seconds of the requests of this ingress that were in progress at a time, as if
-        nothing of them was computed yet.
+        none of their tokens were computed yet.
         """
         sent = (
             each

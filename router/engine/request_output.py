@@ -1,5 +1,5 @@
-"""The output of one request on its way to the client: split for travel, merged until it is read,
-kept to continue elsewhere.
+"""The output of one request on its way to the client: split into parts for transport, merged until
+it is read, kept to resume on another router.
 """
 
 import asyncio

@@ -43,7 +43,7 @@ from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 logger = logging.getLogger(__name__)
 
 STALL_FACTOR = 2.0  # multiple of the time that a micro-batch may take
-# after so many poison requests in a row the pipeline itself counts as broken
+# after this number of poison requests in a row the pipeline itself counts as broken
 MAX_CONSECUTIVE_POISON = 3
 
 
@@ -82,10 +82,10 @@ class Router:
         self._read_fingerprint, self.fingerprint = read_fingerprint, ""
 
     async def run(self) -> None:
-        """Drive the pipeline until cancelled, or until it is lost for good.
+        """Drive the pipeline until cancelled, or until it is lost permanently.
 
-        After any other failure requests only wait: the stages are fenced again, and all live
-        sequences are computed again.
+        After any other failure, requests wait: the stages are fenced again, and all live sequences
+        are recomputed.
         """
         try:
             while True:
@@ -157,7 +157,7 @@ class Router:
             request.deliver(events, now)
 
     def _buffer_extras(self, result: StepResult) -> None:
-        """Hand expert choices and log-probabilities to their requests; before the tokens, which may
+        """Pass expert choices and log-probabilities to their requests; before the tokens, which may
         end a request.
         """
         for choices in result.expert_choices:
@@ -184,7 +184,7 @@ class Router:
         """Once the stages are fenced again, end the request that is certain to have caused the
         failure, if there is one.
 
-        Only after the fence it is known whether a node had died; then no request is to blame.
+        Whether a node has died is known only after the fence; if one has, no request is blamed.
         Raises PipelineError if several requests in a row seem to be the cause: the pipeline itself
         is broken.
         """
@@ -221,12 +221,12 @@ class Router:
             request.sink(PipelineError(str(error)))
 
     def request_recovery(self, error: PipelineError) -> None:
-        """Have the stages fenced again: the caller knows that they have lost their sequences."""
+        """Fence the stages again: the caller has noticed that they have lost their sequences."""
         self._reported_loss = error
         self.wake.set()
 
     async def refresh_fingerprint(self) -> None:
-        """Read the pipeline's fingerprint; if it is another one, requests get it before their next
+        """Read the pipeline's fingerprint; if it has changed, requests get it before their next
         tokens.
         """
         if self._read_fingerprint is None:
@@ -305,9 +305,7 @@ class Router:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the router drives a pipeline, and has made progress recently or had nothing to
-        do.
-        """
+        """Whether the router drives a pipeline, and has made progress recently or has no work."""
         if self.health.is_fenced and self.scheduler.is_idle:
             self.health.record_progress()
         return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
@@ -323,8 +321,8 @@ class Router:
         return len(set(self._requests.values()))
 
     def snapshot(self) -> PipelineSnapshot:
-        """Return what this router and its scheduler hold now. In another thread than the event
-        loop's the numbers may be of slightly different moments.
+        """Return the current state of this router and its scheduler. If it is read in another
+        thread than the event loop's, the numbers may be of slightly different moments.
         """
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         drafts, kinds = scheduler.draft_counts, allocator.cache.classes

@@ -1,6 +1,4 @@
-"""Statistics of one pipeline's steps: plain numbers that only grow, read by exporters in any
-thread.
-"""
+"""Statistics of one pipeline's steps: plain counters, read by exporters in any thread."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -59,7 +57,7 @@ class PipelineStats:
     def on_complete(
         self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int
     ) -> None:
-        """Record that the oldest micro-batch is completed; so many are still in flight."""
+        """Record that the oldest micro-batch is completed; ``num_in_flight`` are left."""
         assert self._active_since is not None
         self.active_s += now - self._active_since
         self._active_since = now if num_in_flight else None
@@ -78,7 +76,7 @@ class PipelineStats:
             self._last_end[timing.stage_id] = timing.ended_at
 
     def reset(self) -> None:
-        """Record that nothing is in flight any more; the time since the last result is part of a
+        """Record that no micro-batch is in flight; the time since the last result is part of a
         recovery, not of work.
         """
         self._active_since = None
@@ -92,8 +90,8 @@ class PipelineStats:
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Cache pages of one window class, of each stage that has such layers. ``num_cached``: those of
-    the free ones that hold prefixes. ``window``: positions, None for all.
+    """Cache pages of one window class, of each stage that has such layers. ``num_cached``: free
+    pages that hold prefixes. ``window``: positions, None for all.
     """
 
     window: int | None
@@ -104,8 +102,8 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSnapshot:
-    """What one pipeline's router and scheduler hold at a moment, and what they have counted since
-    the router began; for metrics, ``/activity`` and tests. See ``Router.snapshot``.
+    """The state of one pipeline's router and scheduler at a moment, and their counts since the
+    router began; for metrics, ``/activity`` and tests. See ``Router.snapshot``.
     """
 
     epoch: int

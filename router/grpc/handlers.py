@@ -96,7 +96,7 @@ def _parser(
 
 
 def _drop_unknown(message: Message) -> bool:
-    """Drop the unknown fields of a message and of the messages in it; return whether there were
+    """Drop the unknown fields of a message and of its nested messages; return whether there were
     any.
 
     Both sizes are computed in milliseconds, where a list of the unknown fields of 4 MiB would take

@@ -43,7 +43,7 @@ def parse_generate(request: pb.GenerateRequest) -> CompletionRequest:
 
 
 def parse_score(request: pb.ScoreRequest) -> CompletionRequest:
-    """Parse a request to score a prompt: it is echoed with its log-probabilities, and nothing is
+    """Parse a request to score a prompt: it is echoed with its log-probabilities, and no tokens are
     generated.
     """
     return _parse(
@@ -106,7 +106,7 @@ def _check_json(text: str, name: str) -> None:
 
 
 def to_generate_response(changes: Iterable[Mapping[str, Any]]) -> pb.GenerateResponse:
-    """Convert what ``Generation.stream`` yields."""
+    """Convert the changes yielded by ``Generation.stream``."""
     return pb.GenerateResponse(
         pieces=[
             pb.Piece(
@@ -140,11 +140,11 @@ def token_logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
 
 
 def to_score_response(result: Mapping[str, Any]) -> SerializedMessage:
-    """Convert what ``CompletionFormatter.run`` returns for a request of ``parse_score``, and free
+    """Convert the result of ``CompletionFormatter.run`` for a request of ``parse_score``, and free
     it as ``encode_and_free`` does.
 
-    A piece is a ScoreResponse of its own: protobuf merges messages that follow each other, so that
-    their tokens are one list.
+    Each piece is a separate ScoreResponse: protobuf merges consecutive messages, so that their
+    tokens are one list.
     """
     logprobs = result["choices"].pop()["logprobs"]
     pieces = [pb.ScoreResponse(usage=pb.Usage(**result["usage"])).SerializeToString()]

@@ -105,11 +105,11 @@ def parse_limit(request: pb.ListJobsRequest) -> int:
 async def coalesce(
     source: AsyncGenerator[T, None], size: Callable[[T], int], max_size: int
 ) -> AsyncGenerator[list[T], None]:
-    """Yield lists of the items, in order, that are ready, up to ``max_size`` in total; a larger
+    """Yield lists of ready items, in order, with sizes of up to ``max_size`` in total; a larger
     item is alone in its list.
 
-    Sizes 3, 4, 5 that are all ready, and a ``max_size`` of 8: first the items of 3 and 4, then that
-    of 5. Closing this closes the source.
+    Sizes 3, 4, 5 that are all ready, and a ``max_size`` of 8: first the items of 3 and 4, then the
+    item of 5. Closing this closes the source.
     """
     async with aclosing(source):
         upcoming = asyncio.create_task(_next(source))
@@ -190,8 +190,8 @@ class NoPacing:
 def _respond(
     empty: Callable[[], R],
 ) -> Callable[[Method[Awaitable[R]]], Method[Coroutine[Any, Any, R]]]:
-    """Check a call before its method runs. Where either fails, set the status and return
-    ``empty()``, which no client sees.
+    """Check a call before its method runs. If the check or the method fails, set the status and
+    return ``empty()``, which no client sees.
     """
 
     def decorate(method: Method[Awaitable[R]]) -> Method[Coroutine[Any, Any, R]]:
@@ -236,8 +236,8 @@ def _stream(
 
 
 def _name_fingerprint(fingerprint: str | None, context: Context) -> None:
-    """Name in the trailing metadata what made the last tokens, if it is known. Ray Serve sends it
-    with the next message.
+    """Add the fingerprint of the last tokens to the trailing metadata, if it is known. Ray Serve
+    sends it with the next message.
     """
     if fingerprint is not None:
         context.set_trailing_metadata([(FINGERPRINT_KEY, fingerprint)])
@@ -248,9 +248,9 @@ class GrpcServicer:
     reflection.
 
     Their second argument is gRPC's context, or Ray Serve's substitute, which Ray Serve passes by
-    that name. Closing a stream or cancelling a call ends its work. ``allow_peer`` gets a peer as
-    gRPC names it, such as ``ipv4:10.0.0.7:50123``. ``id_of`` returns the request id of a call from
-    its context, for the log. ``jobs`` returns the batch jobs of a tenant.
+    that name. Closing a stream or cancelling a call ends its work. ``allow_peer`` gets a peer in
+    gRPC's notation, such as ``ipv4:10.0.0.7:50123``. ``id_of`` returns the request id of a call
+    from its context, for the log. ``jobs`` returns the batch jobs of a tenant.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class GrpcServicer:
         with ExitStack() as open_streams:
             async with aclosing(generation.stream(source)) as stream:
                 async for changes in stream:
-                    if not has_begun:  # while it waited, nothing was written to it
+                    if not has_begun:  # no data was written to it while it waited
                         has_begun = True
                         open_streams.enter_context(self._pace.open_stream())
                     response = await run_off_loop(
@@ -411,7 +411,7 @@ class GrpcServicer:
         self._identity(context)
         if isinstance(request, MalformedMessage):
             raise RequestError(request.message)
-        # a stream of messages has none
+        # a stream of messages has no size
         size = request.ByteSize() if hasattr(request, "ByteSize") else 0
         if size > self._max_message:
             raise RequestError(
@@ -419,7 +419,7 @@ class GrpcServicer:
             )
 
     def _identity(self, context: Context) -> Identity:
-        """Return who calls. Raises AuthenticationError."""
+        """Return the identity of the caller. Raises AuthenticationError."""
         given = next(
             (value for name, value in context.invocation_metadata() if name == "authorization"),
             None,

@@ -63,20 +63,18 @@ CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
 
 @dataclass(frozen=True, slots=True)
 class NoChatTemplate:
-    """Template of a model that has no format for conversations: it refuses all of them, with
-    ``reason``.
-    """
+    """Template of a model without a chat format: it refuses all conversations, with ``reason``."""
 
     reason: str
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Always None: there are no tools."""
+        """Always None: tools are not supported."""
         return None
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Always None: there are no thoughts."""
+        """Always None: reasoning is not supported."""
         return None
 
     def encode(
@@ -105,7 +103,9 @@ class _Detokenizers:
     has_grammar: bool
 
     def make(self, answer_id: str, index: int) -> ChatDetokenizer:
-        """Return the detokenizer of one choice; ids of its calls follow from the answer's."""
+        """Return the detokenizer of one choice; the ids of its tool calls are derived from the
+        answer's id.
+        """
         request, tokenizer = self.request, self.model.tokenizer
         tool_format, form = self.template.tool_format, self.template.reasoning_format
         is_start, tools, thoughts = not request.continues_message, None, None
@@ -132,8 +132,8 @@ class _Detokenizers:
 
 
 class ChatFormatter(ChunkFormatter):
-    """Writes the answer of ``/v1/chat/completions``. ``opening_text``: of the client, with which
-    every answer begins.
+    """Writes the response of ``/v1/chat/completions``. ``opening_text``: the client's text that
+    every answer begins with.
     """
 
     chunk_model = ChatChunk
@@ -165,7 +165,7 @@ class ChatFormatter(ChunkFormatter):
         return [Event("", self.chunk(choices, has_tokens=False))]
 
     def choice(self, change: CompletionChange) -> ChatChange:
-        """Return what a chunk adds to one choice: text, thoughts and calls."""
+        """Return the chunk's part for one choice: text, reasoning and tool calls."""
         text = self.generation.texts[change["index"]]
         assert isinstance(text, ChatDetokenizer)
         delta: dict[str, Any] = {"content": change["text"]} if change["text"] else {}
@@ -198,7 +198,7 @@ class ChatFormatter(ChunkFormatter):
 def chat_change(
     change: CompletionChange, delta: dict[str, Any], finish_reason: str | None
 ) -> ChatChange:
-    """Return what a chunk adds to a choice, with this delta."""
+    """Return the chunk's part for one choice, with this delta."""
     made: ChatChange = {
         "index": change["index"],
         "delta": delta,
@@ -220,7 +220,7 @@ async def prepare_chat(
     arrived_at: float,
     resume_state: ResumeState | None = None,
 ) -> ChatFormatter:
-    """Render, tokenize and validate. Raises RequestError for what can never run."""
+    """Render, tokenize and validate. Raises RequestError for requests that can never run."""
     generation = await prepare_conversation(model, template, request, arrived_at, resume_state)
     return ChatFormatter(generation, request.echoed_prefix)
 
@@ -254,8 +254,8 @@ async def prepare_conversation(
 
 
 def _room(model: ServedModel, ids: Sequence[int]) -> int:
-    """Return how many tokens the context has room for after a prompt. Raises ParameterError if
-    there is none.
+    """Return how many tokens fit into the context after a prompt. Raises ParameterError if none
+    does.
     """
     room = model.max_model_len - len(ids)
     if room < 1:
@@ -270,7 +270,9 @@ def _room(model: ServedModel, ids: Sequence[int]) -> int:
 async def _to_generation(
     model: ServedModel, request: ChatRequest, ids: tuple[int, ...], room: int, grammar: str
 ) -> GenerationRequest:
-    """Validate what depends on the model, and return what is to be generated for a prompt."""
+    """Validate the parameters that depend on the model, and return the generation request of a
+    prompt.
+    """
     validate_sampling(model, request)
     prompt_ids = await tokenize_prompts(model, (ids,))
     max_tokens = room if request.max_new_tokens is None else request.max_new_tokens
@@ -347,10 +349,10 @@ def _encode_large(
     variables: Mapping[str, Any] | None,
     reasoning_effort: str | None,
 ) -> tuple[int, ...]:
-    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too
+    """Encode on a thread. Raises RequestError for too many tokens, and for texts whose JSON has too
     many elements.
 
-    Templates parse that JSON.
+    Templates parse the JSON of tool calls.
     """
     if model.tokenizer is not None:
         model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)

@@ -1,4 +1,4 @@
-"""Chat requests: OpenAI's fields, and those of vLLM and Mistral. Other fields are refused."""
+"""Chat requests: the fields of OpenAI, vLLM and Mistral. Other fields are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -156,7 +156,7 @@ class AssistantToolCall(RequestModel):
     id: Text
     type: Annotated[Literal["function"], default_if_null("function")] = "function"
     function: FunctionCall
-    # ignored; Mistral's client sends back what it has received in a stream
+    # ignored; Mistral's client sends back the index of a streamed call
     index: int | None = None
 
 
@@ -231,7 +231,7 @@ def _require_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages
 
 
-# fail_fast: a body of some megabytes has room for a million bad messages.
+# fail_fast: a body of some megabytes may contain a million invalid messages.
 Messages = Annotated[
     tuple[Message, ...],
     Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
@@ -279,15 +279,15 @@ class ChatRequest(SamplingFields):
 
     @property
     def echoed_prefix(self) -> str:
-        """Text with which the answer begins, because the last message is Mistral's prefix; as
-        often, nothing.
+        """Text with which the answer begins if the last message has Mistral's ``prefix``; usually
+        empty.
         """
         last = self.messages[-1]
         return last.message().content if isinstance(last, AssistantMessage) and last.prefix else ""
 
     @property
     def continues_message(self) -> bool:
-        """Whether the answer continues the last message instead of being one of its own."""
+        """Whether the answer continues the last message instead of being a new message."""
         return continues_last(self.messages, continue_final=self.continue_final_message)
 
     def conversation(self) -> list[ChatMessage]:
@@ -296,7 +296,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Limit of new tokens, by either name; None: as many as the context has room for."""
+        """Limit of new tokens, by either name; None: as many as fit into the context."""
         return (
             self.max_completion_tokens
             if self.max_completion_tokens is not None
@@ -326,7 +326,7 @@ def check_continuation(
     """Raise ParameterError unless an answer follows the messages, or continues the last one of
     them.
 
-    ``opens_answer``: ``add_generation_prompt``, which may be given and has to be right then.
+    ``opens_answer``: ``add_generation_prompt``, which is optional and must be consistent.
     """
     for index, message in enumerate(messages[:-1]):
         if isinstance(message, AssistantMessage) and message.prefix:

@@ -26,7 +26,7 @@ async def prepare_completion(
     arrived_at: float,
     resume_state: ResumeState | None = None,
 ) -> CompletionFormatter:
-    """Validate and tokenize. Raises RequestError for what can never run."""
+    """Validate and tokenize. Raises RequestError for requests that can never run."""
     return CompletionFormatter(await prepare_text(model, request, arrived_at, resume_state))
 
 

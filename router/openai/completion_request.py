@@ -204,7 +204,7 @@ class SamplingFields(NeutralFields, GuidedFields):
             )
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters that all APIs have in common, of all choices.
+        """Return the parameters that all APIs share, for all choices.
 
         Raises RequestError if min_tokens is above ``max_tokens``.
         """
@@ -228,7 +228,7 @@ class SamplingFields(NeutralFields, GuidedFields):
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
-MAX_ERRORS = 64  # more are only counted, because pydantic lists each with its input
+MAX_ERRORS = 64  # further errors are only counted, because pydantic lists each with its input
 
 LayersInput = Annotated[
     list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})
@@ -293,7 +293,7 @@ def _layers(value: Any) -> tuple[int, ...]:
 
 
 def check_text(text: str) -> str:
-    """Return a text. Raises ValueError for one that is not valid Unicode."""
+    """Return a text. Raises ValueError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -331,7 +331,7 @@ class CompletionRequest(SamplingFields):
     return_experts: Annotated[
         tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)
     ] = Field((), strict=False)
-    # an empty one is none
+    # an empty suffix counts as none
     suffix: Annotated[Text | None, AfterValidator(lambda suffix: suffix or None)] = None
     add_special_tokens: Annotated[
         Literal[True] | None,
@@ -375,7 +375,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def _check_suffix(request: CompletionRequest) -> None:
-    """Raise ParameterError for what cannot be done between a prompt and a suffix."""
+    """Raise ParameterError for options that are not possible with a suffix."""
     if not all(isinstance(prompt, str) for prompt in request.prompt):
         raise ParameterError("suffix is for prompts that are texts, not token ids", "suffix")
     if request.echo:
@@ -435,7 +435,9 @@ def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> Parame
 
 
 def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
-    """Return the message's end if the object has an unknown field of a similar name, or nothing."""
+    """Return the end of the message if the object has an unknown field of a similar name, else
+    "".
+    """
     *place, name = missing["loc"]
     for other in others:
         *other_place, unknown = other["loc"]
@@ -449,8 +451,8 @@ def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
 
 
 def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """Return where the problem is in the client's JSON, with the field that a message is chosen by,
-    which pydantic leaves out.
+    """Return the location of the problem in the client's JSON, with the field that selects the type
+    of a message, which pydantic leaves out.
     """
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
@@ -459,7 +461,7 @@ def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
 
 
 def _tag(problem: ErrorDetails) -> Any:
-    """Return the client's value of the field that a message is chosen by."""
+    """Return the client's value of the field that selects the type of a message."""
     return problem["input"][problem["ctx"]["discriminator"].strip("'")]
 
 

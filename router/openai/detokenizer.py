@@ -23,8 +23,8 @@ class ChoiceDetokenizer:
 
     Tokens after a stop string are ignored; no stop string completes before ``min_tokens``. Tokens
     with log-probabilities are returned once their text may be emitted; a token that begins inside
-    or after a stop string never is. One of ``stop_token_ids`` that ends the sequence has no text,
-    unless ``includes_stop`` keeps that of what stops it.
+    or after a stop string never is. A token of ``stop_token_ids`` that ends the sequence has no
+    text, unless ``includes_stop`` keeps the text of the stop.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ChoiceDetokenizer:
         self._num_decoded = self._num_emitted = 0  # characters
         self._pending: list[TokenWithLogprobs] = []
         self.num_tokens = 0
-        self.num_reasoning_tokens: int | None = None  # None where there are no thoughts
+        self.num_reasoning_tokens: int | None = None  # None without reasoning
         self.finish: FinishReason | None = None
 
     def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
@@ -79,17 +79,17 @@ class ChoiceDetokenizer:
 
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
         """Restore a choice as if its tokens had been pushed here. ``is_whole``: the client has
-        received nothing of it.
+        received no part of it.
         """
         for number, token_id in enumerate(state.token_ids, start=1):
-            # which may be a stop token, and then has no text
+            # may be a stop token, which has no text
             is_last = number == len(state.token_ids)
             self.push(TokenEvent(0, token_id, state.finish if is_last else None))
         self.finish, self._pending = state.finish, list(state.pending_logprobs)
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the choice; None: none did."""
+        """The stop string that ended the choice; None if there is none."""
         return self._matcher.matched
 
     @property
@@ -161,8 +161,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
         )
         self._tools, self._thoughts = tools, thoughts
         self._calls: list[CallDelta] = []
-        self._reasoning: list[str] = []  # that was not taken
-        # tokens that may be of a marker
+        self._reasoning: list[str] = []  # reasoning that has not been taken
+        # tokens that may be part of a marker
         self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()
         self.num_reasoning_tokens = None if thoughts is None else 0
 
@@ -173,12 +173,12 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
     @property
     def can_think(self) -> bool:
-        """Whether the model has a format for thoughts."""
+        """Whether the model has a format for reasoning."""
         return self._thoughts is not None
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word for how the choice finished; None before that."""
+        """OpenAI's ``finish_reason`` of the choice; None before it has finished."""
         has_calls = self._tools is not None and self._tools.num_calls > 0
         return (
             "tool_calls"
@@ -187,8 +187,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
         )
 
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
-        """Restore a choice. Calls and thoughts that the client has received are dropped; of a whole
-        answer it has none.
+        """Restore a choice. Tool calls and reasoning that the client has received are dropped; if
+        ``is_whole``, all are kept.
         """
         super().resume(state, is_whole=is_whole)
         if not is_whole:
@@ -200,8 +200,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
     @property
     def pending_logprobs(self) -> list[TokenWithLogprobs]:
-        """Tokens with log-probabilities whose text may not be emitted yet, those last of which it
-        is not known what they are.
+        """Tokens with log-probabilities whose text may not be emitted yet; the tokens that are not
+        yet known to be content or reasoning come last.
         """
         waiting = [
             TokenWithLogprobs(token_id, UNDECIDED, score)
@@ -211,12 +211,12 @@ class ChatDetokenizer(ChoiceDetokenizer):
         return self._pending + waiting
 
     def take_calls(self) -> list[CallDelta]:
-        """Return what has become known of calls since the last time."""
+        """Return the new parts of tool calls since the last call."""
         calls, self._calls = self._calls, []
         return calls
 
     def take_reasoning(self) -> str:
-        """Return what has become known of thoughts since the last time."""
+        """Return the new reasoning text since the last call."""
         reasoning, self._reasoning = "".join(self._reasoning), []
         return reasoning
 
@@ -247,7 +247,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
         )
 
     def _add(self, split: Split) -> str:
-        """Return the text of the content; keep that of thoughts."""
+        """Return the text of the content; keep the text of the reasoning."""
         if split.thought:
             self._reasoning.append(split.thought)
         for in_thought, offset in split.places:
@@ -284,12 +284,12 @@ async def completion_grammar(tokenizer: Tokenizer | None, request: CompletionReq
     )
 
 
-# Stop strings in a text that grows.
+# Stop strings in a growing text.
 
 
 class StopMatcher:
-    """Cuts a growing text at the first stop string. Text that may begin one is held back, so that
-    no part of one is emitted.
+    """Cuts a growing text at the first stop string. Text that may begin a stop string is held back,
+    so that no part of one is emitted.
 
     With ``includes_stop`` the text ends after the stop string instead.
     """
@@ -302,7 +302,7 @@ class StopMatcher:
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text to emit now, and whether a stop string is complete. With ``may_stop``
-        False none completes in ``text``.
+        False, no stop string completes in ``text``.
 
         Stop "END": push("xEN") emits "x" and holds "EN"; push("Q") emits "ENQ".
         """
@@ -316,7 +316,7 @@ class StopMatcher:
             for stop in stops
             if (at := self._held.find(stop, max(num_held - len(stop) + 1, 0))) >= 0
         ]
-        if found:  # the one that completes first; of several the longest
+        if found:  # the stop string that completes first; of several the longest
             end, start = min(found)
             self.matched = self._held[start:end]
             emitted, self._held = self._held[: end if self._includes_stop else start], ""

@@ -1,5 +1,5 @@
-"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; where in a request
-they are, and what a JSON parser finds, in our words.
+"""Errors in OpenAI's format, for HTTP requests and for the lines of batch jobs: their location in a
+request, and readable messages for JSON parser errors.
 """
 
 import re
@@ -26,7 +26,7 @@ def error_body(
 
 @dataclass(frozen=True, slots=True)
 class HttpErrorSpec:
-    """Everything that a response says about an error except its message."""
+    """The parts of an error response except its message."""
 
     status: int
     type: ErrorType
@@ -39,7 +39,7 @@ class HttpErrorSpec:
 
 
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
-    """Return how a response describes an error."""
+    """Return the description of an error in a response."""
     return HttpErrorSpec(error.http_status, error.openai_type, error.parameter, error.openai_code)
 
 
@@ -47,8 +47,8 @@ UNAVAILABLE = http_error_for(errors.PipelineError())
 
 
 def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
-    """Return the fields that an object at a place of the client's JSON has; none if there may be
-    one of several objects.
+    """Return the fields of an object at a location of the client's JSON; an empty list if several
+    kinds of objects are possible.
 
     Args:
         kind: The model of the body.
@@ -73,8 +73,8 @@ def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
 
 
 def is_form(place: Sequence[str | int], index: int) -> bool:
-    """Return whether a part of a place is the form that pydantic chose, which is not in the
-    client's JSON.
+    """Return whether a part of a location is the union member that pydantic chose, which is not in
+    the client's JSON.
 
     It puts the role of a message after its index, ("messages", 0, "user", "content"), after
     ``tool_choice`` its form, and after an object that its ``type`` tells apart ``type=`` with that:
@@ -108,7 +108,7 @@ def _constants(shape: dict[str, Any]) -> Iterator[Any]:
         yield from (field["const"],) if "const" in field else field.get("enum", ())
 
 
-# What is wrong with a text that is not JSON, by the beginning of the parser's message.
+# Problems of a text that is not JSON, by the beginning of the parser's message.
 _JSON_PROBLEMS = (
     ("EOF while parsing", "it ends too early"),
     ("expected `:`", "a colon is missing after a key"),
@@ -138,8 +138,8 @@ _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 
 def describe_json_error(message: str) -> str:
-    """Return the parser's message in our words: ``there is a comma after the last item (line 2,
-    column 5)``.
+    """Return a readable form of the parser's message: ``there is a comma after the last item (line
+    2, column 5)``.
 
     A text of one line has only the column.
     """
@@ -150,7 +150,7 @@ def describe_json_error(message: str) -> str:
     if (position := _POSITION.search(text)) is None:
         return reason
     line, column = position.groups()
-    # prompt=hi, as a form has it
+    # prompt=hi, like a form
     if text.startswith("expected value") and (line, column) == ("1", "1"):
         reason = "a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"

@@ -1,5 +1,5 @@
-"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the shape of
-a chat's answer.
+"""``/v1/fim/completions`` without HTTP: a completion between a prompt and a suffix, in the format
+of a chat's answer.
 """
 
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.structured.request_model import bounded, default_if_null
 
 # Requests for the text between a prompt and a suffix, with the fields of Mistral's API and the
-# sampling parameters of others.
+# other APIs' sampling parameters.
 
 
 class FimRequest(SamplingFields):
@@ -36,9 +36,7 @@ class FimRequest(SamplingFields):
     max_tokens: Annotated[int | None, bounded("max_tokens")] = None
 
     def as_completion(self, max_model_len: int) -> CompletionRequest:
-        """Return the completion with the same answer; without max_tokens as long as the context has
-        room for.
-        """
+        """Return the completion with the same answer; without max_tokens it fills the context."""
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
         max_tokens = max_model_len if self.max_tokens is None else self.max_tokens
         return CompletionRequest.model_construct(
@@ -59,10 +57,10 @@ def parse_fim(body: bytes) -> FimRequest:
 
 
 class FimFormatter(ChatFormatter):
-    """Writes answers in the shape of a chat's, without thoughts and tool calls."""
+    """Writes answers in the format of a chat's, without reasoning and tool calls."""
 
     def choice(self, change: CompletionChange) -> ChatChange:
-        """Return what a chunk adds to one choice."""
+        """Return the chunk's part for one choice."""
         delta = {"content": change["text"]} if change["text"] else {}
         return chat_change(change, delta, change["finish_reason"])
 
@@ -77,7 +75,7 @@ async def prepare_fim(
     arrived_at: float,
     resume_state: ResumeState | None = None,
 ) -> FimFormatter:
-    """Tokenize and validate. Raises ParameterError for what can never run."""
+    """Tokenize and validate. Raises ParameterError for requests that can never run."""
     text = request.as_completion(model.max_model_len)
     kind = "fim", "chat.completion.chunk"
     return FimFormatter(

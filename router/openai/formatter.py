@@ -1,6 +1,6 @@
-"""Formatters: how an API writes the answer of a ``Generation``, whole or as server-sent events.
+"""Formatters: how an API writes the response of a ``Generation``, whole or as server-sent events.
 
-OpenAI's chunks are here, as completions and chats have them; ``chat_apis`` has those of the
+This module has OpenAI's chunks, for completions and chats; ``chat_apis`` has the formats of the
 Responses API and of Anthropic's messages.
 """
 
@@ -42,14 +42,12 @@ class AnswerFormatter(ABC):
         """Return the whole answer. ``choices``: see ``Generation.collect``."""
 
     def opening(self) -> list[Event]:
-        """Return the events before those of the first changes; none if the client has received
-        them.
-        """
+        """Return the events before the first changes; none if the client has received them."""
         return []
 
     @abstractmethod
     def events(self, changes: Sequence[CompletionChange]) -> list[Event]:
-        """Return the events of these changes; with the last changes also those that end the
+        """Return the events of these changes; with the last changes also the events that end the
         stream.
         """
 
@@ -60,12 +58,14 @@ class AnswerFormatter(ABC):
 
     @property
     def change_bytes(self) -> int:
-        """About how many bytes of JSON the next events are, without what a few tokens add."""
+        """Approximate size of the next events in bytes of JSON, without the overhead of a few
+        tokens.
+        """
         return self.generation.change_bytes
 
     @property
     def answer_bytes(self) -> int:
-        """About how many bytes of JSON the whole answer is."""
+        """Approximate size of the whole answer in bytes of JSON."""
         return self.generation.answer_bytes
 
 
@@ -76,12 +76,12 @@ class ChunkFormatter(AnswerFormatter):
     chunk_model: ClassVar[type[CompletionChunk] | type[ChatChunk]] = CompletionChunk
 
     def choice(self, change: CompletionChange) -> Mapping[str, Any]:
-        """Return what a chunk adds to one choice."""
+        """Return the chunk's part for one choice."""
         return change
 
     def events(self, changes: Sequence[CompletionChange]) -> list[Event]:
-        """Return the chunk of these changes, and at the end the one with the usage if the client
-        wants it.
+        """Return the chunk of these changes, and at the end the usage chunk if the client requests
+        it.
         """
         events = [Event("", self.chunk([self.choice(change) for change in changes]))]
         if self.generation.is_finished and self.generation.request.includes_usage:
@@ -93,8 +93,8 @@ class ChunkFormatter(AnswerFormatter):
     ) -> dict[str, Any]:
         """Return one chunk. With include_usage every chunk except the last has a usage of null.
 
-        With continuous_usage_stats each has the usage so far, without any new tokens if it comes
-        before those: ``has_tokens``.
+        With continuous_usage_stats each chunk has the usage so far; ``has_tokens`` is False for a
+        chunk before the first new tokens.
         """
         generation, request = self.generation, self.generation.request
         chunk: dict[str, Any] = {**generation.head, "choices": choices}

@@ -1,4 +1,4 @@
-"""What an API asks for, as token ids, sampling parameters and a grammar, and how far it has come.
+"""A request of any API as token ids, sampling parameters and a grammar, and its progress.
 
 Every API parses its requests to a ``GenerationRequest``, and writes its answers from the changes of
 a ``Generation``, see ``formatter``.
@@ -53,7 +53,7 @@ BYTES_PER_TOKEN = 8  # of JSON, for a token of a prompt, as an id or as text
 
 
 class LogprobsFormat(NamedTuple):
-    """How an API writes log-probabilities: those of some tokens, and several parts as one."""
+    """How an API writes the log-probabilities of tokens, and merges several parts."""
 
     write: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]]
     merge: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]]
@@ -67,11 +67,11 @@ class GenerationRequest:
     """``n`` choices for each of some prompts: choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2
     = 5.
 
-    ``sampling``: of all choices, apart from their seed. ``seed``: the client's.
-    ``scores_only``: there are no new tokens; of prompts log-probabilities are wanted.
-    ``echoed``: the prompts as they were given, with which answers begin; empty where they do not.
-    ``prompt_logprobs``: how many are shown in a list of their own, as vLLM does;
-    ``sampling.prompt_logprobs`` may be more, for the text of ``echoed``.
+    ``sampling``: of all choices, except for their seed. ``seed``: the client's. ``scores_only``: no
+    new tokens are generated; only log-probabilities of prompts are returned. ``echoed``: the
+    prompts as given, if answers begin with them; empty otherwise. ``prompt_logprobs``: the number
+    shown in a separate list, as vLLM does; ``sampling.prompt_logprobs`` may be more, for the text
+    of ``echoed``.
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
@@ -93,15 +93,15 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each of which counts once, however many choices it has."""
+        """Tokens of all prompts; each prompt counts once, regardless of its number of choices."""
         return sum(map(len, self.prompt_ids))
 
     def sequences(self, seed: int) -> list[SequenceRequest]:
-        """Return the sequences. ``seed``: if the client gave none.
+        """Return the sequences. ``seed``: used if the client gave none.
 
-        With the client's seed the random numbers of sequence 5 above are those of choice 2, as if
-        its prompt were alone. Without one they are those of choice 5, so that equal prompts get
-        different texts.
+        With the client's seed, sequence 5 above uses the random numbers of choice 2, as if its
+        prompt were alone. Without one it uses the random numbers of choice 5, so that equal prompts
+        get different texts.
         """
         num_choices = self.num_sequences if self.seed is None else self.n
         sampling = replace(self.sampling, seed=seed if self.seed is None else self.seed)
@@ -114,9 +114,9 @@ class GenerationRequest:
 
 
 class Choice:
-    """One sequence of a generation, as far as it has come.
+    """One sequence of a generation and its progress.
 
-    ``text``: its detokenizer. ``is_new``: no change of it has been given out.
+    ``text``: its detokenizer. ``is_new``: none of its changes has been returned yet.
     """
 
     def __init__(self, index: int, prompt_ids: tuple[int, ...], text: ChoiceDetokenizer) -> None:
@@ -125,7 +125,7 @@ class Choice:
         self.num_echoed = 0  # characters of the prompt in the text
 
     def resume(self, state: ChoiceState, echoed: str, *, is_buffered: bool) -> None:
-        """Continue what another ingress has begun."""
+        """Continue a choice that another ingress has begun."""
         self.text.resume(state, is_whole=is_buffered)
         self.is_new, self.num_echoed = False, len(echoed)
 
@@ -167,13 +167,13 @@ class Generation:
             "object": object_name,
             "created": resume_state.created,
             "model": model.name,
-            "system_fingerprint": None,  # until the router has named it
+            "system_fingerprint": None,  # until the router has sent it
         }
         self._times: RequestTimings | None = None
         self._num_cached = 0  # tokens of prompts
-        # those that are in the answer, and others; None without speculation
+        # accepted and rejected drafts; None without speculation
         self._drafts: tuple[int, int] | None = None
-        # of JSON, about, of the last changes and of all, without generated text
+        # approximate size in JSON of the last changes and of all changes, without generated text
         self.change_bytes = self.answer_bytes = 0
         self._decoded_prompts: dict[int, str] = {}
         self._new_token_ids: dict[int, list[int]] = {}  # of the last changes, by choice
@@ -200,7 +200,7 @@ class Generation:
     async def collect(
         self, source: TokenSource, report: ProgressCallback = no_progress
     ) -> list[dict[str, Any]]:
-        """Return the fields of whole choices. ``report`` gets all changes but the last; with them
+        """Return the fields of whole choices. ``report`` gets all changes but the last; with these
         another ingress can resume.
         """
         parts: list[list[Mapping[str, Any]]] = [[] for _ in self._choices]
@@ -243,7 +243,7 @@ class Generation:
                         return
 
     async def _take(self, batch: RequestOutput) -> list[CompletionChange]:
-        """Take what a source has returned, and return what it changes."""
+        """Process the output of a source, and return the resulting changes."""
         if batch.fingerprint:
             self.head["system_fingerprint"] = batch.fingerprint
         self.change_bytes = self._json_bytes(batch)
@@ -254,7 +254,9 @@ class Generation:
         return changes
 
     def take_updates(self) -> list[ChoiceUpdate]:
-        """Return what another ingress needs in order to continue after the last changes."""
+        """Return the state that another ingress needs in order to continue after the last
+        changes.
+        """
         new, self._new_token_ids = self._new_token_ids, {}
         return [
             (index, ids, (text := self.texts[index]).finish, text.pending_logprobs)
@@ -268,13 +270,13 @@ class Generation:
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the pipeline that made the last tokens, if it is known."""
+        """The fingerprint of the pipeline that made the last tokens, if known."""
         fingerprint: str | None = self.head["system_fingerprint"]
         return fingerprint
 
     @property
     def usage(self) -> Usage:
-        """Number of tokens so far. A prompt counts once, however many choices it has."""
+        """Number of tokens so far. A prompt counts once, regardless of its number of choices."""
         return self.usage_of(has_tokens=True)
 
     def usage_of(self, *, has_tokens: bool) -> Usage:
@@ -286,7 +288,7 @@ class Generation:
             for text in self.texts
             if text.num_reasoning_tokens is not None
         ]
-        # a router that continues one of several choices may find their prompt again
+        # a router that continues one of several choices may find their prompt in its cache again
         cached = min(self._num_cached, prompt)
         drafts = self._drafts if has_tokens or self._drafts is None else (0, 0)
         return Usage.of(
@@ -306,7 +308,7 @@ class Generation:
         return Timings(**rounded, cached_tokens=self.usage.prompt_tokens_details.cached_tokens)
 
     def _json_bytes(self, batch: RequestOutput) -> int:
-        """Return about how many bytes of JSON a batch becomes. The first change of a choice may
+        """Return the approximate size of a batch in bytes of JSON. The first change of a choice may
         repeat its prompt.
         """
         num_bytes = batch.num_values * BYTES_PER_VALUE
@@ -318,7 +320,7 @@ class Generation:
         return num_bytes
 
     def _process(self, batch: RequestOutput) -> list[CompletionChange]:
-        """Return one change per choice that the batch has tokens of."""
+        """Return one change per choice with tokens in the batch."""
         texts: dict[int, list[str]] = {}
         token_ids: dict[int, list[int]] = {}
         scores = index_by_position(batch.logprobs)
@@ -347,8 +349,8 @@ class Generation:
         return changes
 
     def _count_drafts(self, batch: RequestOutput, taken: Mapping[int, Sequence[int]]) -> None:
-        """Count the drafts of choices that have taken tokens of this batch. Right ones after a stop
-        string count as wrong.
+        """Count the drafts of choices that have taken tokens of this batch. Accepted drafts after a
+        stop string count as rejected.
         """
         for index, num_drafts, num_right in batch.drafts:
             if index in taken:  # else it had finished
@@ -388,7 +390,7 @@ class Generation:
         *,
         is_first: bool,
     ) -> None:
-        """Add log-probabilities to a change. Those of the prompt are in the first one: they come
+        """Add log-probabilities to a change. The first change has those of the prompt, which arrive
         with the first token.
         """
         request, tokenizer = self.request, self._model.tokenizer
@@ -405,7 +407,7 @@ class Generation:
                 change["logprobs"] = write(tokenizer, tokens, num_top)
 
     def _add_experts(self, changes: list[CompletionChange], batch: Sequence[ExpertChoices]) -> None:
-        """Add the experts since the last change, of the tokens that a choice has: more may have
+        """Add the experts since the last change, for the tokens that a choice has: more may have
         been generated than it takes.
         """
         own: dict[int, list[ExpertChoices]] = {change["index"]: [] for change in changes}
@@ -422,7 +424,7 @@ class Generation:
                 change["experts"] = generated
 
     def _echoed_text(self, index: int) -> str:
-        """Return the prompt with which a choice's text begins, if it does."""
+        """Return the prompt if the choice's text begins with it, else ""."""
         if not self.request.echoed:
             return ""
         prompt = index // self.request.n

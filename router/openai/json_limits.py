@@ -1,9 +1,9 @@
-"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads
+"""Limits on the elements of a JSON body, checked before objects are built, and a thread that reads
 and writes large bodies.
 
-A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8
-MiB has room for two million lists, which take seconds. Within these bounds a body of 8 MiB takes
-about 50 ms, texts of any length included.
+A parser holds Python's interpreter lock until it is done, on any thread: a body of 8 MiB has room
+for two million lists, which take seconds. Within these limits a body of 8 MiB takes about 50 ms,
+including texts of any length.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ DIGITS_TO_ZEROS = bytes(
     ord("0") if chr(byte).isdecimal() and byte < 128 else ord(" ") for byte in range(256)
 )
 SMALL_BODY = 2**16  # bytes; too few for more elements, and parsed within a few milliseconds
-SCAN_BYTES = 2**16  # between two moments in which other threads may run
+SCAN_BYTES = 2**16  # between two points at which other threads may run
 # One thread, so that the event loop competes with at most one parser for the interpreter lock.
 BODY_POOL = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
@@ -42,8 +42,8 @@ class ElementCounts(NamedTuple):
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the
-    thread for large bodies.
+    """Call ``work``, which reads or writes this number of bytes: directly if it is small, else on
+    the thread for large bodies.
 
     For JSON and gRPC's messages, one at a time; ``served_model.offload_if_large`` is for
     tokenizers.
@@ -54,8 +54,8 @@ async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def _without_collector(work: Callable[[], T]) -> T:
-    """Call ``work`` with Python's garbage collector off, which would stop all threads often to
-    examine what ``work`` makes.
+    """Call ``work`` with Python's garbage collector off: it would often stop all threads to examine
+    new objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -67,8 +67,8 @@ def _without_collector(work: Callable[[], T]) -> T:
 
 
 def check_elements(body: bytes, what: str = "the body", parameter: str | None = None) -> None:
-    """Raise ParameterError if JSON has too many elements. ``what`` names it in the message. No
-    object is built for it.
+    """Raise ParameterError if JSON has too many elements. ``what`` names the JSON in the message.
+    The JSON is not parsed into objects.
     """
     if len(body) <= SMALL_BODY:
         return
@@ -89,8 +89,8 @@ def check_elements(body: bytes, what: str = "the body", parameter: str | None = 
 def count_elements(body: bytes) -> ElementCounts:
     r"""Count the elements of JSON, up to the first piece of 64 KiB in which a bound is exceeded.
 
-    A number is found to be too long if it is so within a piece, so at the latest where it has twice
-    as many digits.
+    A number is found to be too long if it is too long within a piece, so at the latest if it has
+    twice as many digits.
 
     ``{"a": [1, "2, [3]"], "b\",": 4}`` has 2 commas, 2 groups and 2 members: quotes that are
     escaped do not end a string.

@@ -1,4 +1,4 @@
-"""Tokens with their log-probabilities, in the shapes that clients receive: OpenAI's two and
+"""Tokens with their log-probabilities, in the formats of client responses: OpenAI's two and
 vLLM's.
 """
 
@@ -11,8 +11,8 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the
-    likeliest first.
+    """Log-probability of a token. ``top``: the likeliest tokens at its position with their
+    log-probabilities, the likeliest first.
     """
 
     logprob: float
@@ -25,7 +25,7 @@ class TokenWithLogprobs(NamedTuple):
     token_id: int
     offset: int  # index of the character with which the token begins, or which it continues
     score: TokenLogprobs | None  # None for the first token of a prompt
-    in_thought: bool = False  # then ``offset`` means nothing
+    in_thought: bool = False  # ``offset`` is then undefined
 
 
 def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
@@ -53,8 +53,8 @@ def prompt_tokens(
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """Return a token's own text; its bytes if it is not made of whole characters, and its id if it
-    has no text.
+    """Return a token's own text; its bytes if it contains partial characters, and its id if it has
+    no text.
     """
     piece = tokenizer.bytes_of(token_id) if tokenizer else b""
     if not piece:
@@ -106,7 +106,7 @@ def chat_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> dict[str, Any]:
     """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``. Tokens of
-    thoughts are in a list apart.
+    the reasoning are in a separate list.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def merge_chat_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any
 def prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's shape for prompts, without ranks: by token id, always with the prompt's own
+    """Return vLLM's format for prompts, without ranks: by token id, always with the prompt's own
     token; None for the first.
     """
 

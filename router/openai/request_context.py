@@ -1,4 +1,4 @@
-"""The token source of one request: with its client's API key and its deadline."""
+"""The token source of one request: adds the client's API key and the request's deadline."""
 
 import asyncio
 import math
@@ -118,7 +118,7 @@ REFUSALS = MappingProxyType(
         PipelineUnavailableError: "not_running",
     }
 )
-# Errors that count as a client that left; a missed deadline is one.
+# Errors that count as a disconnected client; a missed deadline is one.
 CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
 
 

@@ -31,7 +31,7 @@ def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: Val
 Bulk = Annotated[T, WrapValidator(_validate_json)]
 
 
-# ``json.dumps`` makes one a call
+# ``json.dumps`` creates one per call
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 # items of a list, each with some tens of values, that are encoded in two milliseconds
 MAX_PIECE = 64
@@ -44,7 +44,7 @@ def encode_and_free(answer: dict[str, Any], list_depth: int = CHOICES_DEPTH) -> 
     """Encode an answer or an event as JSON, and empty its ``BULK_LISTS``. ``list_depth``: of the
     deepest list of large items.
 
-    To free half a million values takes long, so the thread that encodes them does it. They are
+    Freeing half a million values takes long, so the thread that encodes them does it. They are
     encoded piece by piece: the encoder holds Python's interpreter lock until it returns.
     """
     encoded = b"".join(map(str.encode, _json_pieces(answer, 0, list_depth)))
@@ -96,10 +96,10 @@ def _as_json(value: Any) -> Any:
 
 
 class CompletionTokensDetails(Answer):
-    """Kinds of the new tokens. ``reasoning_tokens``: those of thoughts, their markers included.
+    """Kinds of the new tokens. ``reasoning_tokens``: tokens of the reasoning, with its markers.
 
-    Of servers that speculate, ``accepted_prediction_tokens`` were drafted;
-    ``rejected_prediction_tokens`` are drafts that are not among the new tokens.
+    With speculation, ``accepted_prediction_tokens`` counts new tokens that were drafted;
+    ``rejected_prediction_tokens`` counts drafts that are not among the new tokens.
     """
 
     reasoning_tokens: int = 0
@@ -108,8 +108,8 @@ class CompletionTokensDetails(Answer):
 
 
 class PromptTokensDetails(Answer):
-    """Kinds of the prompt's tokens. ``cached_tokens``: those that were not computed, because their
-    cache pages were known.
+    """Kinds of the prompt's tokens. ``cached_tokens``: tokens found in the prefix cache, which were
+    not computed.
     """
 
     cached_tokens: int
@@ -137,10 +137,10 @@ class Usage(Answer):
         num_reasoning: int | None,
         drafts: tuple[int, int] | None,
     ) -> "Usage":
-        """Return the usage of so many tokens.
+        """Return the usage for these numbers of tokens.
 
-        ``num_reasoning``: None where there are no thoughts. ``drafts``: accepted and rejected; None
-        without speculation.
+        ``num_reasoning``: None without reasoning. ``drafts``: accepted and rejected; None without
+        speculation.
         """
         usage = cls(
             prompt_tokens=num_prompt,
@@ -160,7 +160,7 @@ class Usage(Answer):
 
 
 class Timings(Answer):
-    """Seconds of each phase. ``cached_tokens``: those of the prompt that were not computed in
+    """Seconds of each phase. ``cached_tokens``: prompt tokens that were not computed in
     ``prefill_s``, as in the usage.
     """
 
@@ -269,8 +269,8 @@ class ToolCall(Answer):
 
 
 class AnswerMessage(Answer):
-    """The assistant's message. Of a model that thinks it has its thoughts by two names, null if
-    there are none.
+    """The assistant's message. A reasoning model's message has its reasoning by two names, null if
+    there is none.
     """
 
     role: Literal["assistant"]
@@ -317,7 +317,7 @@ class ExpertTokens(Answer):
 
 
 class MoveExpertsRequest(BaseModel):
-    """A load by which the experts are distributed, such as ``GET /experts`` returns; other fields
+    """The load for which experts are distributed, in the format of ``GET /experts``; other fields
     are ignored.
     """
 
@@ -332,7 +332,7 @@ class MoveExpertsResponse(Answer):
 
 
 class ErrorDetails(Answer):
-    """What went wrong, and the parameter that is to blame if there is one."""
+    """The error, and the parameter that caused it, if known."""
 
     message: str
     type: ErrorType
@@ -354,7 +354,7 @@ class Error(Answer):
 
 
 class CompletionChange(TypedDict):
-    """What a chunk adds to one choice: a ``CompletionChoice`` as a dictionary."""
+    """The chunk's part for one choice: a ``CompletionChoice`` as a dictionary."""
 
     index: int
     text: str
@@ -368,7 +368,7 @@ class CompletionChange(TypedDict):
 
 
 class Event(NamedTuple):
-    """One server-sent event: its data, and its name where the API names events; empty: none."""
+    """One server-sent event: its data, and its name, empty if the API does not name events."""
 
     name: str
     data: dict[str, Any]
@@ -398,7 +398,9 @@ class FunctionDelta(Answer):
 
 
 class ToolCallDelta(Answer):
-    """What a chunk adds to one call; ``id``, ``type`` and the name come with its first delta."""
+    """The chunk's part for one tool call; ``id``, ``type`` and the name come with its first
+    delta.
+    """
 
     index: int
     id: str = ""
@@ -407,7 +409,7 @@ class ToolCallDelta(Answer):
 
 
 class Delta(Answer):
-    """What a chunk adds to one message."""
+    """The chunk's part for one message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -417,7 +419,7 @@ class Delta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """What a chunk adds to one choice of a chat."""
+    """The chunk's part for one choice of a chat."""
 
     index: int
     delta: Delta

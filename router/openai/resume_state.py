@@ -1,5 +1,5 @@
-"""State with which another ingress can continue an answer: its id, its seed, and what the client
-has received.
+"""State with which another ingress can continue an answer: its id, its seed, and the part that the
+client has received.
 """
 
 import secrets
@@ -13,7 +13,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.openai.logprobs import TokenWithLogprobs
 from tramontane.router.openai.response_models import CompletionChange
 
-# What one message adds to a choice: its index, the new tokens, how it finished, and all tokens
+# The update of a choice in one message: its index, the new tokens, how it finished, and all tokens
 # whose log-probabilities wait for text that is held back. A plain tuple, because one is pickled for
 # every message.
 ChoiceUpdate = tuple[int, list[int], FinishReason | None, list[TokenWithLogprobs]]
@@ -40,9 +40,9 @@ class ChoiceState:
 class ResumeState:
     """An answer that may move to another ingress.
 
-    ``choices`` are those of which the client has received anything, if only that they finished. An
-    answer that is not streamed is buffered by the proxy: then ``choices`` is what the proxy has
-    received, and ``parts`` all changes so far (see ``Generation.stream``).
+    ``choices``: the choices of which the client has received anything, even only that they
+    finished. The proxy buffers an answer that is not streamed: then ``choices`` is the part that
+    the proxy has received, and ``parts`` all changes so far (see ``Generation.stream``).
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # without the endpoint's prefix
@@ -51,7 +51,7 @@ class ResumeState:
     model: str = ""  # fingerprint of the model that began it
     choices: dict[int, ChoiceState] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    num_lost_ingresses: int = 0  # that had the request before
+    num_lost_ingresses: int = 0  # ingresses that had the request before
     waited_s: float = 0.0  # from the request's arrival until the current ingress was called
 
     @property
@@ -67,8 +67,8 @@ class ResumeState:
         return bool(self.parts)
 
     def bind_model(self, model: str) -> None:
-        """Assign the answer to a model; a buffered one starts again if it was another's. Keeps the
-        model of a begun stream.
+        """Assign the answer to a model; a buffered answer starts again if it was of another model.
+        A stream that has begun keeps its model.
         """
         if self.is_buffered and self.model != model:
             self.choices.clear()

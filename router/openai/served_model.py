@@ -1,5 +1,5 @@
-"""The model that an ingress serves: its description, the token ids of prompts, and which requests
-it can serve.
+"""The model that an ingress serves: its description, the token ids of prompts, and the validation
+of requests.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, enco
 
 T = TypeVar("T")
 
-OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
-# Bounds of one request.
+OFFLOAD_CHARS = 4096  # characters of one request; longer texts are tokenized on a thread
+# Limits of one request.
 MAX_EXPERT_IDS = 2**19
-# kept at one time: those of prompts, or of an answer that is not streamed; up to 7 MB of JSON
+# kept at one time: of prompts, or of an answer that is not streamed; up to 7 MB of JSON
 MAX_WHOLE_LOGPROBS = 2**17
 MAX_STREAMED_LOGPROBS = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids
+    """The model as an ingress uses it. Without a tokenizer it accepts and returns token ids
     only.
     """
 
@@ -49,10 +49,9 @@ class ServedModel:
 async def tokenize_prompts(
     model: ServedModel, prompts: Sequence[str | tuple[int, ...]], suffix: str | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt; with ``suffix`` those that ask for the text between a
-    prompt and it.
+    """Return the token ids of every prompt; with ``suffix`` the ids of a fill-in-the-middle prompt.
 
-    Raises ParameterError for one from which nothing can be generated.
+    Raises ParameterError for a prompt that cannot be continued.
     """
     if suffix is not None:
         return [
@@ -79,7 +78,9 @@ async def tokenize_prompts(
 
 
 def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]:
-    """Return the ids of one prompt with a suffix. Raises ParameterError. It may take long."""
+    """Return the token ids of one fill-in-the-middle prompt. Raises ParameterError. It may take
+    long.
+    """
     if model.tokenizer is None:
         raise ParameterError("suffix needs text, and this model has no tokenizer", "suffix")
     try:
@@ -94,7 +95,7 @@ def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
-    """Call ``work`` here, or in a thread if it is so large that it would delay other requests.
+    """Call ``work`` directly, or in a thread if it is so large that it would delay other requests.
 
     For tokenizers, several at a time; ``json_limits.run_off_loop`` is for reading and writing JSON
     and gRPC's messages.
@@ -167,7 +168,7 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
 
 
 def validate_sampling(model: ServedModel, request: SamplingFields) -> None:
-    """Validate what requests of all APIs have. Raises ParameterError."""
+    """Validate the fields that requests of all APIs have. Raises ParameterError."""
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
     validate_token_ids(request.logit_bias, request.stop_token_ids, model.vocab_size)
@@ -199,7 +200,7 @@ def validate_answer_size(
 
 
 def validate_logprobs(num_new_tokens: int, num_top: int, *, is_streamed: bool) -> None:
-    """Validate the log-probabilities of so many new tokens of all choices. Raises
+    """Validate the log-probabilities of ``num_new_tokens`` tokens of all choices. Raises
     ParameterError.
     """
     limit = MAX_STREAMED_LOGPROBS if is_streamed else MAX_WHOLE_LOGPROBS

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's names and formats."""
 
 from typing import Annotated, Literal
 
@@ -26,7 +26,7 @@ PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
         "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
     },
 ]
-# what a text has not
+# fields that do not apply to a text
 OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
@@ -123,7 +123,7 @@ async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
 
 
 async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:
-    """Decode; ids without a piece decode to nothing. Raises RequestError for more tokens than the
+    """Decode; ids without a piece decode to "". Raises RequestError for more tokens than the
     context has positions.
     """
     tokenizer = _require_tokenizer(model, "tokens")

@@ -28,19 +28,20 @@ from tramontane.router.scheduling.round_times import (
     PromptPieces,
 )
 
-# of drafts: a fit of few times may find that a row costs nothing
+# Floor and margin of a draft's break-even probability: a fit of few times may find that a row costs
+# nothing.
 MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2
-# decodes count as alike while their keys take at most this share of the time that the rest takes
+# Decodes are treated as equal while their keys take at most this share of their other time.
 MAX_KEY_TIME_SHARE = 0.2
-TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
+TRANSIT_GROWTH = 1.01  # growth per micro-batch: the shortest transit time counts half after 70
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCut:
-    """A way to cut the prompts that wait: into ``num_pieces`` micro-batches of up to ``size``
-    prompt tokens each. ``work``: of one of them, with its decodes.
+    """A way to cut the waiting prompts: into ``num_pieces`` micro-batches of up to ``size`` prompt
+    tokens each. ``work``: the work of one of these micro-batches, with its decodes.
     """
 
     num_pieces: int
@@ -49,25 +50,27 @@ class PrefillCut:
 
 
 class BalancedPolicy:
-    """Decides by predicted time what goes into a micro-batch, once the times of some have been
-    observed.
+    """Chooses the contents of a micro-batch by predicted times, once some micro-batches have been
+    timed.
 
-    * M, the micro-batches in flight, begins at stages + 1 and grows to at most twice the stages
-      while the slowest stage is observed to wait although there is more to do. Where stages take
-      turns at the same processors, it is as many as can work at once.
-    * Decodes alone are spread over as few micro-batches as make a round shortest: with one, the
-      stages take turns, and where a stage takes as long for half of the tokens nothing is gained by
-      cutting. Predictions are verified.
-    * Prompts are cut so that the last piece is finished soonest: n pieces take n - 1 times the
-      slowest stage (or a turn of all stages shared by M, where that is longer) and once through all
-      of them. Each piece brings its micro-batch to the same time, decodes included.
-    * Prompts that are more urgent than another running sequence share no micro-batch with others,
-      and are always cut to be finished soonest.
+    * M, the number of micro-batches in flight, begins at stages + 1 and grows to at most twice the
+      number of stages while the slowest stage is observed to wait although there is more to do.
+      Where stages take turns at the same processors, M is the number of stages that can work at
+      once.
+    * Decodes without prompts are spread over the fewest micro-batches that make a round shortest.
+      With one micro-batch, the stages take turns; where a stage takes as long for half of the
+      tokens, splitting gains nothing. Predictions are verified by measurement.
+    * Prompts are cut so that the last piece is finished soonest. n pieces take n - 1 times the
+      slowest stage's time (or 1/M of the time through all stages, where that is longer), plus the
+      time through all stages once. Pieces are sized so that all their micro-batches take the same
+      time, decodes included.
+    * Prompts that are more urgent than a running sequence do not share micro-batches with other
+      prompts, and are always cut to be finished soonest.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not
       take longer.
-    * With asynchronous scheduling, for stages of which one computes at a time, every micro-batch
-      has all decodes, and the next one is submitted while it is computed if the stages would else
-      wait for a share of the time that matters (``HostGap``).
+    * With asynchronous scheduling, where one stage computes at a time, every micro-batch has all
+      decodes. The next micro-batch is submitted during the computation of the current one if the
+      stages would otherwise wait for a significant share of the time (``HostGap``).
     """
 
     overlaps_chunks = True
@@ -113,7 +116,7 @@ class BalancedPolicy:
         self._group_counts = sorted(
             {2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1}
         )
-        self._transit_s: float | None = None  # between the stages, of one micro-batch
+        self._transit_s: float | None = None  # time of one micro-batch between the stages
         # seconds of decodes by which earlier micro-batches took less than their share
         self._decode_debt = 0.0
 
@@ -176,11 +179,11 @@ class BalancedPolicy:
             measured.restart()
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
-        """Measure the time between stages, by their clocks. The least counts for a while: no stage
-        was waited for.
+        """Measure the time between stages, by their clocks. The shortest time counts for a while:
+        no stage was waited for then.
 
-        Where it is more than ``OUTLIER_CLIP`` times the time in the stages, one was waited for, or
-        clocks disagree: then it is not known.
+        If it exceeds ``OUTLIER_CLIP`` times the time in the stages, a stage waited for it, or
+        clocks disagree: then it is unknown.
         """
         longest = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
         between = max(
@@ -201,7 +204,7 @@ class BalancedPolicy:
         return float(slowest_2[0] - slowest_2[1])
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """See ``Policy``: tokens per second must not become fewer.
+        """See ``Policy``: drafts must not reduce the tokens per second.
 
         64 streams in one micro-batch of 20 ms, 0.2 ms per row: 0.2 * 64 / 20 = 0.64, and 0.77 with
         the margin. One stream, through the stages in 10 ms, and 0.4 ms more with two rows: 0.04,
@@ -270,11 +273,11 @@ class BalancedPolicy:
         return self._rounds_cache[1]
 
     def _decodes(self, state: SchedulerState, decode_groups: int) -> BatchWork:
-        """Return as many of the ready decodes as give this micro-batch its share of all decodes'
-        time.
+        """Return as many ready decodes as give this micro-batch its share of the time of all
+        decodes.
 
-        Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too
-        little is carried over.
+        Ten equal decodes over four micro-batches are 2.5 each, so 3, 2, 3 and 2 are taken; the
+        excess or deficit is carried over.
         """
         if not state.num_ready:
             return BatchWork()
@@ -299,8 +302,8 @@ class BalancedPolicy:
         return BatchWork(decodes=count, decode_keys=num_keys)
 
     def _decode_slopes(self) -> tuple[float, float]:
-        """Return the seconds per decode and per key that it sees, summed over the stages: only
-        their proportion matters.
+        """Return the seconds per decode and per visible key, summed over the stages: only their
+        ratio matters.
         """
         if self._slopes_cache[0] != self._cost.version:
             base, token, key = self._predict(
@@ -317,7 +320,7 @@ class BalancedPolicy:
 
         While the stages are fully loaded, prompts are spread over the next rounds, so that all
         micro-batches are alike: every stage would have to wait for a large one. Otherwise they are
-        cut to be finished soonest, which means not at all where one stage works at a time.
+        cut to be finished soonest; where one stage works at a time, they are not cut at all.
         """
         pending = state.urgent_tokens or state.pending_tokens
         is_spread = self._spreads_prompts(state)
@@ -370,9 +373,8 @@ class BalancedPolicy:
     def _soonest(self, cuts: Sequence[PrefillCut]) -> PrefillCut:
         """Return the cut whose last piece is predicted to leave the last stage first.
 
-        Three pieces: two come an interval after each other, and the last one goes through all
-        stages. The interval is the time of the slowest stage, or the share of a micro-batch in a
-        round.
+        Three pieces take two intervals, plus the time of the last piece through all stages. The
+        interval is the time of the slowest stage, or the share of a micro-batch in a round.
         """
         slowest, through = self._predict([cut.work for cut in cuts])
         interval = np.maximum(slowest, through / self._num_per_round)
@@ -388,7 +390,7 @@ class BalancedPolicy:
         return max(cut.size + round((even_s - own_s) / per_token), 1) if per_token > 0 else cut.size
 
     def _within_target(self, size: int, own: BatchWork, state: SchedulerState) -> int:
-        """Return the most prompt tokens up to ``size`` with which a round of such micro-batches
+        """Return the most prompt tokens, up to ``size``, with which a round of such micro-batches
         keeps the latency target.
         """
         if self._itl_target_s is None:
@@ -414,7 +416,9 @@ class BalancedPolicy:
 
 
 def _even_share(state: SchedulerState, decode_groups: int) -> BatchWork:
-    """Return the decodes of one of ``decode_groups`` equal micro-batches: of 10 in 4, 3."""
+    """Return the decodes of one of ``decode_groups`` equal micro-batches: 3 for 10 decodes in 4
+    groups.
+    """
     return BatchWork(
         0, 0, -(-state.num_decoding // decode_groups), state.decoding_keys // decode_groups
     )

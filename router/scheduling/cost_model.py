@@ -1,8 +1,8 @@
 """The cost model: how long each stage takes for a micro-batch, learned from the timings that return
 with every result.
 
-``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and what they mean for
-the whole pipeline.
+``CostModel`` fits the times; ``CostColumns`` chooses which times are fitted and combines them into
+times of the whole pipeline.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.policy import BatchWork
 
-# so that each feature is about one where it matters
+# so that the features are about one in relevant ranges
 SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])
 MIN_OBSERVATIONS = 12  # micro-batches before the model is used
 REFIT_EVERY = 16  # micro-batches
 DECAY = 0.99  # a micro-batch that was observed 70 micro-batches ago counts half
-RIDGE = 1e-3  # how strongly the fit keeps its previous coefficients where nothing varies
-# a time counts as at most so many times its prediction: something else delayed it
+RIDGE = 1e-3  # how strongly the fit keeps its previous coefficients where the work does not vary
+# a time is clipped to this multiple of its prediction, as an outlier
 OUTLIER_CLIP = 3.0
 
 Seconds = NDArray[np.float64]
@@ -29,7 +29,7 @@ class CostModel:
     """Seconds of every column as a linear function of the work: least squares with exponential
     forgetting.
 
-    Coefficients are at least zero: negative ones are left out, and the rest is fitted again.
+    Coefficients are at least zero: negative ones are removed, and the others are fitted again.
     """
 
     def __init__(self, num_columns: int, decay: float = DECAY) -> None:
@@ -56,7 +56,7 @@ class CostModel:
             self.refit()
 
     def predict(self, works: Sequence[BatchWork]) -> Seconds:
-        """Return the seconds of every column for each of these micro-batches: [works, columns]."""
+        """Return the seconds of every column for each micro-batch: [works, columns]."""
         times_WC: Seconds = _features(works) @ self._weights_FC
         return times_WC
 
@@ -96,9 +96,9 @@ class CostModel:
 class CostColumns:
     """The times of a pipeline that the cost model learns.
 
-    One column per stage: its compute time. Where experts run in expert actors, also one for what
-    the busiest actors do for all stages together, and one per stage for its wait for experts while
-    it does nothing else.
+    One column per stage: its compute time. Where experts run in expert actors, also one for the
+    time of the busiest actors for all stages together, and one per stage for its wait for experts
+    while it does nothing else.
 
     Two stages compute 2 and 3 ms, experts 4 ms in all, waits are 3 and 3 ms: columns [2, 3, 4, 3,
     3], the slowest takes 4, the way through is 2 + 3 + 3 + 3 = 11.

@@ -15,8 +15,8 @@ from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 from tramontane.router.scheduling.speculation_state import Drafter, SpeculationState
 
-# Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed over
-# several.
+# Indexing budget of drafts per micro-batch, in tokens (about 1 ms). Longer prompts are indexed in
+# several micro-batches.
 TOKENS_INDEXED = 1024
 Tokens = tuple[int, ...]
 NO_DRAFTS: Tokens = ()
@@ -24,10 +24,11 @@ NO_DRAFTS: Tokens = ()
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """What drafts a micro-batch may have.
+    """Limits of the drafts in a micro-batch.
 
-    ``break_even``: how likely a draft must be right. ``max_rows``: of decodes, with drafts.
-    ``num_spare``: pages of each class without a window that drafts must leave for other sequences.
+    ``break_even``: the probability of being right that a draft must have. ``max_rows``: rows of
+    decodes, with drafts. ``num_spare``: pages of each class without a window that drafts must leave
+    for other sequences.
     """
 
     break_even: float
@@ -40,9 +41,9 @@ class DecodeRows:
     """The rows of decoding sequences in a micro-batch, while it is made and until its result comes.
 
     A sequence has consecutive rows: one for its last known token, or for a placeholder, and one for
-    each of its ``drafts`` of the tokens after it. ``is_lookahead``: rows of nothing but drafts,
-    which follow the drafts that are in flight. ``drafts`` is empty where no sequence may have any.
-    ``new_pages`` has, for sequences that got pages, their last row and the pages.
+    each draft of the tokens after it. ``drafts`` is empty where no sequence may have any.
+    ``is_lookahead``: all rows are drafts, which follow the drafts that are in flight. ``new_pages``
+    has, for sequences that got pages, their last row and the pages.
     """
 
     is_lookahead: bool = False
@@ -53,11 +54,13 @@ class DecodeRows:
 
     @property
     def num_rows(self) -> int:
-        """The rows of all sequences: of 3 sequences with 2 drafts in all 5, and ahead 2."""
+        """The rows of all sequences: 5 for 3 sequences with 2 drafts in total, and 2 as
+        lookahead.
+        """
         return self.num_drafts + (0 if self.is_lookahead else len(self.sequences))
 
     def add_drafts(self, drafts: Tokens) -> None:
-        """Add the drafts, or none, of the sequence that is added next."""
+        """Add the drafts of the sequence that is added next; there may be none."""
         self.drafts.append(drafts)
         self.num_drafts += len(drafts)
 
@@ -65,10 +68,11 @@ class DecodeRows:
         """Return the rows as columns.
 
         Sequence 7 has 10 known tokens, the last of which is 50, and the drafts 60 and 61: positions
-        9, 10 and 11, tokens 50, 60 and 61. Ahead, with 62 after these two: position 12, token 62.
+        9, 10 and 11, tokens 50, 60 and 61. As lookahead, with the draft 62 after these two:
+        position 12, token 62.
         """
         sequences, new_pages = self.sequences, tuple(self.new_pages)
-        if not self.num_drafts:  # hundreds of rows, of which none takes a call
+        if not self.num_drafts:  # hundreds of rows: a function call for each would be slow
             return DecodeColumns(
                 seq_ids=tuple([s.seq_id for s in sequences]),
                 starts=tuple([s.num_dispatched - 1 for s in sequences]),
@@ -98,10 +102,11 @@ class DecodeRows:
         return sequence.seq_id, sequence.num_known + num_before, drafts
 
     def split(self, token_ids: Iterator[int]) -> Iterator[tuple[Sequence, int, Tokens]]:
-        """Yield each sequence, its number of drafts, and the accepted tokens of a result, of which
-        there is one per row.
+        """Yield each sequence, its number of drafts, and its accepted tokens; a result has one
+        token per row.
 
-        Rows of 50 with the drafts 60 and 61, and the tokens 60, 70 and none: 60 and 70.
+        With rows of token 50 and the drafts 60 and 61, and the result 60, 70 and none, the accepted
+        tokens are 60 and 70.
         """
         num_known = 0 if self.is_lookahead else 1
         for sequence, drafts in zip(self.sequences, self.drafts or repeat(()), strict=False):
@@ -128,7 +133,7 @@ class DecodeQueue:
         self.ready: deque[Sequence] = deque()
         self.draft_queue = DraftQueue()  # of a draft model, if drafts come from one
         self._num_to_index = 0  # tokens, with the micro-batch that is being made
-        # also of those that are in flight and not ready; keys that they see
+        # of all decoding sequences, including those in flight; keys that they see
         self.num_sequences = self.num_keys = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -149,11 +154,11 @@ class DecodeQueue:
             self.num_keys -= self._work_estimator.visible_keys(sequence.num_known)
 
     def add_placeholders(self, sequences: Iterable[Sequence]) -> None:
-        """Make sequences ready again before the token is known that the micro-batch just made
-        samples for them.
+        """Make sequences ready again before their next token is known: the micro-batch just made
+        samples it.
 
-        Prompt of 3, at most 5 tokens: once the prompt is submitted, a placeholder stands for the
-        fourth token. Once that is, none does for the fifth: the last token of all is never
+        With a prompt of 3 tokens and at most 5 tokens, a placeholder stands for the fourth token
+        once the prompt is submitted. No placeholder is made for the fifth: the last token is never
         submitted.
         """
         for sequence in sequences:
@@ -176,8 +181,8 @@ class DecodeQueue:
         *,
         with_lookahead: bool = False,
     ) -> DecodeRows:
-        """Return one token of each of the first ready sequences; fewer where a page is needed that
-        is not free yet.
+        """Return one token of each of the first ready sequences; fewer if a page is needed that is
+        not free yet.
 
         ``preempt`` makes another sequence release its pages, and returns whether any are free now.
         Within ``limits`` drafts follow. ``with_lookahead``: placeholders may be submitted.
@@ -210,8 +215,8 @@ class DecodeQueue:
     def take_lookahead(self, sequences: Iterable[Sequence], limits: DraftLimits) -> DecodeRows:
         """Return the next drafts of decoding sequences whose last drafts are in flight.
 
-        Sequences whose tokens depend on the ones before (penalties, grammars) have none: these have
-        to be known first.
+        Sequences whose tokens depend on the ones before (penalties, grammars) get none: the tokens
+        before a draft have to be known first.
         """
         rows = DecodeRows(is_lookahead=True)
         self._num_to_index = TOKENS_INDEXED
@@ -238,8 +243,8 @@ class DecodeQueue:
         last_row: int,
         num_spare: int = 0,
     ) -> bool:
-        """Give a sequence the pages that it lacks for positions from the first to before the second
-        number; return False if one is not free.
+        """Give a sequence the missing pages for positions from the first number to before the
+        second; return False if a page is not free.
         """
         start, end = span
         if not self._allocator.reserve(sequence, end, num_spare):
@@ -250,9 +255,10 @@ class DecodeQueue:
         return True
 
     def _draft(self, sequence: Sequence, limits: DraftLimits, num_left: int) -> Tokens:
-        """Return drafts of the tokens after the next one, for which pages are reserved.
+        """Return drafts of the tokens after the next one; their pages are reserved.
 
-        A sequence whose experts are returned gets none: those of wrong drafts would be among them.
+        A sequence that returns its expert choices gets none: the choices of rejected drafts would
+        be included.
         """
         assert self._speculative is not None
         if sequence.sampling.return_experts:
@@ -293,8 +299,8 @@ class DecodeQueue:
         )
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return the most drafts after a sequence's last known token: its last token of all is
-        never submitted.
+        """Return the maximum number of drafts after a sequence's last known token: its very last
+        token is never submitted.
         """
         return min(sequence.max_len - sequence.num_known - 1, self._allocator.cache.num_drafts)
 

@@ -1,12 +1,12 @@
-"""Fair shares: one account per API key, or per request without keys, over the tokens that are
-computed for it.
+"""Fair shares of the computed tokens: one account per API key, or per request without keys.
 
-Both queues share the account of a priority. A slot goes by its start (``turn``), as in start-time
-fair queueing (Goyal and others, SIGCOMM 1996); prompts of admitted sequences go by when they would
-be finished if all accounts were computed at the same speed (``prefill_queue.PrefillQueue``), as in
-weighted fair queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman
-and Henderson, SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by
-side, and most are finished sooner.
+The waiting queue and the prefill queue share the accounts of a priority. Slots are given in the
+order of start tags (``turn``), as in start-time fair queueing (Goyal and others, SIGCOMM 1996);
+prompts of admitted sequences are ordered by the time at which they would be finished if all
+accounts were computed at the same speed (``prefill_queue.PrefillQueue``), as in weighted fair
+queueing (Demers and others, SIGCOMM 1989) and in the fair sojourn protocol (Friedman and Henderson,
+SIGMETRICS 2003): no prompt is finished later than if prompts were computed side by side, and most
+are finished sooner.
 """
 
 from bisect import insort
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Account:
-    """``tag``: where the tokens computed so far have brought it, in virtual time."""
+    """``tag``: its virtual time after the tokens computed so far."""
 
     tag: int
     num_waiting: int = 0  # sequences without a slot
-    # sequences that have one, and of which prompt tokens are to be computed
+    # admitted sequences with prompt tokens to compute
     num_prefilling: int = 0
-    num_claimed: int = 0  # these tokens
+    num_claimed: int = 0  # the prompt tokens that these have left to compute
 
     @property
     def is_active(self) -> bool:
@@ -31,30 +31,30 @@ class _Account:
 class FairShares:
     """The accounts of one priority, and its virtual time.
 
-    An account is charged each token when it is scheduled: prompt tokens, and for keys the tokens of
-    their answers. Cached tokens are free, and so are drafts that were wrong. ``turn`` counts what
-    is claimed too, the prompts that are admitted and not computed yet, so that one account does not
-    take all slots between two micro-batches. No token counts twice: what is computed is not claimed
-    any more.
+    An account is charged each token when it is scheduled: prompt tokens and, with API keys, output
+    tokens. Cached tokens and rejected drafts are free. ``turn`` also counts claimed tokens (of
+    admitted prompts, not computed yet), so that one account does not take all slots between two
+    micro-batches. No token counts twice: a computed token is no longer claimed.
 
-    Virtual time advances by one for as many prompt tokens as there are accounts that would be
-    computed at once in equal shares: those with admitted prompts, and those that have been computed
-    ahead of their shares. An account without prompts begins again at the virtual time, so idle time
-    earns no credit; one that has been charged more since stays behind. When no sequence waits or
-    has prompt tokens left, all are equal again.
+    Virtual time advances by one per n prompt tokens, where n accounts would be computed at once in
+    equal shares: the accounts with admitted prompts, and the accounts that have been computed ahead
+    of their shares. An account without prompts begins again at the virtual time, so idle time earns
+    no credit; an account that has been charged more since then stays behind. When no sequence waits
+    or has prompt tokens left, all accounts are equal again.
 
     A and B have long prompts, and 100 tokens of A are computed: A is at 100, B at 0, the virtual
     time at 50. C comes with 4 tokens, begins at 50 and would be finished at 54, before A and B.
     """
 
     def __init__(self) -> None:
-        # accounts whose ``turn`` has become lower while sequences of them wait
+        # accounts with waiting sequences whose ``turn`` has become lower
         self.lowered: set[int] = set()
         self._accounts: dict[int, _Account] = {}
-        # virtual time, and what it was when the first of the active ones came
+        # virtual time, and its value when the first of the active accounts came
         self._now = self._began = 0
-        self._rest = 0  # tokens computed that have not advanced the virtual time yet
-        # tag and number of accounts without admitted prompts that are past it, in order
+        self._rest = 0  # computed tokens that have not advanced the virtual time yet
+        # tag and number of accounts without admitted prompts that are ahead of the virtual time, in
+        # order
         self._ahead: list[tuple[int, int]] = []
         self._num_active = self._num_prefilling = 0  # accounts
 
@@ -64,12 +64,12 @@ class FairShares:
         return self._num_active > 1
 
     def tag(self, number: int) -> int:
-        """Return where an active account is, in virtual time."""
+        """Return the virtual time of an active account."""
         return self._accounts[number].tag
 
     def turn(self, number: int) -> int:
-        """Return where an active account will be once its admitted prompts are computed: the lowest
-        gets the next slot.
+        """Return the virtual time that an active account will have once its admitted prompts are
+        computed: the lowest gets the next slot.
         """
         account = self._accounts[number]
         return account.tag + account.num_claimed
@@ -79,16 +79,16 @@ class FairShares:
         self._open(number).num_waiting += 1
 
     def stop_waiting(self, number: int) -> None:
-        """Count a waiting sequence less."""
+        """Remove a waiting sequence from the count."""
         account = self._accounts[number]
         account.num_waiting -= 1
         self._close(number, account)
 
     def begin(self, number: int, num_tokens: int) -> int:
-        """Claim so many prompt tokens of an admitted sequence; return when they are due within the
-        account.
+        """Claim ``num_tokens`` prompt tokens of an admitted sequence; return when they are due
+        within the account.
 
-        Later prompts of the account that are shorter go first until as many tokens of the account
+        Shorter prompts that the account adds later are computed first, until as many of its tokens
         have been computed.
         """
         account = self._open(number)
@@ -101,9 +101,7 @@ class FairShares:
         return account.tag + num_tokens
 
     def adjust(self, number: int, num_tokens: int) -> None:
-        """Claim so many tokens more, or less: more or fewer of a prompt are cached than was
-        thought.
-        """
+        """Adjust the claimed tokens: more or fewer tokens of a prompt are cached than expected."""
         self._accounts[number].num_claimed += num_tokens
         self._note_lowered(number, num_tokens)
 
@@ -115,7 +113,7 @@ class FairShares:
         self._advance(num_tokens)
 
     def end(self, number: int, num_left: int) -> None:
-        """End the prompt of an admitted sequence, of which so many claimed tokens were not
+        """End the prompt of an admitted sequence; ``num_left`` of its claimed tokens were not
         computed.
         """
         account = self._accounts[number]
@@ -128,7 +126,7 @@ class FairShares:
         self._close(number, account)
 
     def charge_decodes(self, number: int, num_tokens: int) -> None:
-        """Charge tokens of answers, which take no turn."""
+        """Charge output tokens, which take no turn."""
         account = self._accounts.setdefault(number, _Account(self._began))
         if account.num_prefilling:
             account.tag += num_tokens
@@ -173,7 +171,7 @@ class FairShares:
             self._accounts.clear()
             self._ahead.clear()
             self._began, account = self._now, None
-        elif number > 0:  # decodes may have brought all active keys past the virtual time
+        elif number > 0:  # decodes may have advanced all active keys past the virtual time
             self._now = max(
                 self._now, min(each.tag for each in self._accounts.values() if each.is_active)
             )
@@ -215,8 +213,8 @@ class FairShares:
         self._rest = left
 
     def _drop_reached(self) -> None:
-        """Forget which accounts were ahead up to the virtual time; of requests that have left,
-        all.
+        """Remove the records of accounts that were ahead up to the virtual time; for requests that
+        have left, all records.
         """
         while self._ahead and self._ahead[0][0] <= self._now:
             _, number = self._ahead.pop(0)

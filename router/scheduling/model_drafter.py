@@ -1,4 +1,4 @@
-"""Drafts of a draft model, which come later than they are asked for."""
+"""Drafts of a draft model, which arrive later than they are requested."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -9,8 +9,8 @@ from tramontane.proto.step import DraftRequest
 
 
 class DraftQueue:
-    """The sequences that wait for drafts, and those of the draft model that have ended since it was
-    called.
+    """The sequences that wait for drafts, and the sequences that have ended since the draft model
+    was last called.
 
     ``on_request`` is called when the first sequence begins to wait.
     """
@@ -18,7 +18,7 @@ class DraftQueue:
     def __init__(self) -> None:
         self.on_request: Callable[[], None] = lambda: None
         self._waiting: dict[int, ModelDrafter] = {}
-        self._known = set[int]()  # to the draft model; most sequences of a busy server never are
+        self._known = set[int]()  # ids known to the draft model; rarely all of a busy server
         self._ended: list[int] = []
 
     def add(self, drafter: "ModelDrafter") -> None:
@@ -28,15 +28,15 @@ class DraftQueue:
         self._waiting[drafter.seq_id] = drafter
 
     def end(self, seq_id: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self._waiting.pop(seq_id, None)
         if seq_id in self._known:
             self._known.remove(seq_id)
             self._ended.append(seq_id)
 
     def take(self) -> tuple[list["ModelDrafter"], list[int]]:
-        """Remove and return the sequences that wait, and the ids of ended ones, which the model is
-        to forget first.
+        """Remove and return the waiting sequences, and the ids of ended ones, which the model drops
+        first.
         """
         taken = list(self._waiting.values()), self._ended
         self._known.update(self._waiting)
@@ -47,9 +47,9 @@ class DraftQueue:
 class ModelDrafter:
     """The ``Drafter`` of one sequence that a draft model continues.
 
-    The model drafts from the text with the drafts that it has returned, as if these were right;
-    when one was not, it begins after the last token that was. ``tokens`` is only read; it grows
-    outside. ``max_len``: of text and drafts.
+    The model drafts from the text with its earlier drafts, as if these were right; after a wrong
+    draft, it begins after the last right token. ``tokens`` is only read; it grows outside.
+    ``max_len``: of text and drafts.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class ModelDrafter:
             max_len,
         )
         self._queue = queue
-        self._text: list[int] = []  # that the model has, with its drafts
-        # tokens at its beginning that are the sequence's, as far as these are known
+        self._text: list[int] = []  # the text that the model has, with its drafts
+        # number of leading tokens that match the sequence's known tokens
         self._num_common = 0
         self._is_waiting = False
         self._num_asked = 0  # tokens of the text at the last request
-        self._num_in_vain = 0  # the same at the last one for which there were no drafts
+        self._num_in_vain = 0  # tokens of the text at the last request that gave no drafts
 
     def index(self, _max_tokens: int) -> int:
-        """Index nothing."""
+        """Do nothing: there is no index."""
         return 0
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to ``num_tokens`` drafts of those that have come, and ask for more if they are
+        """Return up to ``num_tokens`` of the drafts received, and request more if they are
         fewer.
         """
         drafts = self._drafts()
@@ -97,10 +97,10 @@ class ModelDrafter:
         return tuple(drafts[:num_tokens])
 
     def request(self) -> DraftRequest:
-        """Return what is to be drafted now.
+        """Return the request for the next drafts.
 
-        Known 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new. With 5 6
-        7 all are kept, and 8 9 2 are expected to be right.
+        Known tokens 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new.
+        With known tokens 5 6 7 all are kept, and 8 9 2 are expected to be right.
         """
         self._num_asked = len(self._tokens)
         drafts = self._drafts()
@@ -116,10 +116,10 @@ class ModelDrafter:
         )
 
     def receive(self, drafts: Sequence[int] | None) -> None:
-        """Take the drafts of the last request; None: the model does not have the sequence, and has
-        to get all of it.
+        """Take the drafts of the last request. None: the model does not have the sequence, and
+        needs all of its tokens.
 
-        If there are none, no more are asked for until the text has grown.
+        After an empty result, no more drafts are requested until the text has grown.
         """
         self._is_waiting = False
         if not drafts:
@@ -131,11 +131,11 @@ class ModelDrafter:
             self._text += drafts
 
     def close(self) -> None:
-        """Let the model forget the sequence."""
+        """Let the model drop the sequence."""
         self._queue.end(self.seq_id)
 
     def _drafts(self) -> list[int]:
-        """Return the drafts after the known tokens, if these are what the model has."""
+        """Return the drafts after the known tokens, if the model has these tokens."""
         tokens, text = self._tokens, self._text
         self._num_common = min(self._num_common, len(text))
         while (
@@ -149,22 +149,23 @@ class ModelDrafter:
         return self._max_len - len(self._tokens) - len(drafts)
 
 
-# Drafts from a sequence's own text: what followed the last tokens where they stood before.
+# Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last tokens.
 #
 # This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), over
 # prompt and output.
 
-# n-grams of a sequence; those not seen for longest are dropped where there are more
+# n-grams of a sequence; above this number the least recently seen ones are dropped
 MAX_INDEXED = MAX_INDEXED_TOKENS
-MAX_PLACES = 4  # of an n-gram that are remembered, the last ones
+MAX_PLACES = 4  # positions of an n-gram that are kept, the last ones
 
 
 class NgramDrafter:
-    """Finds the last ``min_ngram`` tokens earlier in the text, and drafts what followed there.
+    """Finds the last ``min_ngram`` tokens earlier in the text, and drafts the tokens that followed
+    them.
 
-    Of several places that one counts which has most in common with the last ``max_ngram`` tokens,
-    and of equal ones the last. ``tokens`` is only read; it grows outside. What is older than
-    ``MAX_INDEXED`` tokens when it begins is not looked at.
+    Of several occurrences, the one that matches most of the last ``max_ngram`` tokens is used, and
+    of equal ones the last. ``tokens`` is only read; it grows outside. At the start only the last
+    ``MAX_INDEXED`` tokens are indexed.
     """
 
     def __init__(self, tokens: Sequence[int], min_ngram: int, max_ngram: int) -> None:
@@ -172,12 +173,12 @@ class NgramDrafter:
         self._tokens, self._min, self._max = tokens, min_ngram, max_ngram
         # index of the token that follows, by n-gram
         self._places: dict[tuple[int, ...], tuple[int, ...]] = {}
-        # tokens that are known as followers
+        # tokens that are indexed as followers
         self._num_indexed = max(min_ngram, len(tokens) - MAX_INDEXED)
 
     def index(self, max_tokens: int) -> int:
-        """Index up to so many tokens, about a microsecond each; return how many. Without all of
-        them there are no drafts.
+        """Index up to ``max_tokens`` tokens, about a microsecond each; return how many. There are
+        no drafts until all tokens are indexed.
         """
         num_new = max(min(len(self._tokens) - self._num_indexed, max_tokens), 0)
         self._index(self._num_indexed + num_new)
@@ -187,8 +188,8 @@ class NgramDrafter:
         """Return up to ``num_tokens`` tokens that may come next, if all of the text has been
         indexed.
 
-        Text 5 6 7 8 5 6 with n-grams of two: 5 6 stood at the beginning, where 7 8 5 6 followed.
-        What follows beyond the end is the draft itself: of 1 1 1 the next ones are 1 1 1 again.
+        Text 5 6 7 8 5 6 with n-grams of two: 5 6 stood at the beginning, followed by 7 8 5 6. After
+        the end of the text the draft itself is copied: 1 1 1 continues with 1 1 1.
         """
         tokens, end = self._tokens, len(self._tokens)
         if self._num_indexed < end or num_tokens <= 0:
@@ -208,13 +209,13 @@ class NgramDrafter:
         """Do nothing: the index is the drafter's own."""
 
     def _index(self, end: int) -> None:
-        """Index the n-grams before the tokens up to ``end``: the last one of the text has no
-        follower yet.
+        """Index the n-grams before the tokens up to ``end``: the last n-gram of the text has no
+        next token yet.
         """
         tokens, places, size = self._tokens, self._places, self._min
         for follower in range(self._num_indexed, end):
             ngram = tuple(tokens[follower - size : follower])
-            before = places.pop(ngram, None)  # so that it is the youngest now
+            before = places.pop(ngram, None)  # so that it is the most recent entry
             places[ngram] = (follower,) if before is None else (*before[1 - MAX_PLACES :], follower)
         self._num_indexed = end
         if len(places) > MAX_INDEXED:
@@ -222,7 +223,7 @@ class NgramDrafter:
                 del places[ngram]
 
     def _num_common(self, place: int) -> int:
-        """Return how many tokens before this place equal the last ones of the text, at most
+        """Return how many tokens before this position equal the last tokens of the text, at most
         ``max_ngram``.
         """
         tokens, end = self._tokens, len(self._tokens)

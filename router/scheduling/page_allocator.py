@@ -1,5 +1,5 @@
-"""The page allocator: which sequence holds which cache page. Stages own the bytes; only this module
-owns the numbers.
+"""The page allocator: assigns cache pages to sequences. Stages own the bytes; only this module owns
+the page numbers.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from tramontane.router.scheduling.prefix_cache import (
 from tramontane.router.scheduling.sequence import Sequence
 
 UNBOUNDED = 2**62  # positions: a full ring suffices for any number
-FIRST_BLOCKS = 4  # whose keys are computed before the first of them is looked up
+FIRST_BLOCKS = 4  # blocks whose keys are computed before the first one is looked up
 
 
 class PageAllocator:
@@ -25,10 +25,10 @@ class PageAllocator:
     known tokens, and more as it grows (``reserve``), which may fail: most sequences end long before
     their full length. Pages are allocated only as they fill.
 
-    A page that leaves the window is given back, and its entry gets a fresh one. What is in full
-    pages is known by their tokens: a sequence that begins with the same tokens shares them
-    (``reuse_prefix``). It reserves as many pages as without, so sequences are admitted and
-    preempted as they would be.
+    A page that leaves the window is given back, and its entry gets a fresh one. The contents of
+    full pages are identified by their tokens: a sequence that begins with the same tokens shares
+    them (``reuse_prefix``). It reserves as many pages as it would without sharing, so caching does
+    not change admission and preemption.
     """
 
     def __init__(self, cache: CachePlan, enable_prefix_caching: bool = False) -> None:
@@ -37,7 +37,7 @@ class PageAllocator:
         self.prefix_hashes = PrefixHashLog(len(cache.classes))
         self._pools = [PagePool(c.num_pages, self.prefix_hashes) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
-        # tokens that were looked up, and those of them that were cached
+        # tokens that were looked up, and tokens that were cached
         self.num_queried = self.num_hit = 0
         self._reserved = [0] * len(cache.classes)
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
@@ -49,12 +49,12 @@ class PageAllocator:
 
     @property
     def free_share(self) -> float:
-        """The share of the pages that no sequence holds, of the class that has the least."""
+        """The share of the pages that no sequence holds, of the class with the lowest share."""
         return min(n / c.num_pages for n, c in zip(self.num_free, self.cache.classes, strict=True))
 
     @property
     def num_cached(self) -> list[int]:
-        """Pages of each class that no sequence holds, and whose contents are known."""
+        """Pages of each class that no sequence holds and whose contents are cached."""
         return [pool.num_cached for pool in self._pools]
 
     @property
@@ -68,12 +68,12 @@ class PageAllocator:
         return self.num_pages - sum(self.num_free)
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
-        """Return whether the sequence could be admitted if nothing else ran."""
+        """Return whether the sequence could be admitted if no other sequence ran."""
         return self._is_possible(self._pages(sequence.max_cached))
 
     def num_fitting(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
-        """Return how many of these, in order, could reserve their pages if ``leaving`` had released
-        theirs.
+        """Return how many of the sequences, in order, could reserve their pages if ``leaving`` had
+        released theirs.
         """
         reserved, fitting = self._reserved_without(leaving), 0
         for sequence in sequences:
@@ -94,8 +94,8 @@ class PageAllocator:
         )
 
     def reserve_for_admission(self, sequence: Sequence, num_spare: int = 0) -> bool:
-        """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each
-        class without a window.
+        """Reserve the pages that the sequence needs to begin, if that leaves ``num_spare`` pages of
+        each class without a window.
         """
         needs = self.pages_needed(sequence)
         reserved = _add(self._reserved, needs)
@@ -107,10 +107,9 @@ class PageAllocator:
         return True
 
     def reserve(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> bool:
-        """Make sure that ``allocate`` for so many positions is possible; return False if pages are
-        lacking.
+        """Reserve the pages for ``num_positions`` positions; return False if pages are lacking.
 
-        ``num_spare``: pages of each class without a window that must be left after that.
+        ``num_spare``: pages of each class without a window that must remain free after that.
         """
         if num_positions <= sequence.num_reserved_positions:
             return True
@@ -129,12 +128,12 @@ class PageAllocator:
         return True
 
     def allocate(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
-        """Allocate the pages that positions from ``start`` to ``end`` need beyond those held, all
-        reserved; return the new ones.
+        """Allocate the pages for positions ``start`` to ``end`` that the sequence does not hold
+        yet, all reserved; return the new ones.
 
-        In a class with a window the sequence gives back those that no later token sees. Steps pass
-        every stage in their order, so pages can have new holders at once. P = 16, R = 5, pages 0 to
-        4 held: for position 80 page 5, and page 0 is given back.
+        In a class with a window the sequence gives back the pages that no later token sees. Steps
+        pass every stage in their order, so pages can have new holders at once. P = 16, R = 5, pages
+        0 to 4 held: for position 80 page 5, and page 0 is given back.
         """
         if end <= sequence.num_paged_positions:
             self._just_written.append((sequence, end))
@@ -179,15 +178,17 @@ class PageAllocator:
         sequence.num_registered = num_blocks
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence that has not begun need not compute if it begins now.
-        Keys are computed once.
+        """Return how many tokens a sequence that has not begun could skip if it began now. Keys are
+        computed once.
         """
         return (
             self._find_prefix(sequence)[1] * self.cache.page_size if self._looks_up(sequence) else 0
         )
 
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
-        """Count a sequence that begins after so many cached tokens, if they were looked up."""
+        """Count a sequence that begins after ``num_cached`` cached tokens, if its prefix was looked
+        up.
+        """
         self.num_queried += sequence.num_known if self._looks_up(sequence) else 0
         self.num_hit += num_cached
 
@@ -207,10 +208,10 @@ class PageAllocator:
         sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Let no sequence begin with what this one has computed, begun with or still computes: it
-        may not be finite.
+        """Remove all blocks of this sequence from the prefix cache: their contents may not be
+        finite.
 
-        Pages that it has given back are forgotten, too, and those of other sequences with the same
+        This includes pages that it has given back, and pages of other sequences with the same
         tokens.
         """
         sequence.is_cacheable = False
@@ -218,25 +219,25 @@ class PageAllocator:
             pool.forget(sequence.hasher.keys)
 
     def forget_contents(self) -> None:
-        """Forget what is cached: the stages have lost it. No sequence holds pages."""
+        """Empty the prefix cache, after the stages have lost it. No sequence may hold pages."""
         self._just_written.clear()
         self.prefix_hashes.clear()
         for pool in self._pools:
             pool.forget_contents()
 
     def register_written(self) -> None:
-        """Make known what the last micro-batch writes. Another sequence in it would read those
-        pages before they are written.
+        """Register the pages that the last micro-batch writes in the prefix cache. Before that,
+        another sequence of the same micro-batch would read them before they are written.
         """
         for sequence, end in self._just_written:
-            if sequence.pages:  # else it has been released
-                # which is 0 if it is to begin again
+            if sequence.pages:  # otherwise it has been released
+                # 0 if it is to begin again
                 self._register_blocks(sequence, min(end, sequence.num_dispatched))
         self._just_written.clear()
 
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
-        """Make known what is in the pages that so many positions fill, as far as their tokens are
-        known.
+        """Register in the prefix cache the pages that the first ``num_positions`` positions fill,
+        as far as their tokens are known.
         """
         num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
         if num_blocks <= sequence.num_registered or not (
@@ -246,7 +247,7 @@ class PageAllocator:
         self._hash_blocks(sequence, num_blocks)
         size, first_new = self.cache.page_size, sequence.num_registered
         for pool, held in zip(self._pools, sequence.pages, strict=True):
-            # what a chunk longer than the ring has left is held
+            # pages of a chunk longer than the ring that are still held
             first_held = sequence.num_paged_positions // size - len(held)
             for block in range(max(first_new, first_held), num_blocks):
                 pool.register(sequence.hasher.keys[block], held[block - first_held])
@@ -265,10 +266,10 @@ class PageAllocator:
         return found, reusable_blocks(self.cache, found)
 
     def _find_pages(self, sequence: Sequence, num_blocks: int) -> list[list[int | None]]:
-        """Return the page of each block, by class, up to the first that a class without a window
-        lacks, or a little further.
+        """Return the page of each block, by class, up to the first block that a class without a
+        window lacks, or slightly beyond.
 
-        Keys are computed some at a time: most prompts have no hit.
+        Keys are computed in groups: most prompts have no hit.
         """
         found: list[list[int | None]] = [[] for _ in self._pools]
         is_broken, num_found = False, 0
@@ -282,8 +283,8 @@ class PageAllocator:
         return found
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Assert that pages have the holders that are counted, and that reservations are complete
-        and add up.
+        """Assert that pages have the counted holders, and that reservations are complete and add
+        up.
         """
         holders = list(holders)
         for index, window_class in enumerate(self.cache.classes):
@@ -301,8 +302,8 @@ class PageAllocator:
                 assert [s.reserved_pages[index] for s in holders] == ring
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
-        """Return the pages needed to begin: with a window all that it can ever need, else for its
-        known tokens and one more.
+        """Return the pages needed to begin: with a window the maximum that it can ever need, else
+        for its known tokens and one more.
         """
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [
@@ -331,7 +332,7 @@ class PageAllocator:
         )
 
     def _covered(self, window_class: WindowClass, num_pages: int) -> int:
-        """Return the number of positions for which so many pages suffice."""
+        """Return the number of positions that this number of pages covers."""
         return (
             UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
         )

@@ -1,4 +1,4 @@
-"""Detection of poison requests: a sequence under suspicion runs alone before it is blamed."""
+"""Detection of poison requests: a suspected sequence runs alone before it is blamed."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -36,11 +36,11 @@ def position_spans(batch: MicroBatch) -> dict[int, tuple[int, int]]:
 class PoisonDetector:
     """Finds the sequence that makes micro-batches fail.
 
-    Each sequence of a failed micro-batch may be the cause. A poisonous one fails at the same
-    position every time, so one that was in two failures for a common position is run alone, before
-    all others: if it yields a token it is cleared, if the pipeline fails again, for the third time,
-    it is the cause. Two failures of other causes therefore convict no sequence, even if it was
-    alone both times.
+    Each sequence of a failed micro-batch may be the cause. A poisonous sequence fails at the same
+    position every time, so a sequence that was in two failures for a common position is run alone,
+    before all others: if it yields a token it is cleared, if the pipeline fails again, for the
+    third time, it is the cause. Two failures of other causes therefore convict no sequence, even if
+    it was alone both times.
     """
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ class PoisonDetector:
         return False
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Drop a sequence that has ended."""
         if sequence in self._to_isolate:
             self._to_isolate.remove(sequence)
 
 
 def _count_failure(sequence: Sequence, span: tuple[int, int]) -> None:
-    """Count a failure at these positions: 0..63 and then 32..95 are two, for one of 32..63; 64..127
-    is a first one again.
+    """Count a failure at these positions. Positions 0..63 and then 32..95 are two failures at
+    32..63; 64..127 is a first failure again.
     """
     common = max(sequence.failed_at[0], span[0]), min(sequence.failed_at[1], span[1])
     again = sequence.num_known == sequence.num_known_at_failure and common[0] < common[1]

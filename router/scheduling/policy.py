@@ -1,5 +1,5 @@
-"""The policy: how much of what could run goes into the next micro-batch, how work is counted, and
-the one that decides after a defect.
+"""Scheduling policies: how much work the next micro-batch gets, how work is counted, and the
+fallback after a defect.
 """
 
 import logging
@@ -14,7 +14,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ASSUMED_TOKEN_S = 1e-3
-ASSUMED_BREAK_EVEN = 0.5  # of drafts, where no times are known
+ASSUMED_BREAK_EVEN = 0.5  # of drafts, while no times are known
 NEVER = 2.0  # no draft reaches this acceptance probability
 
 
@@ -47,8 +47,8 @@ class WorkEstimator:
         self._shortest, self._longest = min(windows), max(windows)
 
     def visible_keys(self, num_positions: int) -> int:
-        """Return the keys that the last of so many positions sees, averaged over the kinds of
-        windows.
+        """Return the keys that the last of ``num_positions`` positions sees, averaged over the
+        kinds of windows.
 
         Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4
         + 10) // 2 = 7.
@@ -58,8 +58,8 @@ class WorkEstimator:
         return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
 
     def visible_keys_gained(self, num_positions: Sequence[int]) -> int:
-        """Return the sum, over sequences of so many positions, of how many more keys the last one
-        sees than the one before.
+        """Return the sum, over sequences of these lengths, of the additional keys that the last
+        position sees compared with the one before.
         """
         if not num_positions or max(num_positions) <= self._shortest:
             return len(num_positions)
@@ -104,35 +104,35 @@ class WorkEstimator:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """What there is to do at this moment."""
+    """The work that exists at this moment."""
 
     num_in_flight: int  # micro-batches with known tokens
     num_decoding: int  # sequences past their prompts
-    decoding_keys: int  # visible to these in all
-    num_ready: int  # those whose next token can be submitted now
-    ready_keys: Iterable[int]  # visible to each of those, in the order in which they would go
+    decoding_keys: int  # visible to these sequences in total
+    num_ready: int  # sequences whose next token can be submitted now
+    ready_keys: Iterable[int]  # visible to each ready sequence, in scheduling order
     pending_tokens: int  # of prompts, admitted and not yet submitted
-    prefill_start: int  # positions before the first of these
+    prefill_start: int  # positions before the first pending token
     waiting_tokens: int  # of sequences that are not admitted
     free_share: float  # of the scarcest pages
-    num_lookahead: int = 0  # micro-batches in flight that have nothing but drafts
-    # the first pending ones, if they are more urgent than another running sequence, which should
+    num_lookahead: int = 0  # micro-batches in flight with drafts only
+    # the first pending tokens, if they are more urgent than another running sequence, which should
     # yield
     urgent_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchBudget:
-    """The most decode tokens and prompt tokens that the next micro-batch may have. The rest is for
-    the policy itself.
+    """The most decode tokens and prompt tokens that the next micro-batch may have. Only the policy
+    itself reads the other fields.
     """
 
     decodes: int
     prefill_tokens: int
-    # into how many micro-batches decodes are divided; 0 if this one may have prompt tokens
+    # number of micro-batches that decodes are divided into; 0 if this one may have prompt tokens
     decode_groups: int = 0
-    round_s: float = 0.0  # expected time of a round of these micro-batches
-    # nothing else was in flight, and its decodes continue those of the last one
+    round_s: float = 0.0  # expected time of a round of such micro-batches
+    # nothing else was in flight, and its decodes continue those of the last micro-batch
     pipeline_was_idle: bool = False
 
 
@@ -150,39 +150,37 @@ class Policy(Protocol):
         """Micro-batches with known tokens in flight, at most."""
 
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
-        """Return the budget of the next micro-batch, or None if none is to be submitted before a
-        result returns.
-        """
+        """Return the budget of the next micro-batch, or None to wait for a result."""
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """Learn how long each stage took for a micro-batch of this budget. Called in the order of
-        submission.
+        """Update the policy with the time of each stage for a micro-batch of this budget. Called in
+        the order of submission.
         """
 
     def restart(self) -> None:
-        """Forget when stages last worked: they begin anew, some perhaps as other processes with
-        other clocks.
+        """Reset the times of the stages' last work: they restart, some perhaps as other processes
+        with other clocks.
         """
 
     def seconds(self, work: BatchWork) -> float:
-        """Return about how long the busiest stage takes for this work, beyond what any micro-batch
-        takes.
+        """Return roughly how long the busiest stage takes for this work, without the fixed time of
+        a micro-batch.
         """
 
     def draft_break_even(self, state: SchedulerState) -> float:
-        """Return how likely a draft must be right to be worth its row in the next micro-batch;
-        ``NEVER``: none is.
+        """Return the probability of being right from which a draft is worth its row in the next
+        micro-batch; ``NEVER``: none is.
         """
 
     def lookahead_break_even(self, state: SchedulerState) -> float:
-        """Return how likely the first draft of a micro-batch of nothing but drafts must be right;
-        ``NEVER``: none is worth it.
+        """Return the probability of being right from which the first draft of a micro-batch of
+        drafts only is worth it; ``NEVER``: none is.
         """
 
 
 class FixedInFlightPolicy:
-    """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share
-    none with others.
+    """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts do not
+    share micro-batches with other prompts.
     """
 
     overlaps_chunks = True
@@ -206,13 +204,13 @@ class FixedInFlightPolicy:
         )
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """Learn nothing."""
+        """Do nothing: the number in flight is fixed."""
 
     def restart(self) -> None:
-        """Forget nothing."""
+        """Do nothing: there is no state."""
 
     def seconds(self, work: BatchWork) -> float:
-        """See ``Policy``: no times are known, so tokens count alike."""
+        """See ``Policy``: no times are known, so all tokens count the same."""
         return assumed_seconds(work)
 
     def draft_break_even(self, state: SchedulerState) -> float:
@@ -229,16 +227,16 @@ class GuardedPolicy:
     """Calls a policy until it raises or leaves the pipeline idle; from then on a
     ``FixedInFlightPolicy`` decides.
 
-    It keeps as many micro-batches in flight as the policy did when this was made, which is before
-    it has measured anything. It decides for as long as the scheduler exists: what a policy that has
-    failed has learned cannot be trusted, and to ask it again would fail again. Tests fail on the
-    one message that is logged (``conftest.py``).
+    The fallback keeps as many micro-batches in flight as the policy did when this object was made,
+    before any measurement. It decides for as long as the scheduler exists: the state of a policy
+    that has failed cannot be trusted, and calling it again would fail again. Tests fail on the one
+    message that is logged (``conftest.py``).
     """
 
     def __init__(self, policy: Policy, max_tokens: int) -> None:
         self.policy = policy
         self.overlaps_chunks = policy.overlaps_chunks
-        self.failure = ""  # what the policy raised; "" while it works
+        self.failure = ""  # the exception of the policy; "" while it works
         self._fallback = FixedInFlightPolicy(policy.max_in_flight, max_tokens)
 
     @property
@@ -274,7 +272,7 @@ class GuardedPolicy:
         try:
             return ask(self.policy)
         except Exception as error:
-            if self.policy is self._fallback:  # nothing is left to fall back on
+            if self.policy is self._fallback:  # there is no further fallback
                 raise
             self.failure = f"{type(error).__name__}: {error}"
             logger.exception(
@@ -294,17 +292,18 @@ def has_prompts(state: SchedulerState) -> bool:
 
 
 def assumed_seconds(work: BatchWork) -> float:
-    """Return what stands for the time of this work where none is known: enough to compare pipelines
-    with each other.
+    """Return an assumed time for this work while no time is known: enough to compare pipelines with
+    each other.
     """
     return ASSUMED_TOKEN_S * (work.prefill_tokens + work.decodes)
 
 
 def reserved_for_prefill(state: SchedulerState, max_tokens: int) -> int:
-    """Return how many tokens of a micro-batch decodes leave to prompts: one, or what urgent ones
-    need up to seven eighths.
+    """Return how many tokens of a micro-batch decodes leave to prompts: one, or up to seven eighths
+    if urgent prompts need them.
 
-    Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
+    Of 64 tokens, urgent prompts of 20 tokens get 20, and urgent prompts of 200 get 56. If there is
+    one token, a decode takes it.
     """
     if not state.pending_tokens or max_tokens == 1:
         return 0
@@ -312,8 +311,8 @@ def reserved_for_prefill(state: SchedulerState, max_tokens: int) -> int:
 
 
 def _checked(budget: BatchBudget | None, state: SchedulerState) -> BatchBudget | None:
-    """Assert that the budget has counts, and that something is in flight or will be if there is
-    anything to do.
+    """Assert that the counts are not negative, and that work is in flight or submitted if there is
+    any.
     """
     decodes, prefill_tokens = (budget.decodes, budget.prefill_tokens) if budget else (0, 0)
     assert min(decodes, prefill_tokens) >= 0, (

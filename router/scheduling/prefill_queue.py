@@ -16,14 +16,14 @@ class PrefillQueue:
     """Admitted sequences whose known tokens have not all been submitted, by priority and fair
     shares.
 
-    Of a priority, first is the sequence that would be finished first if all accounts (keys, or
-    requests without keys) were computed at the same speed. It is computed to its end unless one
-    comes that would be finished before it: a short prompt waits for no long one, and equal ones do
-    not take turns. Of an account's prompts that with the fewest tokens left is first, and none is
-    passed over for more tokens than it has itself (``due``). What has been computed or cached makes
-    no difference to the order, so it is restored only when sequences come or end (``is_sorted``).
-    Answers that are charged count from then on: of prompts that are about equal, one that has been
-    begun is computed to its end.
+    Within a priority, the sequence comes first that would be finished first if all accounts (keys,
+    or requests without keys) were computed at the same speed. It is computed to its end unless a
+    sequence arrives that would be finished before it: a short prompt does not wait for a long one,
+    and equal ones do not take turns. Within an account, the prompt with the fewest tokens left
+    comes first, and no prompt is passed over for more tokens than it has itself (``due``). Computed
+    or cached tokens do not change the order, so it is restored only when sequences come or end
+    (``is_sorted``). Charged output tokens count from then on: of prompts that are about equal, the
+    one that has begun is computed to its end.
 
     Sequences that have been promoted come before their equals, in the order of arrival.
     """
@@ -36,7 +36,7 @@ class PrefillQueue:
         # less urgent levels pause while their slots or pages are needed
         self.priority_limit = NUM_PRIORITIES
         self.is_sorted = True
-        # accounts of which one prompt was submitted, so that the next may be cached
+        # accounts that have submitted a prompt, so that their next prompt may be cached
         self._to_look_up: set[int] = set()
 
     def add(self, sequence: Sequence) -> None:
@@ -55,7 +55,7 @@ class PrefillQueue:
             self.is_sorted = False
 
     def charge_decodes(self, sequences: Iterable[Sequence]) -> None:
-        """Charge keys the tokens of answers that were scheduled since they were charged last."""
+        """Charge keys the output tokens that were scheduled since the last charge."""
         for sequence in sequences:
             if (
                 sequence.is_decoding
@@ -99,7 +99,7 @@ class PrefillQueue:
         return self.priority_limit < NUM_PRIORITIES
 
     def schedulable(self) -> list[Sequence]:
-        """Return the sequences of which a chunk could be submitted now."""
+        """Return the sequences that could submit a chunk now."""
         if not self.is_sorted:
             self._sort()
         if self._overlaps_chunks and not self.must_yield:
@@ -108,8 +108,8 @@ class PrefillQueue:
         return [s for s in urgent if self._overlaps_chunks or not s.num_in_flight]
 
     def prepared(self) -> list[Sequence]:
-        """Return the schedulable sequences; the first begins where its cached prefix ends, so that
-        only the rest is cut.
+        """Return the schedulable sequences; the first one has its cached prefix, so that only the
+        remaining tokens are cut.
         """
         sequences = self.schedulable()
         if sequences:
@@ -122,8 +122,8 @@ class PrefillQueue:
             self._set_claimed(sequence, sequence.num_pending)
 
     def _set_claimed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Correct what a sequence claims, now that more or less of it is cached than when it
-        came.
+        """Update the claimed tokens of a sequence when more or fewer of its tokens are cached than
+        on arrival.
         """
         if more := num_tokens - sequence.num_claimed:
             self._shares_of(sequence).adjust(sequence.account, more)
@@ -145,7 +145,7 @@ class PrefillQueue:
         return chunks
 
     def _charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge a chunk that is submitted, and remove the sequence with its last one."""
+        """Charge a submitted chunk, and remove the sequence after its last one."""
         shares = self._shares_of(sequence)
         shares.compute(sequence.account, num_tokens)
         sequence.num_claimed -= num_tokens
@@ -158,7 +158,7 @@ class PrefillQueue:
             self.is_sorted = not self.sequences
 
     def check_integrity(self) -> None:
-        """Assert that every sequence claims what is left of it, and that the order is right."""
+        """Assert that every sequence claims its remaining tokens, and that the order is right."""
         for sequence in self.sequences:
             assert sequence.num_claimed == sequence.num_pending or not sequence.num_dispatched
             assert sequence.num_claimed > 0

@@ -4,8 +4,8 @@ A block is the tokens of one page, positions nP to nP + P - 1. Its key is a hash
 salt and of all tokens up to the block's end, so equal keys mean equal contents of the caches.
 
 With a window a token sees only the last W positions. A prefix of L = nP tokens can be reused where
-every class without a window has all of its pages 0 to n - 1, and every other class those of the
-positions that the token at L sees, L - W + 1 to L - 1.
+every class without a window has all of its pages 0 to n - 1, and every other class has the pages of
+the positions that the token at L sees, L - W + 1 to L - 1.
 
 P = 16, W = 40: the token at L = 96 sees positions 57 to 95, which are on the pages 3, 4 and 5.
 """
@@ -19,13 +19,13 @@ from itertools import islice, repeat
 
 from tramontane.proto.plan import CachePlan
 
-# The log of cached prefixes: which keys of blocks became known and which were forgotten. Ingresses
-# choose a pipeline by it.
+# The log of cached prefixes: keys of blocks that were added and removed. Ingresses choose a
+# pipeline by it.
 
 # of a key in a digest: with a million cached keys, a false match has probability 1 in 1.8e13
 KEY_BYTES = 8
-MAX_CHANGES = 2**15  # that are kept; a reader that is further behind receives all keys
-# that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
+MAX_CHANGES = 2**15  # changes that are kept; a reader that is further behind receives the full list
+# latest keys sent at once: they fit into one message between replicas, of up to 4 MiB
 MAX_KEYS = 2**18
 
 
@@ -43,14 +43,14 @@ class KeyChanges:
 
 
 class PrefixHashLog:
-    """The keys that every pool has a page of. Of three pools two have key k: no change; once the
-    third has it, k is added.
+    """The keys of which every pool has a page. With three pools of which two have key k, nothing
+    changes; once the third has it, k is added.
     """
 
     def __init__(self, num_pools: int) -> None:
         self._num_pools = num_pools
         self._num_with: dict[bytes, int] = {}  # pools with a page of this key
-        # the key, and whether it is there now
+        # the key, and whether it exists now
         self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)
         self._version = 0
 
@@ -69,14 +69,14 @@ class PrefixHashLog:
             self._record(key, is_there=False)
 
     def clear(self) -> None:
-        """Record that no pool knows any page."""
+        """Record that no pool has any page."""
         self._num_with.clear()
         self._changes.clear()
         self._version += 1
 
     def since(self, version: int) -> KeyChanges:
-        """Return the changes after a version, each key once; all keys for a version that is too old
-        or none of this log's.
+        """Return the changes after a version, each key once; the full list if the version is too
+        old or of another log.
         """
         num_changes = self._version - version
         if not 0 <= num_changes <= len(self._changes):
@@ -95,7 +95,7 @@ class PrefixHashLog:
 
 
 def split_keys(data: bytes) -> list[bytes]:
-    """Return the keys that ``KeyChanges`` has joined."""
+    """Return the keys that ``KeyChanges`` has concatenated."""
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
 
 
@@ -103,7 +103,7 @@ def _join(keys: Iterable[bytes]) -> bytes:
     return b"".join([key[:KEY_BYTES] for key in keys])
 
 
-TOKEN_TYPE = "I"  # of 4 bytes without sign, which is made in half of the time of one with a sign
+TOKEN_TYPE = "I"  # 4 bytes, unsigned: made in half the time of signed integers
 
 
 class BlockHasher:
@@ -127,15 +127,13 @@ class BlockHasher:
 
 
 def cache_salt(model: str, tenant: str) -> str:
-    """Return the salt of the keys: what a model computes is not another one's, and tenants do not
-    share.
-    """
+    """Return the salt of the keys, so that models do not share blocks, and neither do tenants."""
     return f"{model} {tenant}"
 
 
 def first_page_seen(num_positions: int, window: int | None, page_size: int) -> int:
-    """Return the index of the page with the oldest position that the token after so many positions
-    sees.
+    """Return the index of the page with the oldest position that the token after ``num_positions``
+    positions sees.
     """
     return 0 if window is None else max(num_positions - window + 1, 0) // page_size
 
@@ -144,12 +142,12 @@ def reusable_blocks(cache: CachePlan, pages: Sequence[Sequence[int | None]]) -> 
     """Return how many blocks of a prefix can be reused. ``pages`` has for each class the page of
     every block, or None.
 
-    P = 16, W = 40, block 4 of 8 is missing: 8 blocks need blocks 5 to 7, which are there. If 6 is
-    missing, too, none of 7 and 8 is possible, which see it, and 6 needs blocks 3 to 5; so 4 is the
-    next candidate, which needs blocks 1 to 3.
+    P = 16, W = 40, block 4 of 8 is missing: a prefix of 8 blocks needs blocks 5 to 7, which are
+    there. If 6 is missing, too, prefixes of 7 and 8 blocks are impossible, as they need it, and a
+    prefix of 6 needs blocks 3 to 5; so 4 is the next candidate, which needs blocks 1 to 3.
     """
     windows = [c.window for c in cache.classes]
-    has_page = [bytes([page is not None for page in own]) for own in pages]  # which C code searches
+    has_page = [bytes([page is not None for page in own]) for own in pages]  # bytes: searched in C
     num_blocks = min(map(len, has_page))
     while num_blocks:
         firsts = [
@@ -168,22 +166,23 @@ def reusable_blocks(cache: CachePlan, pages: Sequence[Sequence[int | None]]) -> 
 
 def _last_candidate(has_page: bytes, first: int, end: int) -> int:
     """Return ``end`` if the blocks from ``first`` up to it have pages, else the end of the last run
-    of them that is no longer.
+    of blocks with pages that ends before the gap.
 
-    Blocks 0, 1 and 6 of 7 have pages: from 2 to 7 some are missing, so that 2 is the next
+    Blocks 0, 1 and 6 of 7 have pages: some from 2 to 7 are missing, so that 2 is the next
     candidate.
     """
     gap = has_page.rfind(0, first, end)
     return end if gap < 0 else has_page.rfind(1, 0, gap) + 1
 
 
-# The pages of one window class: held by sequences, cached for prompts that begin alike, or free.
+# The pages of one window class: held by sequences, cached for prompts with a shared prefix, or
+# free.
 
 
 class PagePool:
     """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
 
-    A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are
+    The key of its block of tokens identifies a page, see ``prefix_cache.py``. Cached pages are
     taken, the least recently used first, when none is free, so they never keep a page from a
     sequence.
     """
@@ -204,11 +203,11 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Idle pages whose contents are known."""
+        """Idle pages with known contents."""
         return len(self._cached)
 
     def take(self) -> int:
-        """Return a page that had no holder. There must be one."""
+        """Return a page without a holder. One must exist."""
         if self._free:
             page = self._free.pop()
         else:
@@ -220,11 +219,11 @@ class PagePool:
         return page
 
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the page with the contents of each key, None where there is none."""
+        """Return the page with the contents of each key, None for missing ones."""
         return list(map(self._page_of.get, keys))
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to each of these pages with keys."""
+        """Add a holder to each page; all have keys."""
         num_holders, cached = self._num_holders, self._cached
         for page in pages:
             if not num_holders[page]:
@@ -232,8 +231,8 @@ class PagePool:
             num_holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder of each page. Of those that become idle later ones are taken first:
-        earlier ones begin more prompts.
+        """Remove a holder of each page. Of the pages that become idle, later ones are reused first:
+        more prompts share the earlier ones.
         """
         for page in reversed(pages):
             self._num_holders[page] -= 1
@@ -245,13 +244,13 @@ class PagePool:
                 self._free.append(page)
 
     def register(self, key: bytes, page: int) -> None:
-        """Make the contents of a held page known, unless another page has the same."""
+        """Record the contents of a held page, unless another page has the same."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
             self._log.add(key)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Forget the pages with these contents; who holds them keeps them."""
+        """Remove the pages with these contents from the cache; their holders keep them."""
         for key in keys:
             if (page := self._page_of.pop(key, None)) is None:
                 continue
@@ -262,8 +261,8 @@ class PagePool:
                 self._free.append(page)
 
     def forget_contents(self) -> None:
-        """Forget what all pages contain; the log is cleared for all pools together. No sequence
-        holds any.
+        """Remove all pages from the cache; the caller clears the log for all pools together. No
+        sequence may hold pages.
         """
         self._free += self._cached
         self._cached.clear()

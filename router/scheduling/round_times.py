@@ -1,5 +1,5 @@
-"""How many micro-batches: those that work is spread over, and those in flight, from predicted and
-measured times.
+"""The number of micro-batches that work is spread over, and of micro-batches in flight, from
+predicted and measured times.
 """
 
 import math
@@ -13,28 +13,31 @@ from tramontane.router.scheduling.cost_model import OUTLIER_CLIP
 
 # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_ROUND_RATIO = 0.97
-# a number of groups is not tried if its predicted round takes more than so many times the best one
+# a number of groups is not tried if its predicted round takes more than this multiple of the best
+# one
 MAX_TRIAL_COST = 2.0
 TRIAL_ROUNDS = 3  # rounds of one trial
-# rounds until a number of groups is tried again; doubled each time that it has not become the best
+# rounds until a number of groups is tried again; doubled each time that it is not the best
 RETRY_ROUNDS = 128
-MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is given up
+MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is abandoned
 SMOOTHING = 0.3  # weight of the newest correction
 
 # of the slowest stage's busy time; above it another micro-batch is allowed in flight
 MAX_IDLE_SHARE = 0.03
 SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
-SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
-# by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
+SATURATION_DECAY = 0.98  # the state 35 micro-batches ago counts half
+# decrease of the remaining pieces with each piece: 1 makes the next pieces less even
 COUNTDOWN = 0.5
 ADJUST_EVERY = 4  # micro-batches per stage
-NUM_GAPS = 4  # between steps, of which the shortest counts
-MEASURE_AGAIN_AFTER = 512  # steps that went ahead
+NUM_GAPS = 4  # gaps between steps that are kept; the shortest counts
+MEASURE_AGAIN_AFTER = 512  # asynchronously submitted steps
 
 
 @dataclass
 class _GroupStats:
-    """Ratio of measured to predicted time of one number of groups, and when it is tried again."""
+    """Ratio of measured to predicted time for one number of groups, and the time of its next
+    trial.
+    """
 
     ratio: float = 1.0
     is_tried: bool = False
@@ -44,8 +47,8 @@ class _GroupStats:
 
 @dataclass
 class _Span:
-    """Micro-batches of one number of groups that have left the last stage one after the other:
-    seconds, measured and predicted.
+    """Consecutive micro-batches of one number of groups that have left the last stage: seconds,
+    measured and predicted.
     """
 
     decode_groups: int
@@ -53,11 +56,11 @@ class _Span:
     predicted: list[float] = field(default_factory=list)
 
     def ratio(self) -> float:
-        """Return the median over rounds of measured to predicted time: one round that something
-        else delayed counts for nothing.
+        """Return the median over rounds of measured to predicted time, which ignores a single
+        delayed round.
 
-        Spread 2, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4 against
-        4, so that it is 1.
+        Two groups, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4
+        against 4, so the median ratio is 1.
         """
         bounds = range(0, len(self.measured), self.decode_groups)
         return median(
@@ -68,16 +71,17 @@ class _Span:
 
 
 class GroupTuner:
-    """Chooses m: into how many groups, each a micro-batch, a round's decodes are divided.
+    """Chooses m, the number of groups that a round's decodes are divided into; each group is a
+    micro-batch.
 
-    Predicted times include what stages take for their work, but not that stages may share cores,
-    nor what lies between them. So every m has a ratio of measured to predicted time, and
-    promising ones are tried from time to time.
+    Predicted times include the compute times of the stages, but neither the effect of shared cores
+    nor the time between stages. So every m has a ratio of measured to predicted time, and promising
+    numbers are tried from time to time.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _GroupStats] = {}
-        # the number of groups on trial, and the micro-batches left of it
+        # the number of groups on trial, and the micro-batches left of the trial
         self._trial: tuple[int, int] | None = None
         self._num_drafted = 0  # micro-batches of the trial
         self._span: _Span | None = None
@@ -115,10 +119,10 @@ class GroupTuner:
         has_drafts: bool = False,
     ) -> None:
         """Record that a micro-batch of decodes has left the last stage; ``decode_groups`` is 0 for
-        one that had prompts or drafts.
+        a micro-batch with prompts or drafts.
 
-        Prompts come and go, and a trial waits for them; sequences may draft for as long as they
-        run.
+        A trial waits for prompts to end. It is given up after some micro-batches with drafts, as
+        sequences may draft for as long as they run.
         """
         elapsed, self._last_end = ended_at - self._last_end, ended_at
         if self._trial is not None and has_drafts:
@@ -135,8 +139,8 @@ class GroupTuner:
             self._span = _Span(decode_groups)
 
     def restart(self) -> None:
-        """Forget when the last micro-batch ended: a stage may be another process since, with
-        another clock.
+        """Reset the end of the last micro-batch: a stage may be another process since, with another
+        clock.
         """
         self._span = None
 
@@ -146,11 +150,11 @@ class GroupTuner:
             self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
 
     def _learn(self, decode_groups: int, ratio: float) -> None:
-        """Learn a ratio. It counts as at least a third of the one so far, and once there is one as
-        at most three times that.
+        """Update a ratio. A new ratio counts as at least a third of the current one and, after the
+        first, as at most three times the current one.
 
-        So it stays above 0, whatever the stages' clocks say. Without one the first may be large:
-        where steps take a millisecond, what lies between them takes many times as long.
+        So it stays above 0 for any clocks of the stages. The first ratio may be large: where steps
+        take a millisecond, the time between them is many times as long.
         """
         stats = self._stats(decode_groups)
         ratio = max(ratio, stats.ratio / OUTLIER_CLIP)
@@ -168,35 +172,34 @@ class GroupTuner:
 
 
 class HostGap:
-    """Measures how long the stages wait for their next step if this is submitted when the last
-    one's tokens are known.
+    """Measures how long the stages wait for the next step if it is submitted after the tokens of
+    the last step are known.
 
-    There is one stage, or several on one machine that take turns: the time is from the end of the
-    last one to the beginning of the first.
+    There is one stage, or several on one machine that take turns. The wait is from the end of the
+    last stage to the start of the first.
 
-    Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one
-    step more, and waste one row for each sequence that ends with a stop token, so they must pay:
-    1.5 ms saved do so in a step of 20 ms, and not in one of 200 ms. Only a step that is submitted
-    to an idle pipeline shows the gap. The shortest of the last gaps counts, as the router may have
-    been busy.
+    Asynchronous steps hide this time. They also make a request that arrives wait for one step more,
+    and waste one row for each sequence that ends with a stop token, so they must pay: 1.5 ms saved
+    do so in a step of 20 ms, and not in one of 200 ms. Only a step that is submitted to an idle
+    pipeline shows the gap. The shortest of the last gaps counts, as the router may have been busy.
     """
 
     def __init__(self) -> None:
         self._last_end = 0.0
         self._gaps_s = deque[float](maxlen=NUM_GAPS)
-        self._num_without = 0  # steps since one that has shown the gap
+        self._num_without = 0  # steps since the last one that has shown the gap
 
     def is_long(self, step_s: float) -> bool:
-        """Return whether the stages wait for a share of the time that matters. False until
-        ``NUM_GAPS`` have been seen.
+        """Return whether the stages wait for a significant share of the time. False until
+        ``NUM_GAPS`` gaps have been measured.
         """
         return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
 
     def observe(self, timings: Sequence[StageTiming], *, pipeline_was_idle: bool) -> None:
         """Record a step, with the timings of its stages in order.
 
-        ``pipeline_was_idle``: it was submitted after the one before it had returned, and continues
-        its decodes.
+        ``pipeline_was_idle``: the step was submitted after the previous step had returned, and
+        continues its decodes.
         """
         self._num_without += 1
         if pipeline_was_idle and self._last_end:
@@ -212,10 +215,11 @@ class HostGap:
 
 
 class InFlightTuner:
-    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy.
+    """Measures M, the number of micro-batches in flight, at most ``limit``, that keeps the slowest
+    stage busy.
 
-    A wait counts as at most ``OUTLIER_CLIP`` times what the micro-batch took in all stages: neither
-    an hour without requests nor a clock says more.
+    A wait counts as at most ``OUTLIER_CLIP`` times the micro-batch's time in all stages, so that an
+    hour without requests or a clock jump does not distort it.
     """
 
     def __init__(self, num_stages: int, limit: int) -> None:
@@ -241,8 +245,8 @@ class InFlightTuner:
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
-            # Where several micro-batches are open in a stage, it was idle in the part between two
-            # ends that was not work.
+            # With several micro-batches open in a stage, it was idle for the time between two ends
+            # that was not work.
             gap = (
                 max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0)
                 if self._last_end[stage]
@@ -272,20 +276,20 @@ class InFlightTuner:
 
 
 class PromptPieces:
-    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other
-    prompts arrive.
+    """The number of micro-batches that waiting prompts are still spread over: it falls with each,
+    and rises when other prompts arrive.
 
-    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are
-    left over 3, and 90 new ones over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of
-    what is left, again and again, would become ever smaller pieces, of which each reads all
-    weights.
+    160 tokens in 4 pieces: 40 are taken. 120 are left in 3.5, rounded up to 4: 30 are taken. With
+    90 left in 3 pieces, and 90 new tokens in 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 are
+    taken. Always taking a fourth of the remaining tokens would make ever smaller pieces, each of
+    which reads all weights.
     """
 
     def __init__(self) -> None:
         self._num_left, self._pieces_left = 0, 1.0
 
     def pieces(self, pending: int, pieces_of_new: int) -> int:
-        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in
+        """Return the number of pieces for ``pending`` tokens, whose new ones are cut into
         ``pieces_of_new``.
         """
         num_left = min(self._num_left, pending)
@@ -295,11 +299,11 @@ class PromptPieces:
         return max(math.ceil(self._pieces_left), 1)
 
     def clear(self) -> None:
-        """Count all that waits as new: other micro-batches than these may have taken of it."""
+        """Count all waiting tokens as new: other micro-batches may have taken some of them."""
         self._num_left = 0
 
     def record(self, pending: int, taken: int) -> None:
-        """Record that so many of the pending tokens go now."""
+        """Record that this number of the pending tokens is submitted now."""
         self._num_left, self._pieces_left = (
             max(pending - taken, 0),
             max(self._pieces_left - COUNTDOWN, 1.0),

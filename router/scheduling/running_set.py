@@ -1,4 +1,4 @@
-"""The running set: which sequences hold a slot and pages, and which is preempted for which; and the
+"""The running set: the sequences with a slot and pages, the choice of sequences to preempt, and the
 load of a pipeline.
 """
 
@@ -12,14 +12,14 @@ from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import BatchWork, WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
 
-MIN_DECODES = 64  # that are expected of a sequence which has fewer
+MIN_DECODES = 64  # expected further tokens of a sequence that has fewer
 
 
 class RunningSet:
     """Sequences that run, or have stopped and are still in flight.
 
-    Less urgent sequences are preempted for one that finds no slot or too few pages, never one that
-    is as urgent.
+    Less urgent sequences are preempted for one that finds no slot or too few pages, never an
+    equally urgent one.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RunningSet:
         return len(self.by_id)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot and pages, or return False: each one that is running must keep a
+        """Give the sequence a slot and pages, or return False: each running sequence must keep a
         page to grow into.
         """
         if len(self.by_id) >= self.num_slots or not self.allocator.reserve_for_admission(
@@ -47,7 +47,7 @@ class RunningSet:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Free slot and pages; only when nothing in flight can touch the pages."""
+        """Free slot and pages; only when no micro-batch in flight can access the pages."""
         self.allocator.release(sequence)
         del self.by_id[sequence.seq_id]
         self._num_by_level[sequence.effective_priority] -= 1
@@ -83,8 +83,8 @@ class RunningSet:
         )
 
     def preemption_victim(self, claimant: Sequence) -> Sequence | None:
-        """Return the least urgent sequence with nothing in flight; of equals, the one with least to
-        compute again.
+        """Return the least urgent sequence with nothing in flight; of equals, the one with the
+        fewest tokens to recompute.
         """
         idle = [
             s for s in self.lower_priority_than(claimant.effective_priority) if not s.num_in_flight
@@ -94,15 +94,15 @@ class RunningSet:
         )
 
     def lowest_priority(self) -> Sequence | None:
-        """Return the least urgent sequence, of equals the youngest; None while a stopped one has
-        yet to release its pages.
+        """Return the least urgent sequence, of equals the youngest; None while a stopped sequence
+        has yet to release its pages.
         """
         running = [s for s in self.by_id.values() if s.status is SequenceStatus.RUNNING]
         return max(running, key=priority_key) if len(running) == len(self.by_id) else None
 
     def num_admissible(self, arriving: list[Sequence], level: int) -> int:
-        """Return how many of these, in order, could begin now if all sequences below this level
-        were preempted.
+        """Return how many of the sequences, in order, could begin now if all sequences below this
+        level were preempted.
         """
         less_urgent = self.lower_priority_than(level)
         num_slots = self.num_slots - len(self.by_id) + len(less_urgent)
@@ -123,12 +123,12 @@ class RunningSet:
 class PipelineLoad:
     """The load of one pipeline, by which pipelines are scaled, and requests distributed."""
 
-    # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences
-    # have to wait
+    # the used share of its slots or of its cache's pages, whichever is larger; above 1 where
+    # sequences have to wait
     share: float
     tokens: int  # prompts and outputs so far of all running and waiting sequences
-    # What is to be computed yet, as far as is known or expected, of sequences that are at least as
-    # urgent as each priority.
+    # Remaining work, as far as it is known or expected, of sequences that are at least as urgent as
+    # each priority.
     left: tuple[BatchWork, ...] = (BatchWork(),) * NUM_PRIORITIES
 
 
@@ -160,7 +160,7 @@ def measure_load(
 
 
 def expected_decodes(sequence: Sequence) -> int:
-    """Return how many more tokens to expect: as many as there are, at least ``MIN_DECODES``, at
-    most what is allowed.
+    """Return the expected number of further tokens: as many as there are, at least ``MIN_DECODES``,
+    at most the tokens allowed.
     """
     return min(sequence.max_len - sequence.num_known, max(len(sequence.output_ids), MIN_DECODES))

@@ -1,4 +1,4 @@
-"""The scheduler: which tokens travel in the next micro-batch. Pure: no torch, Ray, clock or I/O."""
+"""The scheduler: which tokens go into the next micro-batch. Pure: no torch, Ray, clock or I/O."""
 
 import logging
 from collections import deque
@@ -42,7 +42,7 @@ from tramontane.router.scheduling.waiting_queue import (
 
 logger = logging.getLogger(__name__)
 
-# Looked up hundreds of times in a step: through the class that takes four times as long.
+# Looked up hundreds of times in a step: an attribute access on the class takes four times as long.
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
 Finished = Mapping[int, FinishReason]  # why the stage ends sequences, by their ids
 
@@ -58,19 +58,19 @@ class InFlight(NamedTuple):
 class Scheduler:
     """Chunked prefill and decode in one micro-batch, with several micro-batches in flight.
 
-    The policy decides how much of either. A decode token waits for its predecessor; the next chunk
-    of a prompt need not. Sequences are admitted by priority and fair queueing
-    (``waiting_queue.py``), and prefilled by priority and fair shares (``PrefillQueue``); both
-    charge the same accounts, one per key, or per request without keys. A preempted sequence waits
-    again; its prompt and its output so far are then computed as one prompt.
+    The policy decides how much of each. A decode token waits for its predecessor; the next chunk of
+    a prompt need not. Sequences are admitted by priority and fair queueing (``waiting_queue.py``),
+    and prefilled by priority and fair shares (``PrefillQueue``); both charge the same accounts, one
+    per key, or per request without keys. A preempted sequence waits again; its prompt and its
+    output so far are then computed as one prompt.
 
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
     * Where pages run out, which happens only in layers without a window, the least urgent, youngest
       sequence is preempted.
     * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
-    * With speculation a decode token brings drafts of the next ones where the policy finds them
-      worth their rows. Further drafts follow in micro-batches of their own, ahead of the results,
-      while stages are idle.
+    * With speculation, a decode token brings drafts of the next tokens where the policy finds them
+      worth their rows. Further drafts follow in micro-batches of their own, before the results are
+      known, while stages are idle.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Scheduler:
         self._prefills = PrefillQueue(self.allocator, self._shares, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
-        # sequences that ended since the last micro-batch; stages forget them with the next
+        # sequences that ended since the last micro-batch; stages drop them with the next
         self._freed: list[int] = []
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
-        self._num_lookahead = 0  # of those in flight, micro-batches of nothing but drafts
+        self._num_lookahead = 0  # micro-batches in flight with drafts only
         self.num_preempted = 0  # preemptions so far
         self.draft_counts = DraftCounts()
         self.draft_queue = self._decodes.draft_queue  # of sequences that wait for a draft model
@@ -121,7 +121,7 @@ class Scheduler:
         return (budget and self._next_batch(budget, state)) or self._lookahead_batch(state)
 
     def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
-        """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
+        """Return a micro-batch of this budget, or None if nothing can be submitted now."""
         limits = None
         if self.limits.speculative:
             limits = self._draft_limits(self.policy.draft_break_even(state))
@@ -146,8 +146,8 @@ class Scheduler:
         return batch
 
     def _lookahead_batch(self, state: SchedulerState) -> MicroBatch | None:
-        """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages
-        would else have to wait.
+        """Return a micro-batch of drafts only if any are worth it and stages would otherwise
+        wait.
         """
         if self.limits.speculative is None or self._decodes.ready:
             return None
@@ -190,15 +190,13 @@ class Scheduler:
         else:
             accepted += self._apply_decodes(rows.sequences, token_ids, finished)
         self._num_lookahead -= rows.is_lookahead
-        # half of what calling TokenEvent takes
+        # half the time of calling TokenEvent
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))
 
     def _apply_decodes(
         self, decoding: list[Sequence], token_ids: Iterator[int], finished: Finished
     ) -> list[Accepted]:
-        """Apply one token per decoding sequence; the branch that nearly all of them take is
-        inlined.
-        """
+        """Apply one token per decoding sequence; the most frequent branch is inlined."""
         accepted: list[Accepted] = []
         lengths = []  # of sequences that continue
         ready = self._decodes.ready
@@ -227,16 +225,16 @@ class Scheduler:
     def _apply_drafted(
         self, rows: DecodeRows, token_ids: Iterator[int], finished: Finished
     ) -> list[Accepted]:
-        """Apply the tokens of sequences that have several rows, of which the later ones are drafts,
-        or all (``is_lookahead``).
+        """Apply the tokens of sequences with several rows: the later rows are drafts, or all
+        (``is_lookahead``).
         """
         accepted: list[Accepted] = []
-        num_known = 0 if rows.is_lookahead else 1  # rows of each sequence that are no drafts
+        num_known = 0 if rows.is_lookahead else 1  # rows of each sequence that are not drafts
         for sequence, num_drafts, tokens in rows.split(token_ids):
             self.draft_counts.add(num_drafts, len(tokens) - num_known)
             own = self._apply(sequence, tokens, finished.get(sequence.seq_id))
             sequence.num_draft_tokens += num_drafts
-            if own:  # drafts after the end are not right
+            if own:  # drafts after the end are rejected
                 sequence.num_accepted_draft_tokens += min(len(tokens), len(own) + 1) - num_known
             accepted += own
         return accepted
@@ -244,10 +242,10 @@ class Scheduler:
     def _apply(
         self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
     ) -> list[Accepted]:
-        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends
-        it after them, if any.
+        """Apply a sequence's part of a result: its sampled tokens, and the stage's reason to end it
+        after them, if any.
 
-        It ends without a token where log-probabilities of its prompt are not finite.
+        A sequence ends without a token where log-probabilities of its prompt are not finite.
         """
         sequence.num_in_flight -= 1
         if finish is FinishReason.ERROR and not token_ids:
@@ -286,8 +284,8 @@ class Scheduler:
         return accepted
 
     def _end_with_error(self, sequence: Sequence) -> None:
-        """End a sequence of which the next token's logits are not finite, and let no other one
-        begin with its pages.
+        """End a sequence whose next token's logits are not finite, and remove its pages from the
+        prefix cache.
         """
         name, fields = sequence.request_id or "-", request_fields(sequence.request_id)
         why = (
@@ -299,8 +297,8 @@ class Scheduler:
         self._deschedule(sequence, FINISHED)
 
     def abort(self, seq_id: int) -> None:
-        """End a sequence; its slot and pages are free as soon as nothing in flight touches the
-        pages.
+        """End a sequence; its slot and pages are free as soon as no micro-batch in flight accesses
+        the pages.
         """
         if (running := self._running.by_id.get(seq_id)) is not None:
             self._deschedule(running, FINISHED)
@@ -311,11 +309,11 @@ class Scheduler:
             sequence.status = FINISHED
 
     def restart(self, epoch: int) -> None:
-        """Requeue all running sequences: the stages have forgotten them, and nothing that is in
-        flight will return.
+        """Requeue all running sequences: the stages have lost them, and micro-batches in flight
+        will not return.
 
-        They wait where they stood, the most advanced first; prompt and output so far are computed
-        again as one prompt.
+        They wait in order of progress, the most advanced first; prompt and output so far are
+        computed again as one prompt.
         """
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
@@ -330,8 +328,8 @@ class Scheduler:
         self.allocator.forget_contents()
 
     def failed_batch(self, batch: MicroBatch) -> FailedBatch:
-        """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has
-        failed.
+        """Return the arguments of ``record_failure`` for the oldest micro-batch in flight, which
+        has failed.
         """
         by_id = self._running.by_id
         return FailedBatch(
@@ -340,8 +338,8 @@ class Scheduler:
         )
 
     def record_failure(self, failed: FailedBatch) -> int | None:
-        """Count a failed micro-batch against its sequences; return the one that has caused it, if
-        that is certain.
+        """Count a failed micro-batch against its sequences; return the sequence that has caused it,
+        if that is certain.
         """
         cause = self._poison_detector.record_failure(failed)
         return None if cause is None else cause.seq_id
@@ -367,7 +365,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot, including those that have ended and are still in flight."""
+        """Sequences that hold a slot, including ended ones that are still in flight."""
         return len(self._running)
 
     @property
@@ -399,8 +397,8 @@ class Scheduler:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
     def _admit(self) -> None:
-        """Admit waiting sequences in queue order until no slot or page is left; a suspect only into
-        an empty pipeline.
+        """Admit waiting sequences in queue order until no slot or page is left; a suspected
+        sequence only into an empty pipeline.
         """
         self._prefills.priority_limit = NUM_PRIORITIES
         if self._poison_detector:
@@ -416,9 +414,9 @@ class Scheduler:
         self._waiting.pop_admitted(sequence)
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot and pages, if need be those of less urgent ones.
+        """Give the sequence a slot and pages; less urgent sequences are preempted if necessary.
 
-        A sequence is preempted only while nothing of it is in flight, which frees its slot and
+        A sequence is preempted only while none of its tokens is in flight, which frees its slot and
         pages at once. Decodes soon return from the pipeline; so that prompts do too, no less urgent
         prompt is scheduled until then.
         """
@@ -453,7 +451,7 @@ class Scheduler:
         )
 
     def _draft_limits(self, break_even: float) -> DraftLimits:
-        """Return what drafts a micro-batch may have. Stages never see more decodes than
+        """Return the limits of a micro-batch's drafts. Stages never see more decodes than
         ``max_num_seqs``.
         """
         max_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
@@ -462,7 +460,7 @@ class Scheduler:
     def _preempt_last(self) -> bool:
         """Preempt the least urgent, youngest sequence; return whether its pages are free now.
 
-        One at a time: the first in rank is never the last one unless it is alone, and alone it has
+        One at a time: the first in rank is the last one only if it is alone, and alone it has
         enough pages.
         """
         # a stopped sequence is about to release its pages
@@ -477,7 +475,7 @@ class Scheduler:
         self._release_if_drained(sequence)
 
     def _deschedule(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Take the sequence out of the queues; what is in flight still returns."""
+        """Take the sequence out of the queues; its micro-batches in flight still return."""
         self._prefills.discard(sequence)
         self._prefills.charge_decodes([sequence])
         self._decodes.discard(sequence)

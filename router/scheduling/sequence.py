@@ -11,18 +11,18 @@ Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is between its arrival and its end."""
+    """The state of a sequence between its arrival and its end."""
 
-    WAITING = auto()  # not admitted: holds nothing
+    WAITING = auto()  # not admitted: holds no pages
     RUNNING = auto()  # admitted: pages for all its known tokens are reserved
-    # releases its pages as soon as nothing in flight can touch them, and then waits again
+    # releases its pages as soon as no micro-batch in flight can access them, and then waits again
     PREEMPTED = auto()
-    FINISHED = auto()  # ended or aborted; holds pages until nothing in flight can touch them
+    FINISHED = auto()  # ended or aborted; holds pages until no micro-batch in flight uses them
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt, the tokens sampled for it so far, and what it holds of the pipeline."""
+    """A prompt, the tokens sampled for it so far, and its slot and pages in the pipeline."""
 
     seq_id: int
     prompt_ids: tuple[int, ...]
@@ -34,14 +34,14 @@ class Sequence:
     cache_salt: str = ""  # only sequences with the same one share cached pages
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
-    # tokens whose ids are known: the prompt and what has been sampled
+    # tokens whose ids are known: the prompt and the sampled tokens
     num_known: int = field(init=False)
     num_dispatched: int = 0  # tokens submitted to the pipeline so far, or cached there
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
-    # tokens after the known ones, which steps in flight sample and later steps may begin with
+    # tokens after the known ones, to be sampled by steps in flight; later steps may begin with them
     num_placeholders: int = 0
-    is_decoding: bool = False  # all that was known at its admission has been computed
-    # per window class, those that it holds, in the order of positions
+    is_decoding: bool = False  # all tokens known at its admission have been computed
+    # pages that it holds per window class, in the order of positions
     pages: list[list[int]] = field(default_factory=list)
     # pages per window class that no other sequence may take
     reserved_pages: list[int] = field(default_factory=list)
@@ -52,24 +52,24 @@ class Sequence:
     # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached
     # prefix
     is_started: bool = False
-    num_registered: int = 0  # blocks that are known to the allocator
+    num_registered: int = 0  # blocks that are registered with the allocator
     is_cacheable: bool = True  # whether other sequences may begin with its pages
     # how urgent it is now: its priority, or 0 after it was passed over too often
     effective_priority: int = field(init=False)
     goes_first: bool = False  # it had a slot before, or is the next to get one
-    # failed micro-batches that had the same of its positions, without a token since
+    # failed micro-batches that shared some of its positions, without a token since
     num_failures: int = 0
-    failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
+    failed_at: tuple[int, int] = (0, 0)  # common positions: the first, and the one after the last
     num_known_at_failure: int = 0
-    speculation: SpeculationState | None = None  # once it decodes, where there is speculation
+    speculation: SpeculationState | None = None  # set when it decodes, if there is speculation
     num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
-    num_accepted_draft_tokens: int = 0  # of these, those that became its tokens
+    num_accepted_draft_tokens: int = 0  # draft tokens that were accepted
     # the same for all sequences of a request: the id of its first one
     request_number: int = field(init=False)
-    # of ``num_dispatched``: tokens that are charged to its account, or were cached
+    # part of ``num_dispatched``: tokens that are charged to its account, or were cached
     num_charged: int = 0
-    num_claimed: int = 0  # known tokens that are yet to be computed, as far as its account knows
-    due: int = 0  # in its account's virtual time: what is due first is computed first
+    num_claimed: int = 0  # known tokens yet to be computed, as counted by its account
+    due: int = 0  # in its account's virtual time; the lowest is computed first
     # micro-batches that took more urgent prompts while this was the oldest less urgent one
     num_passes: int = 0
 
@@ -88,11 +88,11 @@ class Sequence:
     def accept_tokens(
         self, token_ids: tuple[int, ...], finish: FinishReason | None
     ) -> list[Accepted]:
-        """Append sampled tokens up to the first that ends the sequence. ``finish``: why the stage
-        ends it after the last of them, if it does.
+        """Append sampled tokens up to the first that ends the sequence. ``finish``: the stage's
+        reason to end it after the last token, if any.
 
         Returns the tokens, the last one with the reason if it ends the sequence. A token whose
-        logits are not finite does so, with an error, and is not appended.
+        logits are not finite ends it with an error, and is not appended.
         """
         accepted: list[Accepted] = []
         for number, token_id in enumerate(token_ids, 1):
@@ -112,8 +112,8 @@ class Sequence:
 
     @property
     def account(self) -> int:
-        """The number of the account that is charged its tokens: that of its key, or without keys
-        one of its request.
+        """The number of the account that is charged its tokens: the account of its key, or without
+        keys of its request.
         """
         return self.owner or ~self.request_number
 
@@ -131,12 +131,12 @@ class Sequence:
 
     @property
     def can_skip_prefix(self) -> bool:
-        """Whether its first tokens need not be computed: nothing about them is returned."""
+        """Whether its first tokens need not be computed: no values of them are returned."""
         return self.sampling.prompt_logprobs is None and not self.sampling.return_experts
 
     @property
     def max_cached(self) -> int:
-        """Most positions that are ever cached: the last token of all is never fed back."""
+        """Maximum number of cached positions: the very last token is never fed back."""
         return self.max_len - 1
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
@@ -150,8 +150,8 @@ class Sequence:
 
 
 def end_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Return the tokens that end a sequence: those of the model unless they are to be ignored, and
-    the client's.
+    """Return the tokens that end a sequence: the model's end tokens unless they are ignored, and
+    the client's stop tokens.
     """
     return frozenset((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids))
 

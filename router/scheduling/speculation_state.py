@@ -1,4 +1,4 @@
-"""Speculation of one sequence: its drafts, and how often they have been right."""
+"""Speculation of one sequence: its drafts, and their acceptance rate."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from typing import Protocol
 
 from tramontane.proto.plan import SpeculativeConfig
 
-DECAY = 0.95  # of the weight of a draft with each later one
+DECAY = 0.95  # decay of a draft's weight with each later draft
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
-MAX_ACCEPTANCE = 0.98  # that is believed
+MAX_ACCEPTANCE = 0.98  # upper limit of the estimate
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of drafts so far, by vLLM's names: how often sequences had any, their tokens, and
-    those that were right.
+    """Counts so far, by vLLM's names: drafts (one for each sequence with draft tokens in a
+    micro-batch), draft tokens, and accepted draft tokens.
     """
 
     num_drafts: int = 0
@@ -31,7 +31,9 @@ class DraftCounts:
 
 
 class AcceptanceEstimate:
-    """How likely a draft is right if those before it are: a mean with exponential forgetting."""
+    """The probability that a draft is right if all drafts before it are: a mean with exponential
+    forgetting.
+    """
 
     def __init__(self) -> None:
         self._right, self._wrong = PRIOR_RIGHT, PRIOR_WRONG
@@ -61,8 +63,8 @@ class AcceptanceEstimate:
         )
 
     def num_worthwhile(self, break_even: float, most: int) -> int:
-        """Return how many drafts in a row give most tokens per second, if a row takes this share of
-        the time without any.
+        """Return the number of consecutive drafts that gives the most tokens per second, if each
+        row takes this share of the time without drafts.
 
         With n drafts of probability a, E = 1 + a + ... + a**n tokens come in the time 1 + n b. One
         more is worth it while a**(n+1) / b is at least E / (1 + n b). Estimate 0.7, b = 0.1: 0.24 /
@@ -82,14 +84,12 @@ class AcceptanceEstimate:
 
 
 class Drafter(Protocol):
-    """What drafts the tokens after the text of one sequence, which it was given when it was made,
-    and which grows.
+    """Drafts the tokens after the text of one sequence; the text is given at construction, and
+    grows.
     """
 
     def index(self, max_tokens: int) -> int:
-        """Take up to so many tokens of the text into an index, if there is one; return how many
-        were.
-        """
+        """Index up to ``max_tokens`` tokens of the text, if there is an index; return how many."""
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
         """Return drafts of up to ``num_tokens`` tokens after the text; the same ones, or more,
@@ -97,16 +97,17 @@ class Drafter(Protocol):
         """
 
     def close(self) -> None:
-        """Free what is kept elsewhere for the sequence."""
+        """Free the state that is kept elsewhere for the sequence."""
 
 
 class SpeculationState:
-    """The drafts of one sequence. Drafts that were not worth their rows are not submitted, but
-    compared with the output too.
+    """The drafts of one sequence. Drafts that were not worth their rows are not submitted, but are
+    also compared with the output.
 
     ``num_lookahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and
-    the next one 6, so it is 3. If 4 5 6 are sampled in the first one, 6 is known and submitted, and
-    ``num_lookahead`` is 0. If 4 8 are, the other micro-batch is wasted, and 8 is to be submitted.
+    the next one 6, so it is 3. If the first one samples 4 5 6, then 6 is known and submitted, and
+    ``num_lookahead`` is 0. If it samples 4 8, the other micro-batch is wasted, and 8 is to be
+    submitted.
     """
 
     def __init__(
@@ -123,9 +124,7 @@ class SpeculationState:
         self.acceptance = AcceptanceEstimate()
 
     def update(self, output_ids: Sequence[int]) -> bool:
-        """Take the tokens that have come; return whether the last of them has been submitted, as a
-        draft.
-        """
+        """Take the new tokens; return whether the last of them has been submitted, as a draft."""
         new = output_ids[len(self._tokens) - self._num_prompt :]
         if not new:
             return False
@@ -136,11 +135,11 @@ class SpeculationState:
         return is_submitted
 
     def index(self, max_tokens: int) -> int:
-        """Index up to so many tokens of the text; return how many were."""
+        """Index up to ``max_tokens`` tokens of the text; return how many."""
         return self._drafter.index(max_tokens)
 
     def close(self) -> None:
-        """Forget the text wherever else it is known."""
+        """Free the drafter's state of this sequence."""
         self._drafter.close()
 
     def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
@@ -149,13 +148,13 @@ class SpeculationState:
         """
         assert not self.num_lookahead
         if self._config.method == "draft_model" and (break_even >= 1 or max_tokens <= 0):
-            return ()  # the model's work is not for nothing, as n-grams are
+            return ()  # unlike n-grams, the model costs time
         drafts = self._drafts(self._config.num_speculative_tokens)
         return drafts[: self.acceptance.num_worthwhile(break_even, min(max_tokens, len(drafts)))]
 
     def draft_lookahead(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
-        """Return the next drafts after those in flight, each right with at least this probability
-        as far as is known.
+        """Return the next drafts after those in flight, each right with an estimated probability of
+        at least ``break_even``.
 
         Estimate 0.9, two in flight, ``break_even`` 0.6: 0.9 ** 3 = 0.73 and 0.66, so two.
         """
@@ -168,8 +167,8 @@ class SpeculationState:
         )
 
     def _drafts(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to so many drafts after the text. Those in flight stay, so that others can only
-        follow where they agree.
+        """Return up to ``num_tokens`` drafts after the text. Drafts in flight stay, so new ones are
+        used only if they agree with these.
         """
         if num_tokens > len(self._draft):
             fresh = self._drafter.draft(num_tokens)
@@ -178,10 +177,10 @@ class SpeculationState:
         return self._draft[:num_tokens]
 
     def _observe(self, token_ids: Sequence[int]) -> bool:
-        """Compare the tokens that have come with the last draft; return whether all are as drafted.
+        """Compare the new tokens with the last draft; return whether all are as drafted.
 
         Draft 5 6 7, of which one token was submitted, and the tokens 5 6: two were right. Tokens 5
-        8: one was, and one was not.
+        8: one was right, and one was wrong.
         """
         right = list(
             takewhile(bool, (a == b for a, b in zip(self._draft, token_ids, strict=False)))

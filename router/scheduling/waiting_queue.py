@@ -21,7 +21,7 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key
 
-# micro-batches that may pass a sequence over; with the last one it becomes as urgent as any
+# micro-batches that may pass a sequence over; after the last one it becomes as urgent as any
 MAX_PASSES = 64
 
 
@@ -30,9 +30,9 @@ class FairQueue:
     in the order of arrival.
 
     Next is the account that has been charged the fewest tokens, of equals the one whose first
-    sequence arrived first. An account that had nothing to compute begins at the virtual time, so
-    while A has 100 sequences waiting, the first one of B waits for one of them at most. A single
-    key's sequences go in the order of arrival, and without keys those of all requests.
+    sequence arrived first. An account without work begins at the virtual time: while A has 100
+    sequences waiting, the first sequence of B waits for at most one of them. A single key's
+    sequences are taken in the order of arrival, and so are all requests without keys.
 
     Sequences that were scheduled before and have been preempted come before all others.
     """
@@ -41,7 +41,7 @@ class FairQueue:
         self._shares = shares
         self._requeued: list[Sequence] = []
         self._by_account: dict[int, list[Sequence]] = {}  # no list is empty
-        # a heap; a turn in it may have become later since, or be gone
+        # a heap; an entry may be stale: its turn has become later, or its account has no sequence
         self._turns: list[tuple[int, int, int]] = []
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -66,20 +66,18 @@ class FairQueue:
         return self._by_account[account][0]
 
     def _turn(self, account: int) -> tuple[int, int, int] | None:
-        """Return what decides whether an account is next, None if it has no sequence here."""
+        """Return the sort key of an account's turn, None if it has no sequence here."""
         queue = self._by_account.get(account)
         return (self._shares.turn(account), arrival_key(queue[0]), account) if queue else None
 
     def _enter(self, account: int) -> None:
-        """Put an account into the heap whose turn may be earlier than what it has there."""
+        """Push an account whose turn may be earlier than its entry in the heap."""
         if (turn := self._turn(account)) is not None:
             heappush(self._turns, turn)
             self._forget_most()
 
     def _forget_most(self) -> None:
-        """Forget entries of accounts that have gone or come again, if they are most: of requests
-        that were cancelled.
-        """
+        """Remove stale entries, left by cancelled requests, if they are the majority."""
         if len(self._turns) > 2 * len(self._by_account) + 16:
             self._turns = [turn for account in self._by_account if (turn := self._turn(account))]
             heapify(self._turns)
@@ -116,7 +114,9 @@ class FairQueue:
         self._forget_most()
 
     def check_integrity(self) -> None:
-        """Assert the order of every queue, and that the one whose turn it is has been found."""
+        """Assert the order of every queue, and that ``first`` is the sequence with the lowest
+        turn.
+        """
         for queue in (self._requeued, *self._by_account.values()):
             assert queue == sorted(queue, key=arrival_key)
         assert all(self._by_account.values())
@@ -167,15 +167,13 @@ class WaitingQueue:
         self.num_tokens -= sequence.num_known
 
     def promote(self, sequence: Sequence) -> None:
-        """Make a sequence as urgent as any, and the next one of the most urgent."""
+        """Make a sequence as urgent as any, and the next one of the most urgent priority."""
         self.remove(sequence)
         sequence.effective_priority, sequence.goes_first = 0, True
         self.push(sequence)
 
     def of_priority(self, priority: int) -> list[Sequence]:
-        """Return the sequences that arrived with this priority, also those that have been promoted
-        since.
-        """
+        """Return the sequences that arrived with this priority, including those promoted since."""
         return [sequence for sequence in self if sequence.priority == priority]
 
     def has_at_least(self, level: int) -> bool:
@@ -206,10 +204,10 @@ def age_starved(
     """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent
     sequence that it passes over.
 
-    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest one ages:
-    waiting for equals makes no sequence more urgent. After ``MAX_PASSES`` it is promoted and is the
-    first of all; no sequence can take its slot, so it ends. The next oldest then continues the
-    count.
+    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest sequence
+    ages: waiting for equals makes no sequence more urgent. After ``MAX_PASSES`` it is promoted and
+    is the first of all; no sequence can take its slot, so it will end. The next oldest then
+    continues the count.
     """
     level = min(sequence.effective_priority for sequence in going)
     passed = [s for s in prefills.sequences if s.effective_priority > level and s not in going]
@@ -244,11 +242,11 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_queued_seqs: int | None = None  # in the waiting queue, of each priority
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
-    enable_prefix_caching: bool = False  # whether sequences begin with cached pages of others
-    share_prefixes: bool = False  # also with those of other tenants
-    model: str = ""  # mark of the model and its weights
+    enable_prefix_caching: bool = False  # whether sequences reuse cached pages
+    share_prefixes: bool = False  # also across tenants
+    model: str = ""  # identifier of the model and its weights
     speculative: SpeculativeConfig | None = None
-    # whether decodes follow each other before the tokens between them are known
+    # whether decodes are submitted before the preceding tokens are known
     async_scheduling: bool = False
 
     def cache_salt(self, tenant: str) -> str:
@@ -294,7 +292,7 @@ def overload_reason(
     Only arrivals that would wait are counted, next to waiting sequences of the same priority. With
     3 of 64 slots free, pages for them, and no sequence waiting that is as urgent, 5 arrivals queue
     2. Slots and pages of less urgent sequences count as free. All arrivals have the same owner.
-       With several owners, one may fill half of what the others leave of the queue.
+       With several owners, one may fill half of the queue space that the others leave.
     """
     reasons = (
         _overload_reason(
@@ -341,8 +339,8 @@ def _split_by_owner(waiting: list[Sequence], owner: int) -> tuple[list[Sequence]
 
 
 def _queue_share(bound: int | None, num_of_others: int, owner: int) -> float:
-    """Return how much an owner may fill: of a queue of 256 one may fill 128, next to it a second
-    one 64; without owners all.
+    """Return the number that an owner may use: of a queue of 256, one owner may use 128, next to it
+    a second one 64; without owners, all.
     """
     if bound is None:
         return math.inf

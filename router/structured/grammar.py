@@ -1,5 +1,5 @@
-"""OpenAI's fields that constrain answers, and the grammars (llguidance's Lark) of them that the
-last stage follows.
+"""OpenAI's fields that constrain answers, and their grammars (llguidance's Lark), which the last
+stage follows.
 
     grammar = build_grammar(request.response_format, request.tools, request.tool_choice,
     chat.tool_format) SamplingParams(..., grammar=grammar)
@@ -24,25 +24,27 @@ from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
-# Rules of a grammar for what a model thinks before it says what the grammar requires; thoughts
-# themselves are free.
+# Grammar rules for the reasoning of a model before the constrained answer; the reasoning itself is
+# unconstrained.
 
 START, SAID = "start:", "said:"
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRules:
-    """How thoughts are marked, and whether the prompt has begun one already, so that the grammar
+    """The markers of reasoning, and whether the prompt has already begun it, so that the grammar
     begins inside of it.
 
-    Else a thought is optional, as the model decides.
+    Otherwise reasoning is optional, as the model decides.
     """
 
     form: ReasoningFormat
     is_open: bool
 
     def before(self, rules: Sequence[str]) -> list[str]:
-        """Return the rules of a grammar, of which the first is ``start``, after a thought."""
+        """Return the rules of a grammar, whose first rule is ``start``, with reasoning before
+        them.
+        """
         first, *others = rules
         begin = "" if self.is_open else f"{self._marker(self.form.begin, self.form.begin_id)} "
         # Line breaks after the marker belong to it.
@@ -70,10 +72,10 @@ class ThoughtRules:
         return text.replace("/", r"\/")
 
 
-# What an answer or the arguments of a call must be, as rules of a grammar (llguidance's Lark),
-# within bounds.
+# Constraints on an answer or on the arguments of a call, as rules of a grammar (llguidance's Lark),
+# within limits.
 
-MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
+MAX_GRAMMAR_CHARS = 2**16  # total of one request's schemas
 MAX_DEPTH = 32  # of a schema, counting every list and object
 # of a whole number in a schema, 462 digits: writing one takes time quadratic in its length
 MAX_NUMBER_BITS = 1536
@@ -91,7 +93,7 @@ OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 
 
 def check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema. Raises ValueError for a number that JSON does not have, or a whole one
+    """Return the schema. Raises ValueError for a number that JSON does not support, or an integer
     that is too long to write.
     """
     level: list[Any] = [schema]
@@ -108,7 +110,7 @@ JsonSchema = Annotated[dict[str, Any], AfterValidator(check_numbers)]
 
 
 class Constraint(NamedTuple):
-    """What the answer must be: JSON of a schema (a dictionary), one of several texts, or a text
+    """A constraint on the answer: JSON of a schema (a dictionary), one of several texts, or a text
     that matches a pattern.
 
     ``where``: the parameter of the request.
@@ -120,7 +122,7 @@ class Constraint(NamedTuple):
 
 
 class AnswerRule(NamedTuple):
-    """A rule of the grammar. ``where``: its place in the request."""
+    """A rule of the grammar. ``where``: the parameter of the request."""
 
     rule: str
     where: str
@@ -128,7 +130,7 @@ class AnswerRule(NamedTuple):
 
 
 def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
-    """Return the rule for a constraint. Raises ParameterError for one that is too large."""
+    """Return the rule for a constraint. Raises ParameterError if it is too large."""
     kind, value, where = constraint
     if kind == "json":
         return json_rule(rule, value, where)
@@ -138,7 +140,7 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
         return AnswerRule(
             rule, where, " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
         )
-    # llguidance writes a pattern between slashes, with an escape for those in it.
+    # llguidance writes a pattern between slashes, and escapes slashes in it.
     written = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
     return AnswerRule(rule, where, written.removeprefix("start: "))
 
@@ -146,16 +148,15 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
 def json_rule(
     rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False
 ) -> AnswerRule:
-    """Return the rule for JSON of a schema. Raises ParameterError for one that is too large or too
-    deep.
+    """Return the rule for JSON of a schema. Raises ParameterError if it is too large or too deep.
 
-    ``lenient``: keywords that are not supported are ignored.
+    ``lenient``: unsupported keywords are ignored.
     """
     if OPTIONS in schema:
         raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
     multiples = _multiple_ofs(schema, where)
     text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
-    # bounds the product below, whose factors may have hundreds of digits
+    # limits the product below, whose factors may have hundreds of digits
     if len(text) > MAX_GRAMMAR_CHARS:
         raise too_large(len(text), where)
     if math.prod(multiples) > MAX_MULTIPLE:
@@ -168,7 +169,7 @@ def json_rule(
 
 
 def too_large(num_chars: int, where: str) -> ParameterError:
-    """Return the error for schemas of so many characters."""
+    """Return the error for schemas of this number of characters."""
     return ParameterError(
         f"the schemas take {num_chars} characters; they may take {MAX_GRAMMAR_CHARS}", where
     )
@@ -209,7 +210,7 @@ def _children(value: object) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-MAX_SENT_CHARS = 2**20  # of one request to the stages: each of its sequences carries the grammar
+MAX_SENT_CHARS = 2**20  # total of one request: each sequence carries the grammar to the stages
 NO_TOOLS = "this model's chat format has no tools; leave tools out"
 MAX_TOOLS = 128
 TEXT = r"TEXT: /(.|\n)+/"
@@ -307,9 +308,9 @@ def build_grammar(
 
     ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one
     call. ``drops_space``: a space with which an answer begins does not reach the client.
-    ``thoughts``: of a model that thinks, before all else. Raises ParameterError for schemas that
-    are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes 30
-    ms for new schemas, and a second of a separate process for hostile ones.
+    ``thoughts``: the reasoning before the answer. Raises ParameterError for schemas that are
+    malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes 30 ms
+    for new schemas, and a second of a separate process for hostile ones.
     """
     callable_tools = _allowed_tools(tools or (), tool_choice)
     must_call = bool(callable_tools) and tool_choice not in (None, "auto")
@@ -330,7 +331,7 @@ def build_grammar(
             else "start: TEXT? calls?"
         )
         rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
-    if answer:  # a space is nothing in JSON
+    if answer:  # leading spaces are insignificant in JSON
         rules.append(
             'answer: " "? body'
             if drops_space or answer.definition.startswith("%json")

@@ -45,7 +45,7 @@ Whitespace = Annotated[Any, unsupported_except(reason="JSON is written on one li
 
 
 class StructuredOutputs(RequestModel):
-    """One of the first four fields says what the answer must be."""
+    """One of the first four fields constrains the answer."""
 
     json_: SchemaOrText = Field(None, alias="json")
     regex: Pattern | None = None
@@ -74,8 +74,8 @@ class GuidedFields(RequestModel):
 
 
 def answer_constraint(request: GuidedFields) -> ResponseFormat | Constraint | None:
-    """Return what the answer must be; None for text. Raises ParameterError if several fields say
-    so, or JSON is none.
+    """Return the constraint on the answer; None for text. Raises ParameterError if several fields
+    set one, or JSON none.
     """
     given: list[ResponseFormat | Constraint] = [
         *_constraints(

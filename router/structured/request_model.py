@@ -1,4 +1,4 @@
-"""The base of what clients send, and validators of fields that a client may send and that have no
+"""The base of client requests, and validators of fields that a client may send and that have no
 effect.
 """
 
@@ -16,7 +16,7 @@ UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
 class RequestModel(BaseModel):
-    """Base of what clients send: nothing is converted, and other fields are refused."""
+    """Base of client requests: values are not converted, and other fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -86,8 +86,8 @@ def _literal_type(value: Any) -> Any:
     return Literal[value]
 
 
-# Contents that are a text or a list of parts, in every API: parts that are texts become one text,
-# and others are refused.
+# Contents that are a text or a list of parts, in every API: text parts become one text, other parts
+# are refused.
 
 MAX_PARTS = 128
 MEDIA: Mapping[str, str] = MappingProxyType(  # by the type of a part or block
@@ -105,22 +105,22 @@ MEDIA: Mapping[str, str] = MappingProxyType(  # by the type of a part or block
 
 
 def refuse_media(kind: object) -> None:
-    """Raise ValueError if what has this type is no text but an image, a file or the like."""
+    """Raise ValueError if content of this type is not text but an image, a file or similar."""
     if isinstance(kind, str) and kind in MEDIA:
         raise ValueError(f"the model serves text only; {MEDIA[kind]} are not supported")
 
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """The parts of one API that are texts, by their ``types``. ``ignored``: more fields that they
-    may have, without effect.
+    """The text parts of one API, by their ``types``. ``ignored``: further fields that they may
+    have, without effect.
     """
 
     types: tuple[str, ...] = ("text",)
     ignored: frozenset[str] = frozenset()
 
     def join(self, value: Any) -> Any:  # any JSON
-        """Return a list of parts as lines of one text, and another value as it is. Raises
+        """Return a list of parts as lines of one text, and any other value unchanged. Raises
         ValueError.
         """
         if not isinstance(value, list):

@@ -43,10 +43,10 @@ async def run_in_grammar_pool(call: Callable[[], T]) -> T:
 
 @lru_cache(CACHE_SIZE)
 def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
-    """Return what is wrong with a grammar, None if nothing is. Takes at most a second.
+    """Return the error of a grammar, None if it is valid. Takes at most a second.
 
-    Stages would find the same, except for problems of their vocabulary. ``parts`` locate the error
-    of the whole.
+    Stages would find the same errors, except for problems of their vocabulary. ``parts`` locate the
+    error of the whole.
     """
     command = [sys.executable, "-I", "-S", validator_process.__file__, _lib.__file__]
     grammars = json.dumps([whole, *parts]).encode()

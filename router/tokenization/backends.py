@@ -13,7 +13,7 @@ from tramontane.router.tokenization.tokenizer import REPLACE_EACH, THINK_MARKERS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-SPACE = "\u2581"  # stands for a space in SentencePiece
+SPACE = "\u2581"  # represents a space in SentencePiece
 # decoder steps of Hugging Face that decode as SentencePiece, by settings
 SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {
     "Replace": {"pattern": {"String": SPACE}, "content": " "},
@@ -25,7 +25,7 @@ SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {
 BPE = "BPE"
 NUM_BYTES = 256  # tekken's first pieces
 MAX_UNUSED_IDS = 2**16  # ids without a piece
-SHORT_CHARS = 4096  # a text of so many takes Hugging Face's library 3 ms
+SHORT_CHARS = 4096  # Hugging Face's library takes 3 ms for a text of this length
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -52,8 +52,8 @@ class SentencePieceTokenizer(Tokenizer):
         return tuple(pieces)
 
     def control_id(self, name: str) -> int | None:
-        """Return the id of a control token, None if there is none of this name."""
-        token_id = self.model.piece_to_id(name)  # the unknown token's id if there is no such piece
+        """Return the id of a control token, None if it does not exist."""
+        token_id = self.model.piece_to_id(name)  # the unknown token's id if the piece is missing
         return token_id if self.model.is_control(token_id) else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.model.is_control(token_id):
             return b""
         if self.model.is_unknown(token_id):
-            return " \u2047 ".encode()  # what SentencePiece decodes it to
+            return " \u2047 ".encode()  # as SentencePiece decodes it
         return _bytes_of_piece(
             self.model.id_to_piece(token_id), is_byte=self.model.is_byte(token_id)
         )
@@ -97,7 +97,7 @@ class TekkenTokenizer(Tokenizer):
         super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
 
     def control_id(self, name: str) -> int | None:
-        """Return the id of a control token, None if there is none of this name."""
+        """Return the id of a control token, None if it does not exist."""
         return self.tekkenizer.get_special_token(name) if self.tekkenizer.is_special(name) else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -138,13 +138,13 @@ class HfTokenizer(Tokenizer):
         super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
 
     def control_id(self, name: str) -> int | None:
-        """Return the id of a control token, None if there is none of this name."""
+        """Return the id of a control token, None if it does not exist."""
         token_id = self._backend.token_to_id(name)
         added = self._backend.get_added_tokens_decoder()
         return token_id if token_id in added and added[token_id].special else None
 
     def added_id(self, name: str) -> int | None:
-        """Return the id of an added token, special or not; None if there is none of this name."""
+        """Return the id of an added token, special or not; None if it does not exist."""
         token_id = self._backend.token_to_id(name)
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
@@ -183,7 +183,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes, ...]:
-    """Return the bytes of every id, none for control tokens and for ids without a piece."""
+    """Return the bytes of every id, b"" for control tokens and for ids without a piece."""
     added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
     size = max(vocab.values()) + 1
     if size > 2 * len(vocab) + MAX_UNUSED_IDS:
@@ -224,7 +224,7 @@ def _is_sentencepiece_step(step: dict[str, Any]) -> bool:
 
 
 def _bytes_of_piece(piece: str, *, is_byte: bool) -> bytes:
-    """Return a piece's bytes: those of " King" for "\u2581King", a newline for "<0x0A>"."""
+    """Return a piece's bytes: b" King" for "\u2581King", a newline for "<0x0A>"."""
     return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
 
 
@@ -233,8 +233,8 @@ def _is_byte(piece: str) -> bool:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """Return GPT-2's alphabet for bytes: printable bytes are themselves, the others start at
-    U+0100, so U+0120 is a space.
+    """Return GPT-2's alphabet for bytes: printable bytes map to themselves, the others to U+0100
+    and following, so U+0120 is a space.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

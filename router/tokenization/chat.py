@@ -8,10 +8,10 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
-# of which a model may know some
+# a model may know a subset
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 VARIABLES = "chat_template_kwargs"  # the parameter of requests with variables of a template
-# a function that the model may call, as OpenAI writes one of ``tools``
+# a function that the model may call, an item of OpenAI's ``tools``
 ToolSpec = Mapping[str, Any]
 
 
@@ -106,18 +106,18 @@ class ToolFormat:
 
 
 class ChatTemplate(Protocol):
-    """Turns conversations into prompts. What users and models wrote stays text, even if it looks
-    like a control token.
+    """Turns conversations into prompts. Texts of users and models stay text, even if they look like
+    control tokens.
     """
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model calls tools; None for a format without tools."""
+        """The model's format for tool calls; None for a format without tools."""
         ...
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """How the model marks its thoughts; None for a format without thoughts."""
+        """The model's markers of reasoning; None for a format without reasoning."""
         ...
 
     def encode(
@@ -128,20 +128,18 @@ class ChatTemplate(Protocol):
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format
-        lacks such conversations.
+        """Return token ids up to the beginning of the assistant's answer. Raises RequestError if
+        the format does not support the conversation.
 
         ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much
-        the model is to think, None for its default. Raises ParameterError for variables that the
-        format has not, and for an effort that it lacks.
+        the model is to think, None for its default. Raises ParameterError for variables and efforts
+        that the format does not support.
         """
         ...
 
 
 def check_effort(effort: str | None, known: Sequence[str]) -> None:
-    """Raise ParameterError if a model that knows these efforts, or none, is to think with another
-    one.
-    """
+    """Raise ParameterError if the effort is not among the known efforts of the model."""
     if effort is None or effort in known:
         return
     reason = (
@@ -159,7 +157,7 @@ class Conversation:
     prompt: ChatTemplate
     context: int  # positions
     max_tokens: int  # of an answer
-    system: tuple[ChatMessage, ...] = ()  # a system message or nothing; never dropped
+    system: tuple[ChatMessage, ...] = ()  # a system message or none; never dropped
     turns: tuple[ChatMessage, ...] = ()
     num_dropped: int = 0  # messages
 

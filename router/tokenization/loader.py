@@ -15,20 +15,20 @@ from tramontane.router.tokenization.reasoning_parser import find_reasoning_forma
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
-# as Mistral names its own
+# names of Mistral's own files
 VERSIONED_NAMES = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
-# without spaces and without what may precede it
+# without spaces and without an optional prefix
 MISTRAL_PROBE = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"
 
 
 def find_tokenizer_file(folder: Path) -> Path | None:
-    """Return the tokenizer file to read, None if there is none.
+    """Return the tokenizer file to read, None if no file exists.
 
-    Several files agree, except for tokens that a fine-tune with its own chat template added: only
-    ``tokenizer.json`` has those.
+    If there are several files, they agree, except for tokens that a fine-tune with its own chat
+    template added: only ``tokenizer.json`` has these.
     """
     if (folder / HUGGING_FACE).is_file() and _has_own_format(folder):
         return folder / HUGGING_FACE
@@ -37,7 +37,7 @@ def find_tokenizer_file(folder: Path) -> Path | None:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """Load a folder's tokenizer, None if there is none. Raises CheckpointError if it is damaged or
+    """Load a folder's tokenizer, None if it has none. Raises CheckpointError if it is damaged or
     exceeds ``vocab_size``.
     """
     path = find_tokenizer_file(folder)
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
 
 
 def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Load a folder's tokenizer. Raises CheckpointError also if there is none."""
+    """Load a folder's tokenizer. Raises CheckpointError also if it has none."""
     tokenizer = load_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise CheckpointError(
@@ -71,7 +71,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Load a folder's chat template: mistral-common's for Mistral's tokenizers, otherwise the
     checkpoint's own.
     """
-    # imports what completions do not need
+    # imports libraries that completions do not need
     from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
     template = _template(folder)

@@ -41,8 +41,8 @@ FORMATS = {
     TokenizerVersion.v13: instruct.InstructTokenizerV13,
     TokenizerVersion.v15: instruct.InstructTokenizerV15,
 }
-# A control token that each version of the SentencePiece models introduced, newest first; version 1
-# has none.
+# The control token that each version of the SentencePiece models introduced, newest first; version
+# 1 has none.
 INTRODUCED_TOKENS = {
     TokenizerVersion.v7: "[SYSTEM_PROMPT]",
     TokenizerVersion.v3: "[PREFIX]",
@@ -96,8 +96,8 @@ class MistralChatTemplate:
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """None unless the tokenizer has Mistral's markers of thoughts; those of version 13 and
-        later may have them.
+        """None unless the tokenizer has Mistral's markers of reasoning; tokenizers of version 13
+        and later may have them.
         """
         tokenizer, (begin, end) = self._mistral.instruct_tokenizer.tokenizer, THINK_MARKERS[0]
         if not (tokenizer.is_special(begin) and tokenizer.is_special(end)):
@@ -108,8 +108,8 @@ class MistralChatTemplate:
 
     @property
     def _efforts(self) -> list[str]:
-        """The values of ``reasoning_effort`` that the model knows; from version 15 on the
-        tokenizer's file may name some.
+        """The supported values of ``reasoning_effort``; from version 15 on the tokenizer's file may
+        list some.
         """
         builder = self._mistral.instruct_tokenizer.tokenizer.model_settings_builder
         efforts = builder and builder.reasoning_effort
@@ -123,8 +123,8 @@ class MistralChatTemplate:
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format
-        lacks such conversations.
+        """Return token ids up to the beginning of the assistant's answer. Raises RequestError if
+        the format does not support the conversation.
 
         Raises ParameterError for any ``variables``: the format has none.
         """
@@ -180,7 +180,7 @@ class MistralChatTemplate:
             )
 
 
-def _known_fields(tool: ToolSpec) -> Any:  # what mistral-common makes a Tool of
+def _known_fields(tool: ToolSpec) -> Any:  # as mistral-common's Tool needs them
     function = {name: value for name, value in tool["function"].items() if value is not None}
     return {
         "type": "function",
@@ -189,7 +189,7 @@ def _known_fields(tool: ToolSpec) -> Any:  # what mistral-common makes a Tool of
 
 
 def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
-    """Return a message in OpenAI's shape. Raises RequestError if there is no such role."""
+    """Return a message in OpenAI's format. Raises RequestError if its role does not exist."""
     if message.role not in get_args(Role):
         raise RequestError(
             f"{name}.role is {message.role!r:.60}; it must be one of"

@@ -1,4 +1,4 @@
-"""Separates a model's thoughts from its answer, token by token.
+"""Separates a model's reasoning from its answer, token by token.
 
     form = chat.reasoning_format
     parser = ReasoningParser(form, tokenizer, is_open=is_open_after(form, tokenizer, prompt_ids))
@@ -6,10 +6,10 @@
         content, thought, places = parser.push(token_id)
     content, thought, places = parser.finish()
 
-A format's markers are tokens, which no text resembles ([THINK], and <think> in most vocabularies),
-or text. Either way the two texts depend on the tokens alone, never on how they arrive. Markers are
-in neither text. They do not nest: the first one that ends a thought ends it, and one without a
-partner has no effect. Several thoughts are joined as lines, as mistral-common joins them.
+A format's markers are either tokens, which no text can produce ([THINK], and <think> in most
+vocabularies), or text. Either way the two texts depend only on the tokens, not on how they are
+batched. Markers are in neither text. They do not nest: the first end marker ends a thought, and an
+unpaired marker has no effect. Several thoughts are joined as lines, as mistral-common joins them.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from tramontane.router.tokenization.tokenizer import (
     Tokenizer,
 )
 
-NUM_TAIL_IDS = 64  # of a prompt, whose text shows whether it ends with a marker
+NUM_TAIL_IDS = 64  # last tokens of a prompt, whose text shows whether it ends with a marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class ReasoningFormat:
 
 
 def find_reasoning_format(tokenizer: Tokenizer, template: str = "") -> ReasoningFormat | None:
-    """Return the markers that a tokenizer has as tokens, else those that a Jinja template writes as
-    text; None: no thoughts.
+    """Return the markers that a tokenizer has as tokens, else the markers that a Jinja template
+    writes as text; None without reasoning.
     """
     for begin, end in THINK_MARKERS:
         begin_id, end_id = tokenizer.added_id(begin), tokenizer.added_id(end)
@@ -62,8 +62,8 @@ def find_reasoning_format(tokenizer: Tokenizer, template: str = "") -> Reasoning
 def is_open_after(form: ReasoningFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Return whether a prompt ends inside a thought, so that the answer continues it.
 
-    That is so if the last marker begins one, and no control token, with which another message
-    begins, is after it.
+    That is so if the last marker is a begin marker, and no control token, which would begin another
+    message, is after it.
     """
     if not form.has_ids:
         return tokenizer.decode(tuple(prompt_ids[-NUM_TAIL_IDS:])).rstrip().endswith(form.begin)
@@ -83,8 +83,8 @@ class Place(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What a token adds to both texts, and the places of tokens that are known now: in order, each
-    token once.
+    """The additions of a token to both texts, and the places of tokens that are decided now: in
+    order, each token once.
     """
 
     content: str
@@ -93,11 +93,11 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Parser for one sequence. ``is_open``: it begins inside a thought.
+    """Parser for one sequence. ``is_open``: the sequence begins inside a thought.
 
-    ``only_first``: the sequence follows a grammar, by which only its beginning may be a thought;
-    later markers that are text are text of the answer, such as a value in its JSON. Markers that
-    are tokens cannot be there. ``is_text_start``: the sequence is the beginning of a text, and does
+    ``only_first``: the sequence follows a grammar that allows a thought only at the beginning;
+    later markers that are text belong to the answer, such as a value in its JSON. Markers that are
+    tokens cannot occur there. ``is_text_start``: the sequence is the beginning of a text, and does
     not continue a message.
     """
 
@@ -121,8 +121,8 @@ class ReasoningParser:
         return self._texts.in_thought
 
     def is_of_thought(self, token_id: int) -> bool:
-        """Return whether this token, if it came next, would belong to a thought for sure: inside of
-        one, or a marker.
+        """Return whether this token, if it came next, would certainly belong to a thought: inside
+        of one, or a marker.
         """
         return self._texts.in_thought or (
             self._form.has_ids and token_id in (self._form.begin_id, self._form.end_id)
@@ -142,7 +142,7 @@ class ReasoningParser:
         return self._texts.take([self._texts.add(text, offset)])
 
     def finish(self) -> Split:
-        """Return the rest, at the end of the sequence."""
+        """Return the remaining text, at the end of the sequence."""
         if self._scanner is not None:
             places = self._scanner.finish(self._decoder.finish())
         else:
@@ -153,7 +153,7 @@ class ReasoningParser:
 
 
 class _TwoTexts:
-    """The content and the thoughts, as far as they have come; what is added goes to one of them."""
+    """The content and the reasoning so far; new text is appended to one of them."""
 
     def __init__(self, trims: bool, in_thought: bool) -> None:
         self._trims, self.in_thought = trims, in_thought
@@ -171,7 +171,7 @@ class _TwoTexts:
         return not self._is_thought_empty if self.in_thought else self._num_content > 0
 
     def mark(self, *, begins: bool) -> None:
-        """Take a marker. One that begins a thought inside of one has no effect."""
+        """Take a marker. A begin marker inside a thought has no effect."""
         if begins and not self.in_thought:
             self._is_thought_empty = True
         if not begins:
@@ -182,7 +182,7 @@ class _TwoTexts:
         """Add text; return the place of a token that begins ``offset`` characters after the
         beginning of this text.
 
-        Line breaks after a marker are a part of it, and so is a token that is nothing else.
+        Line breaks after a marker belong to it, and so does a token of only line breaks.
         """
         if self.in_thought:
             self._add_thought(text)
@@ -203,7 +203,7 @@ class _TwoTexts:
         self._num_breaks = 0
 
     def take(self, places: Sequence[Place]) -> Split:
-        """Return what was added since the last time."""
+        """Return the text added since the last call."""
         split = Split("".join(self._content), "".join(self._thought), places)
         self._content, self._thought = [], []
         return split
@@ -227,7 +227,7 @@ class _TwoTexts:
 
 
 class _MarkerScanner:
-    """Finds markers that are text, and holds back what may become one. A token waits until its
+    """Finds markers that are text, and holds back text that may become one. A token waits until its
     first character is decided.
     """
 
@@ -252,8 +252,8 @@ class _MarkerScanner:
         return places + [self._texts.add("") for _ in range(len(self._waiting))]
 
     def _scan(self, text: str) -> list[Place]:
-        """Decide as much as possible. Of markers that overlap the one that is complete first
-        counts, or else the longest.
+        """Decide as much as possible. Of overlapping markers, the first complete one counts, or
+        else the longest.
         """
         self._num_pushed += len(text)
         self._held += text
@@ -291,7 +291,7 @@ class _MarkerScanner:
         return min(found, default=None)
 
     def _decide(self, text: str) -> list[Place]:
-        """Add text that is no marker, in parts that begin where tokens begin."""
+        """Add text without markers, in parts that begin where tokens begin."""
         places: list[Place] = []
         while text:
             start = self._num_decided
@@ -304,7 +304,7 @@ class _MarkerScanner:
         return places
 
     def _pop_waiting(self) -> int:
-        """Forget the waiting tokens that begin in decided text, and return how many they are."""
+        """Remove the waiting tokens that begin in decided text, and return their number."""
         num_popped = 0
         while self._waiting and self._waiting[0] < self._num_decided:
             self._waiting.popleft()
@@ -313,8 +313,8 @@ class _MarkerScanner:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of a text with which a marker begins: 3 for "a <t" and
-    "<think>" is 2.
+    """Return the length of the longest suffix of a text that is a prefix of a marker: 2 for "a <t"
+    and "<think>".
     """
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)

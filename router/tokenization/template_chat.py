@@ -1,5 +1,5 @@
-"""A checkpoint's own chat template: Jinja, whose control tokens come from the template and never
-from a user's text.
+"""A checkpoint's own chat template in Jinja; control tokens come only from the template, never from
+a user's text.
 """
 
 import json
@@ -97,8 +97,8 @@ class TemplateTokens:
 class JinjaChatTemplate:
     """Chat template in Jinja. ``names``: variables of the template, such as ``bos_token``.
 
-    Thoughts of an answer are its ``reasoning_content``, and ``reasoning``; a template that knows
-    neither may know parts of the type "thinking" in the content, as Mistral's own do.
+    The reasoning of an answer is its ``reasoning_content`` and ``reasoning``; a template that uses
+    neither may use parts of the type "thinking" in the content, as Mistral's own do.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class JinjaChatTemplate:
 
     def _mark_end(self, written: dict[str, Any]) -> None:
         """Add the mark to the end of a message, whose content is a text, or parts if the template
-        knows those.
+        supports these.
         """
         if isinstance(written["content"], list):
             written["content"] = [*written["content"], {"type": "text", "text": self._end_mark}]
@@ -331,13 +331,13 @@ def _to_json(
 MAX_VARIABLES = 32
 MAX_NAME_CHARS = 64
 MAX_JSON_CHARS = 4096  # of all variables
-MAX_NUMBER = 10**6  # a template may count up to it, or repeat a text as often
+MAX_NUMBER = 10**6  # a template may count up to it, or repeat a text this number of times
 MAX_DEPTH = 4
 
 
 def _check(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables without those that say what is done anyway. Raises ValueError for what
-    may be large.
+    """Return the variables without ``add_generation_prompt: true``, which is the default. Raises
+    ValueError for names and values beyond the limits.
     """
     if len(variables) > MAX_VARIABLES:
         raise ValueError(f"it has {len(variables)} variables; it may have at most {MAX_VARIABLES}")

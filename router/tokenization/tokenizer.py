@@ -28,7 +28,7 @@ def validate_text(*texts: str) -> Iterator[None]:
 UNCHECKED_CHARS = PIECE_CHARS = 2**18
 REPLACE, REPLACE_EACH = "replace", "tramontane-replace-each"
 THINK_TEXTS = ("<think>", "</think>")
-# before and after a thought: Mistral's, and those of most others
+# before and after a thought: Mistral's markers, and the most common others
 THINK_MARKERS = (("[THINK]", "[/THINK]"), THINK_TEXTS)
 
 
@@ -92,7 +92,7 @@ class IncrementalDecoder:
             if not piece:
                 return "", 0
         text = self._utf8.decode(piece[:1])
-        is_in_last = not self._utf8.getstate()[0]  # the first byte is no longer waiting for others
+        is_in_last = not self._utf8.getstate()[0]  # the first byte waits for no further bytes
         return text + self._utf8.decode(piece[1:]), len(text) - is_in_last
 
     def _without_space(self, token_id: int, piece: bytes) -> bytes:
@@ -106,7 +106,7 @@ class IncrementalDecoder:
 
 
 class Tokenizer(ABC):
-    """Base of tokenizers: every id stands for some bytes of UTF-8.
+    """Base of tokenizers: every id represents some bytes of UTF-8.
 
     ``bos_ids`` begin a sequence; without any, every sequence begins a text. ``strips_space``: as in
     SentencePiece, a text is encoded with a space before it, which decoding removes.
@@ -124,31 +124,29 @@ class Tokenizer(ABC):
         self._piece_bytes, self._bos_ids, self.strips_space = piece_bytes, bos_ids, strips_space
         # ids above have no text
         self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)
-        self.max_piece_bytes = max(map(len, piece_bytes))  # a bound of its characters, too
+        self.max_piece_bytes = max(map(len, piece_bytes))  # an upper bound of its characters, too
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return token ids, with the beginning of the model's training texts. Raises RequestError
-        for invalid text.
+        """Return token ids, with the model's beginning-of-text tokens. Raises RequestError for
+        invalid text.
 
-        Nothing in the text becomes a control token: "</s>" and "[INST]" are encoded as characters.
+        No part of the text becomes a control token: "</s>" and "[INST]" are encoded as characters.
         """
         with validate_text(text):
             return self._encode(text)
 
     def vocabulary(self) -> tuple[bytes, ...]:
-        """Return the bytes of every id in a text, none for control tokens and the unknown token."""
+        """Return the bytes of every id in a text, b"" for control tokens and the unknown token."""
         return self._piece_bytes
 
     @abstractmethod
     def control_id(self, name: str) -> int | None:
-        """Return the id of a control token such as "[TOOL_CALLS]"; None if there is no such token
-        or its name is text.
+        """Return the id of a control token such as "[TOOL_CALLS]"; None if it does not exist or its
+        name is text.
         """
 
     def added_id(self, name: str) -> int | None:
-        """Return the id of a token that the tokenizer was given by this name, a control token or
-        not; None if there is none.
-        """
+        """Return the id of an added token, a control token or not; None if it does not exist."""
         return self.control_id(name)
 
     @abstractmethod
@@ -169,9 +167,9 @@ class Tokenizer(ABC):
         """Raise RequestError if a long text has more than twice ``max_tokens`` tokens; call it in a
         thread.
 
-        The libraries hold Python's interpreter lock while they make a list of all ids: 75 ms for
-        2.8 million. So a long text is tokenized in pieces before. The cuts change a few tokens,
-        hence twice. A text of 600,000 characters has three pieces.
+        The libraries hold Python's interpreter lock while they build a list of all ids: 75 ms for
+        2.8 million. So a long text is tokenized in pieces first. The cuts change a few tokens,
+        hence the factor of two. A text of 600,000 characters has three pieces.
         """
         if len(text) <= UNCHECKED_CHARS:
             return
@@ -203,9 +201,7 @@ class Tokenizer(ABC):
         return "".join(self.pieces(token_ids))
 
     def pieces(self, token_ids: tuple[int, ...]) -> list[str]:
-        """Decode token by token. A character that several tokens make comes with the last of
-        them.
-        """
+        """Decode token by token. A character of several tokens belongs to the last of them."""
         decoder = self._decoder_of(token_ids)
         pieces = [decoder.push(token_id) for token_id in token_ids]
         return [*pieces[:-1], *(piece + decoder.finish() for piece in pieces[-1:])]
@@ -223,7 +219,7 @@ class Tokenizer(ABC):
         return offsets
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token in the middle of a text, none for control tokens and ids
+        """Return the bytes of one token in the middle of a text, b"" for control tokens and ids
         without a piece.
         """
         return self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
@@ -272,10 +268,10 @@ AHEAD, NUM_AHEAD = "\u263a", 2  # the character, and how many tokens are dropped
 
 
 def encode_fim(tokenizer: Tokenizer, prompt: str, suffix: str) -> tuple[int, ...]:
-    """Return the token ids after which the model writes what is between prompt and suffix.
+    """Return the token ids of a fill-in-the-middle prompt: the model continues with the text
+    between prompt and suffix.
 
-    Raises RequestError if the tokenizer lacks a control token of such prompts, and for invalid
-    Unicode.
+    Raises RequestError if the tokenizer lacks a control token for this, and for invalid Unicode.
     """
     suffix_id, prefix_id = tokenizer.control_id("[SUFFIX]"), tokenizer.control_id("[PREFIX]")
     if suffix_id is None or prefix_id is None:

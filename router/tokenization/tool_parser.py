@@ -7,7 +7,7 @@
             text = detokenizer.push(event)  # as without tools
 
 The deltas of a call are OpenAI's: the first has its id and name, all have pieces of its arguments;
-``merge_deltas`` joins them. A choice that has made a call finishes with the reason ``tool_calls``
+``merge_deltas`` joins them. A choice with a tool call finishes with the reason ``tool_calls``
 instead of ``stop``.
 """
 
@@ -34,8 +34,8 @@ def new_call_id() -> str:
 
 
 def call_ids(answer_id: str) -> Callable[[], str]:
-    """Return a function like ``new_call_id`` whose ids follow from the answer's, so that another
-    ingress makes the same.
+    """Return a function like ``new_call_id`` with ids derived from the answer's id, so that another
+    ingress makes the same ids.
     """
     numbers = itertools.count()
 
@@ -96,7 +96,7 @@ class ToolCallParser:
         return self._decoder is not None
 
     def push(self, token_id: int) -> list[CallDelta]:
-        """Return what this token adds to calls."""
+        """Return the new parts of calls from this token."""
         if token_id == self._format.calls:
             self._decoder, self._rest, self._object = self._tokenizer.decoder(), "", None
         elif self._decoder is not None and token_id == self._format.args:

@@ -1,5 +1,5 @@
-"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's
-attention: on a CPU those in C, on a GPU by their speed.
+"""Selects a stage's attention kernels from those that run on its device and agree with PyTorch's
+attention: on a CPU the C kernels, on a GPU the fastest.
 """
 
 import logging
@@ -38,9 +38,9 @@ K = TypeVar("K")
 MakeCases = Callable[[], list[KernelCase]]
 
 NUM_CORRECTNESS_TOKENS = 4
-CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
-# On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's
-# fastest kernel is used.
+CPU_TOKENS = 2  # single tokens of a case on CPUs, whose kernels compute tokens serially
+# On GPUs: batch sizes of single tokens at which kernels are timed, and the largest batch size for
+# which each one's fastest kernel is used.
 TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 64), (2, 8, 32)
 
 
@@ -48,8 +48,8 @@ TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 64), (2, 8, 32)
 def _check_attention(
     plan: StagePlan, device: torch.device, kernels: AttentionKernels, num_tokens: int
 ) -> None:
-    """Raise ArithmeticError if the kernels do not agree with PyTorch's attention, or whatever they
-    raise. ``num_tokens``: single tokens of a case.
+    """Raise ArithmeticError if the kernels do not agree with PyTorch's attention; errors of the
+    kernels propagate. ``num_tokens``: single tokens of a case.
     """
     for case in correctness_cases(plan, device, num_tokens):
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
@@ -60,8 +60,8 @@ def _check_attention(
 def select_working_kernels(
     plan: StagePlan, device: torch.device, kernels: AttentionKernels
 ) -> AttentionKernels:
-    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's, or whatever
-    they raise.
+    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's; errors of
+    the kernels propagate.
     """
     _check_attention(plan, device, kernels, NUM_CORRECTNESS_TOKENS)
     check_writes(plan, device, kernels)
@@ -73,9 +73,7 @@ def select_working_kernels(
 def select_kernels(
     plan: StagePlan, device: torch.device, selector: KernelSelector
 ) -> AttentionKernels:
-    """Choose the kernels of a stage on a GPU by their speed, or PyTorch's where no other can be
-    used.
-    """
+    """Select the kernels of a stage on a GPU by their speed, or PyTorch's if no other is usable."""
     prefills, decodes = _gpu_candidates(plan, device)
     with torch.inference_mode():
         correctness, timing = (
@@ -100,8 +98,8 @@ def select_kernels(
 def _gpu_candidates(
     plan: StagePlan, device: torch.device
 ) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:
-    """Return the kernels for prompts, and a function that returns those for a number of single
-    tokens.
+    """Return the prefill kernels, and a function that returns the decode kernels for a number of
+    single tokens.
     """
     prefills: dict[str, PrefillKernel] = {}
     try:
@@ -121,10 +119,10 @@ def _gpu_candidates(
     except (ImportError, OSError) as error:
         logger.warning("xformers' kernels for attention of prompts cannot be imported (%s)", error)
     try:
-        # for whose keys the other kernel needs minutes to compile, and more registers than there
+        # for these keys the other kernel takes minutes to compile, and more registers than there
         # are
         if plan.args.latent:
-            from tramontane.workers.attention.triton_latent import (  # neither is Triton
+            from tramontane.workers.attention.triton_latent import (  # not Triton either
                 latent_decode_kernels,
                 latent_prefill_kernels,
             )
@@ -145,8 +143,8 @@ def _gpu_candidates(
 def _with_triton_writes(
     kernels: AttentionKernels, plan: StagePlan, device: torch.device
 ) -> AttentionKernels:
-    """Return the kernels with Triton's writes to the cache, or as they are where those are not
-    right; logs why.
+    """Return the kernels with Triton's writes to the cache, or unchanged if these are not correct;
+    logs why.
     """
     try:
         from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
@@ -167,7 +165,7 @@ def _with_triton_writes(
         )
         return kernels
     kernels = ours
-    if plan.args.latent:  # whose keys are not heads of a product
+    if plan.args.latent:  # its keys are not heads of a product
         return kernels
     if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):
         logger.warning(
@@ -179,11 +177,11 @@ def _with_triton_writes(
 
 @cache  # for tests, which start many equal stages in one process
 def kernels_for_cpu(plan: StagePlan) -> AttentionKernels:
-    """Return the kernels in C, or PyTorch's attention, which needs keys in one piece, where they
-    cannot be compiled or are wrong; logs why.
+    """Return the C kernels, or PyTorch's attention, which needs keys in one piece, if they cannot
+    be compiled or are not correct; logs why.
     """
     try:
-        native = native_kernels(plan)  # which write to caches as PyTorch's do
+        native = native_kernels(plan)  # they write to caches like PyTorch's
         _check_attention(plan, torch.device("cpu"), native, CPU_TOKENS)
         return native
     except Exception as error:  # compilers and kernels raise errors of any kind
@@ -203,7 +201,7 @@ def _choose_prefill(
     timing: MakeCases,
     kernels: Mapping[str, PrefillKernel],
 ) -> PrefillKernel:
-    """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
+    """Return the fastest kernel over all window classes, or PyTorch's if no kernel is usable."""
     expected = _concat([case.expected[0] for case in correctness])
     prepare, prepare_timed = (
         _on_all(correctness, KernelCase.prefill),
@@ -220,7 +218,7 @@ def _choose_decode(
     timing: MakeCases,
     kernels: Mapping[str, DecodeKernel],
 ) -> DecodeKernel:
-    """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
+    """Return the fastest kernel over all window classes, or PyTorch's if no kernel is usable."""
     job, expected = (
         f"decode of {len(correctness[0].q_BHd)}",
         _concat([case.expected[1] for case in correctness]),
@@ -234,7 +232,7 @@ def _choose_decode(
 
 
 def _row(job: str, plan: StagePlan) -> Row | None:
-    """Return where the table may have a kernel: for keys and values in bfloat16 that are heads of a
+    """Return the table row for a kernel: only for keys and values in bfloat16 that are heads of a
     product.
     """
     args = plan.args
@@ -244,7 +242,7 @@ def _row(job: str, plan: StagePlan) -> Row | None:
 
 
 def _shapes(plan: StagePlan) -> str:
-    """Return all of a plan that the cases depend on.
+    """Return the parameters of a plan that the cases depend on.
 
     ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``.
     """

@@ -24,9 +24,9 @@ def causal_window_mask(
     """Return a boolean mask [queries, keys]: causal from the bottom-right corner, within the
     window.
 
-    It is what xformers' ``LowerTriangularFromBottomRightMask`` masks, with a window
-    ``make_local_attention`` of it. 2 queries, 4 keys, W = 3: the queries are at keys 2 and 3, so
-    the first sees keys 0..2 and the second 1..3: [[1, 1, 1, 0], [0, 1, 1, 1]].
+    Equals the mask of xformers' ``LowerTriangularFromBottomRightMask``, with a window of its
+    ``make_local_attention``. 2 queries, 4 keys, W = 3: the queries are at keys 2 and 3, so the
+    first sees keys 0..2 and the second 1..3: [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=device)
     distance = query_positions[:, None] - torch.arange(num_keys, device=device)[None, :]
@@ -38,24 +38,24 @@ class PrefillKernel(Protocol):
     """Attention of packed queries to the keys of their chunks."""
 
     def build_mask(self, index: PrefillMetadata) -> Any:  # each kernel has its own mask type
-        """Build what ``attend`` needs, once per step and window class."""
+        """Build the mask for ``attend``, once per step and window class."""
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:
-        """Compute the output [T, H, d] of one layer. With latent attention d may be the numbers of
-        the values alone.
+        """Compute the output [T, H, d] of one layer. With latent attention d may be the width of
+        the values only.
         """
 
 
 class PagedPrefillKernel(Protocol):
-    """A ``PrefillKernel`` that also reads cached keys in place, with the mask that it has built of
-    an index with pages.
+    """A ``PrefillKernel`` that also reads cached keys in place, with a mask built from an index
+    with pages.
     """
 
     def attend_pages(
         self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cached: LayerCache, mask: Any
     ) -> Tensor:
-        """Compute the output [T, H, d] of one layer from the chunks' own keys, and from those
-        before them in the cache.
+        """Compute the output [T, H, d] of one layer from the chunks' own keys and the earlier keys
+        in the cache.
         """
 
 
@@ -63,27 +63,25 @@ class Fp8PrefillKernel(Protocol):
     """A ``PrefillKernel`` that also takes keys and values in FP8."""
 
     def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: Any) -> Tensor:
-        """Compute the output [T, H, d] of one layer; ``keys``: those of a packed row, and their
-        values.
-        """
+        """Compute the output [T, H, d] of one layer; ``keys``: keys and values of a packed row."""
 
 
 class DecodeKernel(Protocol):
     """Attention of single tokens to the keys of their sequences in the cache."""
 
     def build_mask(self, index: DecodeMetadata) -> Any:
-        """Build what ``attend`` needs, once per step and window class."""
+        """Build the mask for ``attend``, once per step and window class."""
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:
-        """Compute the output [B, H, d] of one layer. With latent attention d may be the numbers of
-        the values alone.
+        """Compute the output [B, H, d] of one layer. With latent attention d may be the width of
+        the values only.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenKeys:
-    """Cache rows [T, K] (int32) that each token attends to: the first ``counts_T`` of them, in the
-    order of positions.
+    """Cache rows [T, K] (int32) that each token attends to: the first ``counts_T`` of its row, in
+    the order of positions.
     """
 
     rows_TK: Tensor
@@ -107,7 +105,8 @@ Read = Callable[[LayerCache, Tensor], tuple[Tensor, Tensor]]  # of rows [C], see
 ReadBack = Callable[[LayerCache, Tensor, Tensor], tuple[Tensor, Tensor]]
 CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
 # Rotates queries and keys of single tokens, writes keys and values to cache rows [B], and returns
-# the queries [B, Q, d]. It is given all of them, [B, Q + 2 G, d], and cosines and sines [B, d].
+# the queries [B, Q, d]. Inputs: queries, keys and values [B, Q + 2 G, d], and cosines and sines [B,
+# d].
 RotateAndWrite = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -117,11 +116,11 @@ class AttentionKernels:
 
     prefill: PrefillKernel
     decode: DecodeKernel
-    # whether a token has the same bits by either kernel, whatever else is in the batch
+    # whether a token has the same bits with prefill and decode kernel, and in any batch
     is_batch_invariant: bool = False
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
-    # ``prefill``, if it takes an FP8 cache's keys as they are
+    # ``prefill``, if it reads an FP8 cache's keys without conversion
     fp8_prefill: Fp8PrefillKernel | None = None
     write: Write = LayerCache.write
     read: Read = LayerCache.read
@@ -167,12 +166,12 @@ class CachedAttention:
         index: object = None,
         /,
     ) -> Tensor:
-        """Attend to the cache and the row's own keys in one layer, and write the keys and values
-        that stay; [T, H, d].
+        """Attend to the cache and the row's own keys in one layer, and write the keys and values to
+        keep; [T, H, d].
 
         Chunks attend, then all tokens are written at once, then single tokens attend: their own
-        keys are cached like all others. With latent attention the numbers of the values come first
-        in d, and what follows means nothing.
+        keys are in the cache by then. With latent attention the output is in the first elements of
+        d; the remaining elements are undefined.
         """
         assert index is None
         assert k_TGd is not None
@@ -180,25 +179,21 @@ class CachedAttention:
         outs = self._attend(layer, q_THd, k_TGd, v_TGd)
         if len(outs) == 1:
             return outs[0]
-        # of latent attention some kernels compute the numbers of the values alone
+        # with latent attention some kernels return the width of the values only
         width = min(out.shape[2] for out in outs)
         return torch.cat([out[..., :width] for out in outs])
 
     def into(
         self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> None:
-        """Write to ``out_THc`` what a call returns, of each head so many numbers as there is room
-        for.
-        """
+        """Write the result of a call to ``out_THc``, truncated to c elements per head."""
         width, start = out_THc.shape[2], 0
         for out in self._attend(layer, q_THd, k_TGd, v_TGd):
             out_THc[start : start + len(out)] = out[..., :width]
             start += len(out)
 
     def _attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> list[Tensor]:
-        """Return attended values of the chunks and of the single tokens, of those that there
-        are.
-        """
+        """Return attended values of the chunks and of the single tokens, where there are any."""
         split, window_class, outs = self.index.num_prefill_tokens, self.cache.class_of[layer], []
         if (prefill := self.index.prefill[window_class]) is not None:
             outs.append(self._prefill(layer, prefill, q_THd[:split], k_TGd[:split], v_TGd[:split]))
@@ -211,8 +206,8 @@ class CachedAttention:
     def rotate_and_write(
         self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor
     ) -> Tensor | None:
-        """Write the row's keys and values and return its queries [B, Q, d], rotated, where one
-        kernel does all of that.
+        """Write the row's keys and values and return its queries [B, Q, d], rotated, if one kernel
+        does all of that.
 
         None in a micro-batch with chunks of several tokens, whose own keys are needed.
         """
@@ -233,11 +228,11 @@ class CachedAttention:
     def _prefill(
         self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> Tensor:
-        """Attend to cached keys and the chunks' own before these are written: a chunk may be longer
-        than what is kept.
+        """Attend to cached keys and the chunks' own keys before these are written: a chunk may be
+        longer than its window.
 
-        A chunk's own keys are attended to as they will be read, so that nothing depends on where a
-        prompt was divided.
+        A chunk's own keys are attended to as they will be read from the cache, so that the result
+        does not depend on the division of a prompt into chunks.
         """
         cached, mask, kernels = (
             self.cache.layers[layer],
@@ -257,8 +252,8 @@ class CachedAttention:
 def _writes(
     prefill: PrefillMetadata | None, decode: DecodeMetadata | None, num_prefill: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the cache rows that a micro-batch writes, and the tokens of its row for them; None for
-    all tokens in their order.
+    """Return the cache rows that a micro-batch writes, and the tokens of its row to write; None for
+    all tokens in order.
 
     A chunk of 3 tokens of which the last two stay, in rows 16 and 17, and single tokens for rows 5
     and 40: rows 16, 17, 5 and 40, tokens 1, 2, 3 and 4.
@@ -281,8 +276,8 @@ def _all_keys(
     v_TGd: Tensor,
     read: Read = LayerCache.read,
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [S, G, d] of all chunks: for each those that it sees of the cache,
-    then its own.
+    """Return the keys and values [S, G, d] of all chunks: for each chunk the cached keys that it
+    sees, then its own.
     """
     if not len(index.cached_rows):
         return k_TGd, v_TGd
@@ -292,7 +287,7 @@ def _all_keys(
 
 
 def _all_in_fp8(index: PrefillMetadata, cached: LayerCache, own: LayerCache) -> LayerCache:
-    """Return what ``_all_keys`` does, in FP8."""
+    """Return the keys and values of ``_all_keys``, in FP8."""
     if not len(index.cached_rows):
         return own
     earlier, order = cached.take(index.cached_rows), index.key_order

@@ -1,5 +1,4 @@
-"""Inputs with which a stage compares attention kernels: some show which are correct, others which
-are fast.
+"""Inputs for the comparison of attention kernels: cases for correctness, and cases for speed.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
 G key/value heads, d head_dim.
@@ -49,8 +48,8 @@ class CaseSize:
 
     @property
     def max_correctness_window(self) -> int:
-        """Window that replaces wider ones: it ends within the keys, and kernels do not distinguish
-        them.
+        """Window that replaces wider windows: it ends within the keys, and kernels do not
+        distinguish them.
         """
         return self.correctness_keys // 4
 
@@ -63,7 +62,7 @@ GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)
 class KernelCase:
     """Random inputs for kernels, of one window class and the stage's own geometry.
 
-    Of what they compute, the first ``value_dim`` numbers of each head are compared.
+    The first ``value_dim`` elements of each output head are compared.
     """
 
     q_THd: Tensor
@@ -101,8 +100,8 @@ class KernelCase:
 
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are
-    correct.
+    """Return a case per window class, with this number of single tokens, for the correctness check
+    of kernels.
     """
     windows, size = [window_class.window for window_class in plan.cache.classes], _size(device)
     return [
@@ -118,9 +117,7 @@ def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) ->
 
 
 def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are
-    fast.
-    """
+    """Return a case per window class, with this number of single tokens, for timing kernels."""
     return [
         _case(plan, device, num_tokens, window_class.window, TIMING_KEYS)
         for window_class in plan.cache.classes
@@ -129,8 +126,8 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
 
 @torch.inference_mode()
 def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> None:
-    """Compare writes to a cache, of all tokens and of some, the rows of positions, and what is read
-    of rows, with PyTorch's.
+    """Compare with PyTorch: cache writes of all tokens and of some, the rows of positions, and
+    reads of rows.
 
     Raises ArithmeticError.
     """
@@ -172,9 +169,7 @@ def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernel
 
 @torch.inference_mode()
 def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: RotateAndWrite) -> None:
-    """Compare rotated queries and what is written to a cache with PyTorch's. Raises
-    ArithmeticError.
-    """
+    """Compare rotated queries and cache writes with PyTorch's. Raises ArithmeticError."""
     num_queries, num_keys, head_dim = plan.args.n_heads, plan.args.n_kv_heads, plan.args.head_dim
     dtype, rows_B = getattr(torch, plan.dtype), torch.tensor([5, 0, 2], device=device)
     qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, device=device).to(dtype)
@@ -196,8 +191,7 @@ def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: Rota
         qkv_BHd[:, num_queries + num_keys :],
     )
     (k_NGd, v_NGd), (expected_k_NGd, expected_v_NGd) = cached.dequantized(), expected.dequantized()
-    # A key that is rounded otherwise may have another number in FP8, which is a sixteenth away from
-    # it.
+    # A key with another rounding may become the adjacent FP8 number, which differs by a sixteenth.
     assert_close_norm(k_NGd, expected_k_NGd, MAX_FP8_DIFFERENCE if is_fp8 else MAX_DIFFERENCE)
     untouched = torch.tensor([1, 3, 4, 6, 7], device=device)
     if k_NGd[untouched].any() or not torch.equal(v_NGd, expected_v_NGd):
@@ -254,7 +248,7 @@ def _case(
 def _filled_ring(
     window: int | None, page_size: int, num_tokens: int, device: torch.device
 ) -> PageRings:
-    """Return a full page ring per token, from a pool in which the pages of no sequence are in
+    """Return a full page ring per token, from a pool in which the pages of a sequence are not in
     order.
     """
     entries = ring_pages(window, page_size, TABLE_KEYS)

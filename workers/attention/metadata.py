@@ -36,13 +36,13 @@ class PrefillMetadata:
         key_lens: keys of each chunk, cached and own.
         starts: position of each chunk's first token.
         cached_rows: [C], cache rows of all keys from earlier chunks.
-        key_order: permutation of those C keys followed by the row's own, which puts each chunk's
-            keys together, oldest first.
+        key_order: permutation of the C cached keys followed by the row's own keys, which puts each
+            chunk's keys together, oldest first.
         written: [N], tokens of the row that are written to the cache.
-        write_rows: [N], cache rows that they are written to.
-        pages_CN: [C, N] (int32), for kernels that read pages in place, which get no ``cached_rows``
-            and ``key_order``: the pages of each chunk's cached keys, from that of the oldest that
-            it sees.
+        write_rows: [N], cache rows of the written tokens.
+        pages_CN: [C, N] (int32), for kernels that read pages in place (``cached_rows`` and
+            ``key_order`` are then empty): the pages of each chunk's cached keys, from the page of
+            the oldest key that it sees.
     """
 
     window: int | None
@@ -61,8 +61,9 @@ class DecodeMetadata:
     """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B] on the
     device.
 
-    ``starts`` are the positions on the host. ``num_pages`` is the width of a page table that holds
-    what any of them sees. All of it belongs to the step: nothing changes when the next one begins.
+    ``starts`` are the positions on the host. ``num_pages`` is the width of a page table for all
+    keys that the tokens see. The tensors belong to the step and do not change when the next step
+    begins.
     """
 
     ring: TokenRings
@@ -95,8 +96,8 @@ def num_cached_keys(start: int, window: int | None) -> int:
 def build_attention_metadata(
     batch: MicroBatch, table: StageSequences, device: torch.device, reads_pages: bool = False
 ) -> AttentionMetadata:
-    """Build the index tensors of a micro-batch with which ``table`` has been updated, and make its
-    pages visible there.
+    """Build the index tensors of a micro-batch after ``table.update(batch)``, and make the table's
+    new pages visible.
 
     ``reads_pages``: whether the prefill kernel reads pages in place.
     """
@@ -150,8 +151,8 @@ def _sampled_rows(batch: MicroBatch) -> list[int]:
 def _cached_rows(
     runs: list[Chunk], ring: PageRings, table: StageSequences, device: torch.device
 ) -> Tensor:
-    """Return ``PrefillMetadata.cached_rows``, before the chunks' own pages take the places of those
-    that they read.
+    """Return ``PrefillMetadata.cached_rows``, before the chunks' own pages replace the pages that
+    they read.
     """
     cached = [num_cached_keys(chunk.start, ring.window) for chunk in runs]
     slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
@@ -162,11 +163,10 @@ def _cached_rows(
 def _cached_pages(
     runs: list[Chunk], ring: PageRings, table: StageSequences, device: torch.device
 ) -> Tensor:
-    """Return ``PrefillMetadata.pages_CN``, before the chunks' own pages take the places of those
-    that they read.
+    """Return ``PrefillMetadata.pages_CN``, before the chunks' own pages replace the pages that they
+    read.
 
-    P = 16, W = 40, a chunk from position 100 on: it sees from 61 on, which is on page 3, up to 99
-    on page 6.
+    P = 16, W = 40, a chunk from position 100 on: it sees positions 61, on page 3, to 99, on page 6.
     """
     firsts = [
         (chunk.start - num_cached_keys(chunk.start, ring.window)) // ring.page_size

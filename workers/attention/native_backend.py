@@ -53,7 +53,7 @@ def native_kernels(plan: StagePlan) -> AttentionKernels:
 
 
 class NativePrefill:
-    """Prefill kernel for heads of ``head_dim`` elements, of which ``group`` share their keys.
+    """Prefill kernel for heads of ``head_dim`` elements; ``group`` query heads share their keys.
     Raises CompilerError.
     """
 
@@ -110,8 +110,8 @@ class NativePrefill:
 
 
 class NativeDecode:
-    """Decode kernel for heads of ``head_dim`` elements, of which ``group`` share their keys. Raises
-    CompilerError.
+    """Decode kernel for heads of ``head_dim`` elements; ``group`` query heads share their keys.
+    Raises CompilerError.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class NativeDecode:
     def attend_pages(
         self, q_BHd: Tensor, cached: LayerCache, positions_B: Tensor, pages_BN: Tensor, window: int
     ) -> Tensor:
-        """Attend to pages [B, N] (int32), of which the token at a position sees those of its
-        window.
+        """Attend to the keys in pages [B, N] (int32) that are in the window of each token's
+        position.
         """
         out_BHd = torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
         q_BHd = _heads_together(q_BHd)
@@ -146,8 +146,8 @@ class NativeDecode:
 
 
 class NativeSparse:
-    """The ``SparseKernels`` in C. Chosen keys are attended to as a sequence's keys in pages of one
-    row. Raises CompilerError.
+    """The ``SparseKernels`` in C. Selected keys are read like keys in pages of one row. Raises
+    CompilerError.
     """
 
     def __init__(self, args: ModelArgs, dtype: str) -> None:
@@ -196,6 +196,8 @@ def _pointers(cached: LayerCache) -> tuple[int | None, ...]:
 
 
 def _heads_together(heads: Tensor) -> Tensor:
-    """Return [T, heads, d] itself, or a copy if the heads of a token are not next to each other."""
+    """Return [T, heads, d] itself, or a contiguous copy if the heads of a token are not
+    adjacent.
+    """
     is_together = heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]
     return heads if is_together else heads.contiguous()

@@ -2,7 +2,7 @@
 own, in float32.
 
 A scale is a 448th of the vector's largest magnitude (times float32's 1/448, as GPUs divide by a
-constant), so nothing is calibrated and nothing depends on another token. A vector with an element
+constant), so it needs no calibration and does not depend on other tokens. A vector with an element
 that is not finite is NaN throughout. Kernels that quantize give the same bits as ``quantize``.
 
 Shape letters: ... any shape of vectors, N rows of a cache, G key/value heads, d head_dim.
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 PER_LARGEST = 1 / torch.finfo(FP8).max  # of FP8, 448
-# of zeros, and of vectors that would need a smaller one
+# of zeros, and of vectors that would need a smaller scale
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 

@@ -3,12 +3,12 @@ tables of single tokens.
 
 Position p of a sequence is in entry (p // P) mod R of its page ring, row p mod P of that page. Page
 n of a sequence takes the entry of page n - R. The router's page allocator decides which pages a
-sequence holds; here they are recorded and turned into rows.
+sequence holds; this module records them and converts positions to rows.
 
-Worked example, W = 3, P = 1, hence R = 3: of positions 0..4 in one chunk the last R pages are
-written, which are new: 7, 2 and 5. Page 7 with position 2 is in entry 2, page 2 with position 3 in
-entry 0, page 5 with position 4 in entry 1: in ring order the positions are [3, 4, 2]. After
-positions 5..9, on other pages: [9, 7, 8].
+Worked example, W = 3, P = 1, hence R = 3: of positions 0..4 in one chunk the last R are written, to
+new pages 7, 2 and 5. Page 7 with position 2 is in entry 2, page 2 with position 3 in entry 0, page
+5 with position 4 in entry 1: in ring order the positions are [3, 4, 2]. After positions 5..9, on
+other pages: [9, 7, 8].
 
 Shape letters: S slots, R pages of a ring, N rows of a cache, T tokens, G key/value heads, d
 head_dim; in page tables B single tokens, N pages.
@@ -38,14 +38,14 @@ from tramontane.workers.attention.quantized_rows import (
 from tramontane.workers.device.cuda import tensor_on
 
 MIN_HUGE_BYTES = 2**26  # of a tensor that gets huge pages, of 2 MiB as a rule
-# per page table: narrower ones would not be faster, and each width has kernels of its own
+# per page table: narrower tables would not be faster, and each width has its own kernels
 MIN_KEYS = 1024
 
 
 class PageRings:
     """Page rings of all sequences on this stage, for one window class.
 
-    ``scratch_slot`` belongs to no sequence. Padding is written to its one page, which follows the
+    ``scratch_slot`` is used by no sequence. Padding is written to its one page, which follows the
     pages of the plan.
     """
 
@@ -69,7 +69,7 @@ class PageRings:
         """Put a sequence's pages from index ``first`` on into their entries; ``flush`` makes them
         visible to ``rows``.
 
-        R = 5, pages 7 and 8 of a sequence: entries 2 and 3, from which its pages 2 and 3 disappear.
+        R = 5, pages 7 and 8 of a sequence: entries 2 and 3, where they replace its pages 2 and 3.
         """
         assert len(pages) <= self.ring_pages
         assert all(0 <= page < self.num_pages for page in pages)
@@ -104,7 +104,7 @@ class PageRings:
         return pages * self.page_size + positions % self.page_size
 
     def of_tokens(self, slots_B: Tensor) -> "TokenRings":
-        """Return the rings of the sequences in these slots, as they are now."""
+        """Return a copy of the rings of the sequences in these slots."""
         return TokenRings(self.window, self.page_size, self.pages_SR.index_select(0, slots_B))
 
 
@@ -112,8 +112,8 @@ class PageRings:
 class TokenRings:
     """Page rings of the sequences of B single tokens, a copy [B, R].
 
-    What a step reads is its own: the next one may begin, and put pages into ``PageRings``, while it
-    is in its first layers.
+    The copy belongs to the step: the next step may begin, and put pages into ``PageRings``, while
+    this one is in its first layers.
     """
 
     window: int | None
@@ -126,7 +126,7 @@ class TokenRings:
         return self.pages_BR.shape[1]
 
     def rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the cache rows of positions in the sequences of these tokens, any shape; see
+        """Return the cache rows of positions in the sequences of the given tokens, any shape; see
         ``PageRings.rows``.
         """
         pages = self.pages_BR[tokens, positions // self.page_size % self.ring_pages]
@@ -141,16 +141,16 @@ class StageSequences:
         self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
         self.slots: dict[int, int] = {}
         self.sampling: dict[int, SamplingParams] = {}
-        # layers whose experts are returned, for the few sequences that ask
+        # layers whose expert choices are returned, for the few sequences that request them
         self.expert_layers: dict[int, tuple[int, ...]] = {}
-        self.request_ids: dict[int, str] = {}  # for logs, of the sequences that have one
+        self.request_ids: dict[int, str] = {}  # for logs, where a request has an id
         self._free_slots = list(range(max_num_seqs))
 
     def update(self, batch: MicroBatch) -> None:
-        """Remove freed sequences, add new ones, and put new pages. All but those of prefixes become
-        visible by ``flush``.
+        """Remove freed sequences, add new ones, and put new pages. Pages of prefixes are visible at
+        once, all others after ``flush``.
 
-        Until then ``rows`` finds what a chunk reads: the pages that its own may take the places of.
+        Until then ``rows`` finds the pages that a chunk reads, even if its own pages replace them.
         """
         for seq_id in batch.freed_seq_ids:
             self._forget(seq_id)
@@ -220,7 +220,7 @@ class LayerCache:
     """Keys and values of one layer: the rows of all pages of its window class, one page after the
     other.
 
-    With latent attention both are the same tensor. With ``scales`` they are numbers in FP8.
+    With latent attention both are the same tensor. With ``scales`` they are FP8 numbers.
     """
 
     k_NGd: Tensor
@@ -296,15 +296,13 @@ class LayerCache:
         )
 
     def read_back(self, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are read once they have been written: with FP8 they
-        differ.
-        """
+        """Return keys and values as they will be read after being written: with FP8 they differ."""
         return (k_TGd, v_TGd) if self.scales is None else self.quantized(k_TGd, v_TGd).dequantized()
 
     def write(
         self, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None
     ) -> None:
-        """Overwrite rows [W] with the keys and values of these tokens, or of all."""
+        """Overwrite rows [W] with the keys and values of ``tokens_W``, or of all tokens."""
         if self.scales is not None:
             written = self.quantized(
                 *(each if tokens_W is None else each[tokens_W] for each in (k_TGd, v_TGd))
@@ -342,8 +340,8 @@ class RollingCache:
     """One ``LayerCache`` per layer of the stage, by global layer number, and the keys of its
     indexers.
 
-    A layer that uses another's cache has the same object. ``index_keys`` [N, i] have the same rows.
-    ``has_scratch`` adds a page for padding.
+    A layer that uses the cache of another layer has the same object. ``index_keys`` [N, i] have the
+    same rows. ``has_scratch`` adds a page for padding.
     """
 
     def __init__(
@@ -382,7 +380,7 @@ class PageTable:
     """Pages of each token's sequence, in position order, from the page of the oldest key that the
     token sees.
 
-    Of the rows of these pages, counted consecutively, the token sees ``first_B`` up to and without
+    Counting the rows of these pages consecutively, the token sees ``first_B`` up to and without
     ``end_B``. All tensors are int32 on the device.
 
     P = 4, W = 6, hence R = 3, ring [7, 2, 5]. A token at position 9 sees positions 4 to 9 on pages
@@ -416,8 +414,8 @@ def page_table(ring: TokenRings, positions_B: Tensor, num_pages: int) -> PageTab
 def padded_width(starts: list[int], ring: PageRings) -> int:
     """Return the width in pages of a table for tokens at these positions.
 
-    It is a power of two, the middle between two, or the whole ring. So there are few widths, and
-    little of a table lies past its keys: split-K divides the table evenly, and a part without keys
+    It is a power of two, the midpoint between two, or the whole ring. So there are few widths, and
+    little of a table is beyond its keys: split-K divides the table evenly, and a part without keys
     would be wasted.
 
     P = 16, no window, positions 100 and 2000: 126 pages are needed, 128 returned. Position 1024:

@@ -18,7 +18,7 @@ from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadat
 from tramontane.workers.attention.rolling_cache import LayerCache, page_table
 from tramontane.workers.device.cuda import tensor_on
 
-SHORT_KEYS = 256  # padding to so many keys does not matter
+SHORT_KEYS = 256  # padding up to this number of keys does not matter
 MAX_BUCKET_KEYS = 2**15
 MIN_BLOCK_QUERIES = 64  # of a chunk that is longer than its window
 
@@ -41,12 +41,12 @@ class SdpaPrefill:
     """Prefill kernel that attends sequence by sequence, and in a chunk that is longer than its
     window block by block.
 
-    It computes what ``BlockDiagonalMask.make_causal_from_bottomright`` of xformers describes, with
-    a window ``make_local_attention_from_bottomright``.
+    Equals ``BlockDiagonalMask.make_causal_from_bottomright`` of xformers, with a window
+    ``make_local_attention_from_bottomright``.
     """
 
     def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
-        """Build one block per chunk, or several that skip keys which none of their queries sees."""
+        """Build one block per chunk, or several that skip keys which no query of the block sees."""
         blocks, query, key = [], 0, 0
         for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
             for queries, keys in split_by_window(num_queries, num_keys, index.window):
@@ -83,8 +83,8 @@ class SdpaPrefill:
 def split_by_window(
     num_queries: int, num_keys: int, window: int | None
 ) -> list[tuple[slice, slice]]:
-    """Return blocks of queries and the keys that they see: as many queries as a window has, so at
-    most twice as many keys.
+    """Return blocks of queries and the keys that they see: a block has as many queries as the
+    window, and at most twice as many keys.
 
     200 queries after 50 earlier keys, W = 100. The first 100 queries are at keys 50 to 149 and see
     keys 0 to 149, the others at 150 to 249 see 51 to 249: [(0:100, 0:150), (100:200, 51:250)].
@@ -108,15 +108,15 @@ def _shifted(positions: slice, by: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class GatheredKeys:
-    """Cache rows [B, L] to gather, and the mask [B, 1, 1, L] of those that each token sees."""
+    """Cache rows [B, L] to gather, and the mask [B, 1, 1, L] of the rows that each token sees."""
 
     rows_BL: Tensor
     mask: Tensor
 
 
 def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Tensor:
-    """Gather keys and values and attend to them. Query heads of a group become its queries, so that
-    nothing is repeated.
+    """Gather keys and values and attend to them. The query heads of a group become its queries, so
+    that no keys are repeated.
     """
     batch, heads, head_dim = q_BHd.shape
     k_BLGd, v_BLGd = cached.read(keys.rows_BL)
@@ -129,10 +129,10 @@ def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Te
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """B single tokens of similar numbers of keys, up to L each: their indices [B] among those of
-    the micro-batch.
+    """B single tokens with similar numbers of keys, up to L each: their indices [B] among the
+    micro-batch's single tokens.
 
-    The rows of ``keys`` are in position order. Those past a token's last key repeat the token's own
+    The rows of ``keys`` are in position order. Rows past a token's last key repeat the token's own
     row.
     """
 
@@ -204,15 +204,15 @@ class PagedDecode:
     """Decode kernel that gathers as many rows as the page tables have: the reference for kernels
     that read pages in place.
 
-    What it does depends on shapes alone, so a CUDA graph can hold it.
+    Its operations depend on shapes only, so a CUDA graph can capture it.
     """
 
     def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
-        """Build the rows of the page tables, and which of them each token sees.
+        """Build the rows of the page tables, and the mask of the rows that each token sees.
 
-        In the places of the others stands the token's own row: other rows of its pages, and entries
-        past them, may hold what another sequence has left, and what is masked is multiplied by 0,
-        which NaN and infinity survive.
+        Unseen rows are replaced by the token's own row. Other rows of its pages, and entries past
+        them, may hold data of another sequence; masked values are multiplied by 0, which leaves NaN
+        and infinity as NaN.
         """
         table, page_size = (
             page_table(index.ring, index.positions, index.num_pages),
@@ -243,11 +243,11 @@ class BatchSizeDispatch:
 
     @property
     def finds_pages(self) -> bool:
-        """Whether all of them find pages themselves, without a page table."""
+        """Whether all kernels find pages themselves, without a page table."""
         return all(getattr(kernel, "finds_pages", False) for kernel in self.kernels)
 
     def build_mask(self, index: DecodeMetadata) -> Any:
-        """Build the mask of the kernel for so many tokens."""
+        """Build the mask of the kernel for this number of tokens."""
         return self._for(len(index.slots)).build_mask(index)
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:

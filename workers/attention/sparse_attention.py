@@ -2,12 +2,12 @@
 that an indexer scores highest.
 
 A token at position p has p + 1 keys, and sees all of them while they are at most ``index_topk``.
-Then attention is the ordinary one, by the ordinary kernels. If a micro-batch has a token with more
-keys, all of its tokens attend to lists of cache rows, in the order of their positions. Kernels in C
-compute the same bits in both ways.
+Then attention is dense, by the usual kernels. If a micro-batch has a token with more keys, all of
+its tokens attend to lists of cache rows, in the order of their positions. C kernels compute the
+same bits in both ways.
 
 Shape letters: T tokens of a micro-batch, n tokens of one sequence in it, S keys of a sequence, K
-chosen keys, N rows of a cache, H query heads, d width of a query, I heads of the indexer, i width
+selected keys, N rows of a cache, H query heads, d width of a query, I heads of the indexer, i width
 of an indexer's query and key.
 """
 
@@ -29,7 +29,7 @@ from tramontane.workers.attention.rolling_cache import (
 )
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, attend_gathered
 
-# index scores, of all heads apart, and numbers of gathered keys, that are in memory at a time
+# index scores (per head), and numbers of gathered keys, in memory at a time
 MAX_SCORES = 2**24
 
 
@@ -46,10 +46,10 @@ class TorchSparseKernels:
         )
 
     def attend(self, q_THd: Tensor, cached: LayerCache, chosen: ChosenKeys) -> Tensor:
-        """Gather the keys of some tokens at a time.
+        """Gather the keys of a limited number of tokens at a time.
 
-        What is past a token's keys repeats its first one: a row of another sequence would be
-        multiplied by 0, which NaN and infinity survive.
+        Entries past a token's keys repeat its first key: a row of another sequence would be
+        multiplied by 0, which leaves NaN and infinity as NaN.
         """
         seen_TK = (
             torch.arange(chosen.rows_TK.shape[1], device=q_THd.device) < chosen.counts_T[:, None]
@@ -67,7 +67,7 @@ class TorchSparseKernels:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """A sequence's tokens in a micro-batch: where they are in the packed row, their positions, and
+    """A sequence's tokens in a micro-batch: their location in the packed row, their positions, and
     the rows of all its keys.
     """
 
@@ -112,7 +112,7 @@ class SparseAttention:
             else []
         )
         self._counts_T = (metadata.positions + 1).clamp(max=self._topk)
-        self._chosen: dict[int, ChosenKeys] = {}  # by the layer whose indexer has chosen
+        self._chosen: dict[int, ChosenKeys] = {}  # by the layer of the indexer
 
     def __call__(
         self,
@@ -123,8 +123,8 @@ class SparseAttention:
         index: tuple[Tensor, Tensor, Tensor] | None = None,
         /,
     ) -> Tensor:
-        """Attend in one layer, with its own keys or those of the layer whose cache it uses, [T, H,
-        d].
+        """Attend in one layer, with its own keys or the keys of the layer whose cache it uses, [T,
+        H, d].
         """
         cached = self._cache.layers[layer]
         if index is not None:
@@ -206,9 +206,9 @@ def chosen_rows(scores_nS: Tensor, positions_n: Tensor, rows_S: Tensor, topk: in
     """Return the cache rows [n, min(topk, S)] of the keys with the highest scores, earlier ones
     first; the rest of a row is 0.
 
-    Of equal scores those of earlier keys are taken, so that the choice depends on the scores alone.
-    Scores 5 1 3 3 9 of a token at position 3, two to be chosen: 5 and the first 3, which are the
-    keys 0 and 2. A score that is NaN counts as the lowest, so that every row is one of the token's
+    Of equal scores, earlier keys are taken, so that the selection depends only on the scores.
+    Scores 5 1 3 3 9 of a token at position 3, two to be selected: 5 and the first 3, which are the
+    keys 0 and 2. A score that is NaN counts as the lowest, so that every row belongs to the token's
     own sequence.
     """
     num_keys, device = scores_nS.shape[1], scores_nS.device

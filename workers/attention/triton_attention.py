@@ -2,16 +2,16 @@
 pages in place.
 
 A tile is some consecutive tokens of one sequence for one key/value head, or one single token. Keys
-are in blocks that begin at multiples of ``KEYS`` positions of the sequence. Each block has a
-softmax of its own, and blocks are added in their order, one after the other, as in FlashAttention
-(Dao et al., 2022); what a query does not see leaves its sums as they are. So the result of a query
-depends on the keys that it sees alone, bit for bit: not on other queries, on where the keys are
-stored, nor on whether its token is decoded or part of a prompt. For these it is not only the same
-program but the same compiled kernel: keys of a prompt are in pages too, one after the other.
+are in blocks that begin at multiples of ``KEYS`` positions of the sequence. Each block has its own
+softmax, and blocks are accumulated one after the other in order, as in FlashAttention (Dao et al.,
+2022); a block without visible keys leaves the sums of a query unchanged. So the result of a query
+depends, bit for bit, only on the keys that it sees: not on other queries, on where the keys are
+stored, nor on whether its token is decoded or part of a prompt. Prefill and decode use the same
+compiled kernel: keys of a prompt are in pages too, one after the other.
 
-Where there are few single tokens several programs share the blocks of each, as in Flash-Decoding
-(Dao et al., 2023), and a second kernel adds them in the same way and order. How many programs
-changes nothing but the speed.
+Where there are few single tokens, several programs share the blocks of each, as in Flash-Decoding
+(Dao et al., 2023), and a second kernel accumulates them in the same way and order. The number of
+programs changes only the speed.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
 G key/value heads, d head_dim, I tiles, R pages of a ring, P blocks of a token's keys; r queries (or
@@ -37,7 +37,8 @@ ROWS = 64  # queries of a tile, at least; with 4 query heads for each key/value 
 KEYS = {2: 64, 4: 32}  # of a block, by the bytes of an element
 WARPS, STAGES = 8, 3
 COMBINE_WARPS = 4
-# one for each of an H100's multiprocessors, nearly: with fewer several share the keys of a token
+# nearly one for each of an H100's multiprocessors: with fewer, several programs share the keys of a
+# token
 MIN_PROGRAMS = 128
 MAX_KEPT_BYTES = 2**26  # of blocks that a second kernel adds, for all tokens
 NO_WINDOW = 2**30
@@ -72,12 +73,12 @@ def triton_kernels(plan: StagePlan) -> AttentionKernels:
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    """Prefill kernel for heads of which ``group`` share their keys. ``page_size``: of the cache of
-    single tokens.
+    """Prefill kernel; ``group`` query heads share their keys. ``page_size``: of the cache of single
+    tokens.
     """
 
     group: int
-    page_size: int = field(repr=False)  # which changes no bits: not part of the kernel's name
+    page_size: int = field(repr=False)  # changes no bits: not part of the kernel's name
 
     def build_mask(self, index: PrefillMetadata) -> TileMask:
         """Build the tiles of all chunks."""
@@ -120,7 +121,7 @@ class TritonPrefill:
 class TritonDecode:
     """Decode kernel. Everything that it needs is computed on the device."""
 
-    # in page rings, so there is no table whose width would matter
+    # in page rings, so no page table is needed
     finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> TileMask:
@@ -158,8 +159,8 @@ def num_programs(
 ) -> int:
     """Return how many programs share the keys of a single token and key/value head, a power of two.
 
-    32 heads of 128, 8 of them with keys, and 17 blocks: 16 for one token, 2 for 8, and one for
-    more. With 2,000 blocks, which are 31 MiB of a token, one for 3.
+    32 heads of 128, 8 of them with keys, and 17 blocks: 16 programs for one token, 2 for 8 tokens,
+    and one for more. With 2,000 blocks, which take 31 MiB per token, one program for 3 tokens.
     """
     kept_bytes = 4 * num_tokens * num_heads * head_dim * num_blocks
     if kept_bytes > MAX_KEPT_BYTES:
@@ -258,17 +259,17 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     k_block: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """Attend with the queries of one tile to all of its keys, or to those of some blocks, which are
-    kept.
+    """Attend with the queries of one tile to all of its keys, or to some blocks of keys, whose
+    partial sums are kept.
 
     Row r is query head r % group of token r // group. Window 100, 16 tokens from position 130 on:
     keys 31 to 145 are read, in blocks of 64 from positions 0, 64 and 128 on; the token at position
     131 does not see key 31. Two programs for the last token alone, which sees keys 46 to 145: the
     first has two blocks, the other the third.
 
-    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None. A row that sees a value that is not
-    finite becomes NaN. Such values are taken out, because rows that do not see them would multiply
-    them by 0.
+    ``k_NG`` and ``v_NG`` are scales of FP8 numbers, or None. A row that sees a value that is not
+    finite becomes NaN. Such values are replaced by 0, because rows that do not see them would
+    multiply them by 0.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     share, shares = tl.program_id(2), tl.num_programs(2)
@@ -280,7 +281,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     e = tl.arange(0, e_block)
     query_r = position + r // group
     is_query_r = r < num_tokens * group
-    # what is added to it for a row fits into 32 bits
+    # offsets added to it for a row fit into 32 bits
     first_head = (first_token.to(tl.int64) * kv_heads + head) * group
     rows_re = (r // group * kv_heads * group + r % group)[:, None] * head_dim + e[None, :]
     is_inside_re = is_query_r[:, None] & (e < head_dim)[None, :]
@@ -339,7 +340,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
             weight_rk = weight_rk * tl.where(is_bad_k, 0.0, v_scale_k)[None, :]
         block_re = tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         if shares > 1:
-            # of the first of some query heads of one token
+            # of the first of several query heads of one token
             kept = first_head * num_blocks + begin // k_block - first_block
             sums = sums_2THP + kept + r * num_blocks
             tl.store(sums, block_highest_r, mask=is_query_r)
@@ -382,11 +383,10 @@ def _entry(page, ring_pages):  # type: ignore[no-untyped-def]
 def _add_block(  # type: ignore[no-untyped-def]
     highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re
 ):
-    """Return the sums with one more block. One of which a row sees no key has zeros, and leaves its
-    sums as they are.
+    """Return the sums with one more block. A block without visible keys for a row has zeros, and
+    leaves the row's sums unchanged.
 
-    What is multiplied and added at once is written out, as it must be the same wherever blocks are
-    added.
+    Fused multiply-adds are explicit, as they must be the same wherever blocks are accumulated.
     """
     top_r = tl.maximum(highest_r, block_highest_r)
     earlier_r = tl.where(top_r == highest_r, 1.0, tl.exp2(highest_r - top_r))
@@ -411,8 +411,8 @@ def _combine(  # type: ignore[no-untyped-def]
     r_block: tl.constexpr,
     k_block: tl.constexpr,
 ):
-    """Add the blocks of one single token and key/value head, in their order, for its ``group``
-    query heads.
+    """Accumulate the blocks of one single token and key/value head, in their order, for its
+    ``group`` query heads.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(tiles_I4 + token * 4 + 2)

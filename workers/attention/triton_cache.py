@@ -1,13 +1,13 @@
-"""Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache
-rows of positions by another.
+"""Cache writes on GPUs by one Triton kernel (PyTorch needs two or four), and the cache rows of
+positions by another.
 
 A third kernel rotates heads, and writes keys and values of single tokens: a token has the same bits
-with its write and without. Those of a cache in FP8 are quantized as they are written, with the bits
-of ``quantized_rows.py``. Two more kernels read its rows, and return keys as they will be read.
+with the write and without. FP8 caches are quantized during the write, with the bits of
+``quantized_rows.py``. Two more kernels read its rows, and return keys as they will be read.
 
-Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H query
-heads, G key/value heads, A heads of queries, keys and values side by side, d head_dim, S slots, R
-pages of a ring; e elements and a heads of a program.
+Shape letters: T tokens, B single tokens, W written tokens, N rows of a cache, H query heads, G
+key/value heads, A heads of queries, keys and values side by side, d head_dim, S slots, R pages of a
+ring; e elements and a heads of a program.
 """
 
 import torch
@@ -164,8 +164,8 @@ def _write_fp8(
 
 @triton.jit
 def _scale(magnitude_ae, is_finite_ae):  # type: ignore[no-untyped-def]
-    """Return the scales of some vectors, given the magnitudes of their elements, of which those
-    past a vector's end are 0.
+    """Return the scales of some vectors from the magnitudes of their elements; elements past a
+    vector's end are 0.
     """
     scale_a = tl.maximum(tl.max(magnitude_ae, axis=1) * FACTOR, SMALLEST)
     return tl.where(tl.min(is_finite_ae.to(tl.int32), axis=1) > 0, scale_a, float("nan"))
@@ -327,7 +327,7 @@ def apply_rotary(x_TAd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
     if num_tokens:
         with torch.cuda.device_of(out_TAd):  # type: ignore[no-untyped-call]  # as above
             _rotate_and_write[num_tokens, triton.cdiv(num_heads, A_BLOCK)](
-                # without keys there are no rows, nor a cache
+                # without keys, rows and cache are unused
                 *(x_TAd, cos_Td, sin_Td, out_TAd, out_TAd, out_TAd, out_TAd),
                 *(
                     x_TAd.stride(0),
@@ -366,9 +366,9 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     half.
 
     With 32 query heads and 8 key/value heads, heads 32 to 39 are keys, and 40 to 47 are values,
-    which are not rotated. Without key/value heads nothing is written to a cache. What is multiplied
-    and added at once is written out: a compiler might choose differently for another number of
-    heads. ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None.
+    which are not rotated. Without key/value heads nothing is written to a cache. Fused
+    multiply-adds are explicit: a compiler might choose differently for another number of heads.
+    ``k_NG`` and ``v_NG`` are scales of FP8 numbers, or None.
     """
     token = tl.program_id(0).to(tl.int64)
     a = tl.program_id(1) * a_block + tl.arange(0, a_block)[:, None]

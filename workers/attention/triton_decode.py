@@ -1,13 +1,14 @@
 """Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and
 splits each token's keys.
 
-Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or
-Flash-Decoding (Dao et al., 2023). Each part has a softmax of its own, and the program that ends
-last combines the parts. A program needs nothing but a token's position and the copy of its page
-ring: it finds pages itself, so the host prepares nothing and a CUDA graph may hold the kernel.
+Few tokens do not keep a GPU busy unless several programs share the keys of one token: split-K, or
+Flash-Decoding (Dao et al., 2023). Each part has its own softmax, and the program that ends last
+combines the parts. A program needs only a token's position and the copy of its page ring: it finds
+pages itself, so the host prepares nothing and a CUDA graph can capture the kernel.
 
-Of a cache in FP8 a program converts numbers to the dtype of the queries, which is exact, and
-multiplies scores by the scales of keys and weights by those of values: no tile is dequantized.
+With an FP8 cache a program converts numbers to the dtype of the queries, which is exact, and
+multiplies scores by the scales of the keys and weights by the scales of the values: no tile is
+dequantized.
 
 Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, R
 pages of a ring, P parts; r queries, h query heads, k keys, e elements and p parts of a program.
@@ -38,7 +39,7 @@ LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and fini
 
 @dataclass(frozen=True, slots=True)
 class SplitMask:
-    """Which tokens there are, and how many parts of each token and key/value head have ended, [B,
+    """The existing tokens, and the number of finished parts of each token and key/value head, [B,
     G]: 0 between kernels.
     """
 
@@ -48,7 +49,7 @@ class SplitMask:
 
 @dataclass(frozen=True, slots=True)
 class SplitKDecode:
-    """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` of them
+    """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` programs
     share the keys of a token.
     """
 
@@ -57,7 +58,7 @@ class SplitKDecode:
     parts: int
     warps: int
     stages: int
-    # in page rings, so there is no table whose width would matter
+    # in page rings, so no page table is needed
     finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> SplitMask:
@@ -121,8 +122,8 @@ class SplitKDecode:
 
 
 def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
-    """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each
-    key/value head.
+    """Return the candidates for this number of single tokens: parts that make 16 to 128 programs
+    for each key/value head.
 
     16 tokens: 1, 2, 4 and 8 parts.
     """
@@ -136,8 +137,8 @@ def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
     }
 
 
-# Positions follow those of prompts in one tensor: their address is a multiple of 16 only after an
-# even number of them.
+# Positions follow the positions of prompts in one tensor: their address is a multiple of 16 only
+# after an even number of prompt tokens.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["ring_pages", "window", "num_parts"],
     do_not_specialize_on_alignment=["positions_B"],
@@ -272,7 +273,8 @@ def combine(  # type: ignore[no-untyped-def]
     """Add the parts of some query heads, each weighted by exp2(its highest score - the highest of
     all), some at a time.
 
-    They are read past the cache of this multiprocessor, because other ones have written them.
+    The loads bypass the cache of this multiprocessor, because other multiprocessors have written
+    the data.
     """
     h = tl.arange(0, h_block)
     e = tl.arange(0, e_block)

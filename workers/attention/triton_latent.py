@@ -1,15 +1,15 @@
-"""Latent attention on GPUs by a Triton kernel: all query heads have the same keys, and their values
-are the first part of these.
+"""Latent attention on GPUs by a Triton kernel: all query heads share the keys, and the first part
+of a key is its value.
 
 A block of keys is read once, and multiplied twice while it is in shared memory: by queries, and by
-their weights. The width of a key, 576 numbers or 320, is no power of two, as Triton's blocks are;
-so it is two blocks, the 512 or 256 numbers that are the value too, and 64 rotated ones. A program
-has query heads of one token, for prompts and single tokens alike: the heads of a token are rows
-enough for a tensor core. Parts of a token's keys are combined by a second kernel.
+attention weights. The width of a key, 576 numbers or 320, is not a power of two, as Triton's blocks
+are; so a key is two blocks, the 512 or 256 numbers that are the value too, and 64 rotated ones. A
+program has query heads of one token, for prompts and single tokens alike: the heads of a token fill
+the rows of a tensor core. A second kernel combines the parts of a token's keys.
 
-Where parts have a least number of keys, and their number is the same for all launches, what is
-computed for a token depends on its position alone: it has the same bits whatever else is in the
-batch, as a decode and in any chunk of its prompt.
+Where parts have a minimum number of keys, and all launches have the same number of parts, the
+result for a token depends only on its position: it has the same bits in any batch, as a decode and
+in any chunk of its prompt.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads,
 G key/value heads (1), d width of a key, c of a value, R pages of a ring, P parts; h query heads, k
@@ -42,7 +42,7 @@ from tramontane.workers.device.cuda import to_device
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 # of a launch for single tokens: a GPU has about a hundred multiprocessors
 MIN_PROGRAMS, MAX_PROGRAMS = 64, 256
-# With batch invariance: so many parts of a token's keys, of at least so many keys each.
+# with batch invariance: number of parts of a token's keys, and minimum keys per part
 FIXED_PARTS, LEAST_KEYS = 16, 256
 MAX_PART_NUMBERS = 2**24  # in memory at a time, of unfinished results: 64 MiB
 MAX_TOKENS = 65535  # of a launch, as CUDA limits the second dimension of a grid
@@ -52,10 +52,9 @@ MAX_VALUES, MAX_ROTATED = 512, 64  # of a key: wider ones would not fit into reg
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program has: query heads, keys at a time, warps, stages of loads.
+    """Tile sizes of a program: query heads, keys at a time, warps, pipeline stages of loads.
 
-    ``blocks``: so many blocks of keys are in shared memory at a time, by what Triton makes of the
-    stages.
+    ``blocks``: blocks of keys in shared memory at a time, which Triton derives from the stages.
     """
 
     heads: int
@@ -91,8 +90,8 @@ MAX_TILES = 2  # that are compiled and timed
 
 @dataclass(frozen=True, slots=True)
 class KeyPlaces:
-    """Where the keys are that each token sees. The key of position p is in the row
-    pages[p // page_size % R] * page_size + p % page_size + shift.
+    """Locations of the keys that each token sees. The key of position p is in the row pages[p //
+    page_size % R] * page_size + p % page_size + shift.
 
     Single tokens have page rings [B, R] and shifts of 0. Tokens of prompts have the same pages
     [1, R] 0, 1, 2 and so on. A chunk from position 40 on, whose keys begin with position 30 in row
@@ -110,8 +109,8 @@ class KeyPlaces:
 class LatentKernel:
     """The kernel for keys of ``value_dim + rotary_dim`` numbers.
 
-    ``parts`` programs share the keys of a token, each with ``least_blocks`` blocks of them if there
-    are so many.
+    ``parts`` programs share the keys of a token; each has at least ``least_blocks`` blocks if there
+    are enough.
     """
 
     value_dim: int
@@ -205,7 +204,7 @@ class LatentDecode:
     """Decode kernel. It computes the numbers of the values alone: [B, H, c]."""
 
     kernel: LatentKernel
-    # in page rings, so there is no table whose width would matter
+    # in page rings, so no page table is needed
     finds_pages: ClassVar[bool] = True
 
     def build_mask(self, index: DecodeMetadata) -> KeyPlaces:
@@ -223,8 +222,8 @@ class LatentDecode:
 
 @dataclass(frozen=True, slots=True)
 class LatentPrefill:
-    """Prefill kernel, the same as for single tokens. ``page_size`` is that of the cache, for which
-    Triton compiles it.
+    """Prefill kernel, the same as for single tokens. ``page_size``: of the cache, for which Triton
+    compiles the kernel.
     """
 
     kernel: LatentKernel
@@ -274,8 +273,8 @@ def tiles_for(plan: StagePlan, device: torch.device) -> list[Tile]:
 def latent_decode_kernels(
     num_tokens: int, plan: StagePlan, device: torch.device
 ) -> dict[str, LatentDecode]:
-    """Return the candidates for so many single tokens: parts that make 64 to 256 programs, or one
-    part.
+    """Return the candidates for a number of single tokens: parts that make 64 to 256 programs, or
+    one part.
 
     4 tokens, 64 query heads, of which a program has 32: 8, 16 and 32 parts.
     """
@@ -304,8 +303,7 @@ def latent_prefill_kernels(plan: StagePlan, device: torch.device) -> dict[str, L
 
 
 def invariant_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Return the kernels of a stage with which a token has the same bits whatever else is in the
-    batch.
+    """Return kernels of a stage with which a token has the same bits in any batch.
 
     A token with 1,000 keys has 4 parts of up to 256 keys, one with 8,192 keys 16 parts of 512.
     Raises ValueError if no tile fits.
@@ -324,7 +322,7 @@ def invariant_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels
 
 
 def _widths(plan: StagePlan) -> tuple[int, int]:
-    """Return the numbers of a key that are its value, and of the rest."""
+    """Return the widths of a key's value part and of its remaining part."""
     assert plan.args.latent is not None
     value_dim = plan.args.latent.kv_lora_rank
     return value_dim, plan.args.head_dim - value_dim
@@ -335,12 +333,14 @@ def _named(tile: Tile) -> str:
 
 
 def _block(number: int) -> int:
-    """Return the power of two that holds so many numbers or rows: 34 -> 64, 512 -> 512, 6 -> 16."""
+    """Return the power of two that holds this number of elements or rows: 34 -> 64, 512 -> 512, 6
+    -> 16.
+    """
     return max(int(triton.next_power_of_2(number)), MIN_BLOCK)
 
 
 def _max_shared_bytes(device: torch.device) -> int:
-    """Return what a program may have; where kernels are interpreted, all that they want."""
+    """Return the shared memory available to a program; unlimited where kernels are interpreted."""
     if device.type != "cuda":
         return 2**30
     properties = torch.cuda.get_device_properties(device)
@@ -389,8 +389,8 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     """Attend with some query heads of one token to one part of its keys.
 
     Blocks of 32 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to
-    1300, in blocks 9 to 40; each part has 8 blocks, the first one 9 to 16. If a part has 16 blocks
-    at least, two parts have keys, and two a sum of 0.
+    1300, in blocks 9 to 40; each part has 8 blocks, the first one 9 to 16. If a part has at least
+    16 blocks, two parts have keys, and the other two a sum of 0.
     """
     width: tl.constexpr = value_dim + rotary_dim
     program, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -434,7 +434,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         score_hk = tl.dot(q_hc, tl.trans(k_kc), score_hk, input_precision="ieee") * scale
         score_hk = tl.where(is_seen_k[None, :], score_hk, LOWEST)
         top_h = tl.maximum(highest_h, tl.max(score_hk, axis=1))
-        # 0 of what is not seen: a block has a key that is
+        # 0 for keys that are not seen: every block has a visible key
         weight_hk = tl.exp2(score_hk - top_h[:, None])
         factor_h = tl.exp2(highest_h - top_h)
         sum_h = sum_h * factor_h + tl.sum(weight_hk, axis=1)

@@ -19,7 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from tramontane.workers.attention.metadata import PrefillMetadata
 from tramontane.workers.device.cuda import tensor_on
 
-# Later versions of torch ask whether query heads share keys; the first one always lets them.
+# Later versions of torch require a flag for grouped query heads; the first version always supports
+# them.
 attend_packed: Callable[..., Any] = (
     partial(varlen_attn, enable_gqa=True)
     if "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -29,7 +30,7 @@ attend_packed: Callable[..., Any] = (
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """Where each chunk's queries and keys end, [C + 1] (int32), and the most of each."""
+    """The ends of each chunk's queries and keys, [C + 1] (int32), and their maximum lengths."""
 
     query_ends: Tensor
     key_ends: Tensor

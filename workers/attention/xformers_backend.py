@@ -19,7 +19,7 @@ from tramontane.workers.attention.metadata import PrefillMetadata
 
 # BlockDiagonalCausalFromBottomRightMask, or BlockDiagonalCausalLocalAttentionFromBottomRightMask
 PrefillMask = Any
-Operator = Any  # one of xformers' classes that compute attention
+Operator = Any  # one of xformers' attention operator classes
 
 
 def patch_built_with_cuda() -> None:
@@ -72,9 +72,7 @@ def attend(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any, operator: Ope
 
 
 def prefill_kernels() -> dict[str, PackedPrefill]:
-    """Return all kernels of xformers for packed prompts; ``autotune`` finds out which of them run
-    here.
-    """
+    """Return all kernels of xformers for packed prompts; ``autotune`` finds the usable ones."""
     return {
         "flash 3": PackedPrefill(flash3.FwOp),
         "flash 2": PackedPrefill(flash.FwOp),

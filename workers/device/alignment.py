@@ -1,5 +1,5 @@
-"""Alignment of tensors for Triton, which compiles a kernel of its own for what does not begin at a
-multiple of 16 bytes.
+"""Alignment of tensors for Triton, which compiles a separate kernel for data that does not begin at
+a multiple of 16 bytes.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Reports kernels that are compiled once a stage is ready: a request waits for each, which takes a
+"""Reports kernels that are compiled after a stage is ready: a request waits for each, which takes a
 tenth of a second or more.
 """
 

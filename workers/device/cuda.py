@@ -10,7 +10,7 @@ from torch import Tensor
 class DeviceEvent:
     """A point in the work that is queued on the current stream of a GPU; tests replace it.
 
-    A waiting thread spins, without Python's lock: one that sleeps has to be woken, and the GPU
+    A waiting thread spins, without Python's lock: a sleeping thread has to be woken, and the GPU
     would wait for that before each step.
     """
 
@@ -19,8 +19,8 @@ class DeviceEvent:
         self._event.record()
 
     def wait(self) -> None:
-        """Block until the device has reached the event. Raises what failed on the device before
-        it.
+        """Block until the device has reached the event. Raises errors of earlier work on the
+        device.
         """
         self._event.synchronize()
 
@@ -35,9 +35,9 @@ RecordEvent = Callable[[], DeviceEvent]
 # Copies between a GPU and the host through pinned memory, which the GPU accesses without help of
 # the processor.
 #
-# A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from
-# pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it and
-# the copies that it was part of are done.
+# A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; a copy
+# from pinned memory is only queued. torch reuses pinned memory once no tensor or array refers to it
+# and its copies are done.
 
 
 class PinnedTransfer:
@@ -118,7 +118,7 @@ def tensor_on(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return a tensor of these numbers on the device, without waiting for it."""
+    """Return a tensor of these numbers on the device, without waiting for the transfer."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 

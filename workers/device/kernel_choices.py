@@ -1,9 +1,9 @@
-"""Choices of kernels that a machine remembers, for stages that start again: they time none.
+"""Choices of kernels that a machine stores, so that stages that start again do not time kernels.
 
-A choice holds for a device, its libraries and the sources of our kernels (the platform), for a job
-with its shapes, and for these candidates. Each has a small file of its own, so that processes that
-write at the same time lose nothing. The files are in the folder of compiled kernels, which only
-this user can write to.
+A choice is valid for a device, its libraries and the sources of our kernels (the platform), for a
+job with its shapes, and for these candidates. Each choice has its own small file, so that
+concurrent writers do not overwrite each other. The files are in the folder of compiled kernels,
+which only this user can write to.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from tramontane.workers.device.numerics import device_numerics
 from tramontane.workers.device.self_test import one_line
 
 SOURCES = Path(__file__).parents[1]  # of workers
-PACKAGES = ("attention", "device", "kernels", "model")  # with kernels, and with what chooses them
+PACKAGES = ("attention", "device", "kernels", "model")  # with kernels, or code that selects them
 
 logger = logging.getLogger(__name__)
 
 
 class Question(TypedDict):
-    """What a choice depends on, as it is written to its file."""
+    """The inputs of a choice, as they are written to its file."""
 
     platform: str
     job: str
@@ -38,14 +38,16 @@ class Question(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """The choices on one platform, kept in ``folder``."""
+    """The choices on one platform, stored in ``folder``."""
 
     platform: str
     folder: Path
 
     @classmethod
     def of_device(cls, device: str) -> Self | None:
-        """Return those of a device of this machine, or None and log why there is no folder."""
+        """Return the choices for a device of this machine; None, with a logged reason, if there is
+        no folder.
+        """
         try:
             return cls(platform_of(device), kernel_folder())
         except OSError as error:
@@ -56,7 +58,7 @@ class KernelChoices:
             return None
 
     def of(self, job: str, shapes: str, candidates: Sequence[str]) -> "KeptChoice":
-        """Return the choice for a job, between kernels of these names."""
+        """Return the stored choice for a job, between kernels of these names."""
         question = Question(
             platform=self.platform, job=job, shapes=shapes, candidates=[*candidates]
         )
@@ -66,21 +68,21 @@ class KernelChoices:
 
 @dataclass(frozen=True, slots=True)
 class KeptChoice:
-    """The file of one choice: what was asked, and the name of the kernel that was chosen."""
+    """The file of one choice: the question, and the name of the selected kernel."""
 
     question: Question
     path: Path
 
     def recall(self) -> str | None:
-        """Return the name that was chosen, or None if there is none yet.
+        """Return the name of the selected kernel, or None if there is none yet.
 
-        A damaged file, as after a loss of power, is removed.
+        A damaged file, for example after a power failure, is removed.
         """
         try:
             content = self.path.read_bytes()
         except OSError:
             return None
-        with suppress(ValueError):  # it is no JSON, or no text
+        with suppress(ValueError):  # not JSON, or not text
             kept = json.loads(content)
             chosen = next(
                 (name for name in self.question["candidates"] if kept == self._answered(name)), None
@@ -92,14 +94,14 @@ class KeptChoice:
         return None
 
     def keep(self, chosen: str) -> None:
-        """Remember what was chosen, in place of an earlier choice; log why that cannot be."""
+        """Store a choice, replacing an earlier one; log an error that prevents it."""
         try:
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
                 made = Path(folder) / self.path.name
                 with made.open("w", encoding="utf-8") as file:
                     json.dump(self._answered(chosen), file, indent=1)
                     file.flush()
-                    os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
+                    os.fsync(file.fileno())  # after a power failure the file is complete or missing
                 made.replace(self.path)
         except OSError as error:
             logger.warning(
@@ -115,9 +117,9 @@ class KeptChoice:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time make this choice: others wait, and recall it.
+        """Let one process at a time make this choice: other processes wait, and read it afterwards.
 
-        None waits where no file can be made.
+        Without a lock file, processes do not wait.
         """
         with ExitStack() as stack:
             with suppress(OSError):
@@ -129,14 +131,16 @@ class KeptChoice:
 
 
 def platform_of(device: str) -> str:
-    """Name what the speeds of kernels depend on besides their inputs: the GPU, its libraries and
-    our sources.
+    """Name the conditions of kernel speeds other than their inputs: the GPU, its libraries and our
+    sources.
     """
     return f"{device_numerics(device)}, sources {_sources_digest()}"
 
 
 def _sources_digest() -> str:
-    """Return a digest of the files of kernels and of what chooses, by their names and contents."""
+    """Return a digest of the source files of kernels and of their selection, by their names and
+    contents.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (SOURCES / package).glob("*.py")):
         content = path.read_bytes()

@@ -1,6 +1,4 @@
-"""Choice of the fastest of some kernels, of those that run on a device and compute what they
-should.
-"""
+"""Selection of the fastest of several kernels that run on a device and compute correct results."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,9 +20,9 @@ K = TypeVar("K")
 Compute = Callable[[], Tensor]
 Clock = Callable[[Compute], float]  # returns seconds
 
-# Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
+# Relative, by norms. 16-bit rounding causes a tenth of it; a missing or extra key causes far more.
 MAX_DIFFERENCE = 2e-2
-# for which the GPU is kept busy, about 25 ms, while the host queues what is timed
+# cycles for which the GPU is kept busy, about 25 ms, while the host queues the timed work
 SLEEP_CYCLES = 50_000_000
 IN_TABLE, CHOSEN_BEFORE = "measured on such GPUs", "chosen before on this machine"
 
@@ -33,8 +31,8 @@ IN_TABLE, CHOSEN_BEFORE = "measured on such GPUs", "chosen before on this machin
 class KernelSelector:
     """Chooses the fastest of some kernels by ``clock``.
 
-    What it has chosen is remembered in ``choices``, unless that is None. ``table``: the kernels
-    that need no choice, see ``TABLE``.
+    Choices are stored in ``choices``, unless that is None. ``table``: kernels for jobs that need no
+    choice, see ``TABLE``.
     """
 
     clock: Clock
@@ -43,7 +41,7 @@ class KernelSelector:
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """Return one that remembers what it chooses, for all such GPUs of this machine."""
+        """Return a selector that stores its choices, for all GPUs of this kind on this machine."""
         capability = torch.cuda.get_device_capability(device)
         return cls(cuda_seconds, KernelChoices.of_device(str(device)), TABLE.get(capability, {}))
 
@@ -60,11 +58,11 @@ class KernelSelector:
     ) -> K | None:
         """Return the fastest of the kernels that run and agree with ``expected``, or None.
 
-        The first of them is returned unless another is more than ``advantage`` times as fast: with
-        1.5, and 30 and 21 us, the first. That of ``row`` in the table, and one that was chosen
-        before for the same job, ``shapes`` and kernels, is compared with ``expected`` and not
-        timed; if it fails, all are tried and timed. ``prepare_timed`` is called only where kernels
-        are timed. Logs one line, with the outcome of each.
+        The first kernel is returned unless another is more than ``advantage`` times as fast: with
+        1.5, and 30 and 21 us, the first. The table's kernel for ``row``, or a kernel chosen before
+        for the same job, ``shapes`` and kernels, is compared with ``expected`` and not timed; if it
+        fails, all kernels are tried and timed. ``prepare_timed`` is called only where kernels are
+        timed. Logs one line, with the outcome of each kernel.
         """
         known = self.table.get(row, "") if row else ""
         if known in kernels and _is_right(job, known, IN_TABLE, kernels, prepare, expected):
@@ -124,7 +122,7 @@ def _recall(
     prepare: Callable[[K], Compute],
     expected: Tensor,
 ) -> str | None:
-    """Return the name of the kernel that was chosen before, if it still runs and is right."""
+    """Return the name of the stored choice, if this kernel still runs and is correct."""
     name = kept.recall()
     if name is None or _is_right(job, name, CHOSEN_BEFORE, kernels, prepare, expected):
         return name
@@ -140,9 +138,9 @@ def _is_right(
     prepare: Callable[[K], Compute],
     expected: Tensor,
 ) -> bool:
-    """Return whether this kernel runs and agrees with ``expected``; logs one line that says so.
+    """Return whether this kernel runs and agrees with ``expected``; logs one line with the result.
 
-    ``origin``: how it was chosen.
+    ``origin``: the source of the choice.
     """
     reason = try_or_reason(
         lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)

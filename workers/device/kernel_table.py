@@ -1,8 +1,8 @@
-"""The kernels that measurements have decided, by GPU, job and size: a stage tries them and times
-nothing.
+"""Kernels selected by earlier measurements, by GPU, job and size: a stage tests them without
+timing.
 
-The rows are of matrices, keys and values in bfloat16. Those of Hopper come from an H100 and an H200
-(decision 71, which has what they cost). What has no row is timed.
+The rows are for matrices, keys and values in bfloat16. The rows of Hopper come from an H100 and an
+H200 (decision 71 has the costs). Jobs without a row are timed.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from types import MappingProxyType
 # a job, such as ``product of 16`` tokens, and a size
 Row = tuple[str, str]
 
-# matrices from so many numbers on are large: 4096 x 4096
+# matrices from this number of elements on are large: 4096 x 4096
 LARGE = 2**24
 # key/value heads of attention; matrices; the number of experts, and their matrices
 HEADS, MATRIX, EXPERTS = "8 heads of 128", "large", "8 large"

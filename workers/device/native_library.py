@@ -1,7 +1,7 @@
-"""Kernels in C for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype
-and processor, in a second.
+"""C kernels for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype and
+processor, in a second.
 
-What they compute for one row or token does not depend on the others of the micro-batch.
+Their result for a row or token does not depend on the rest of the micro-batch.
 """
 
 import atexit
@@ -25,14 +25,14 @@ from pathlib import Path
 from tramontane.workers.device.self_test import one_line
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
-# What -ffast-math has that changes no result but zeros' signs and the roundings between products
-# and sums. Sums in any order are not among it: a compiler orders them as it unrolls a loop, one way
-# for one row and another for several.
+# The parts of -ffast-math that change only the signs of zeros and the rounding between products and
+# sums. Reordering of sums is not included: a compiler orders them as it unrolls a loop, differently
+# for one row and for several.
 ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
 FLAGS = ("-O3", *ARITHMETIC, "-shared", "-fPIC")
 # unless CC names one: CC="cc -march=haswell" compiles for processors with AVX2 and no AVX-512
 THIS_PROCESSOR = "-march=native"
-# Vector instructions, the best first, and what a compiler defines where it uses them.
+# Vector instructions, the best first, and the macros that a compiler defines for them.
 VECTOR_MACROS = {
     **{
         "avx512_bf16": "__AVX512BF16__",
@@ -46,7 +46,7 @@ HEADERS = Path(__file__).parent  # where element.h is
 # with the library of PyTorch's own threads, which is loaded already and has the same name
 THREADS = "-fopenmp"
 COMPILE_TIMEOUT_S = 60.0
-# of a library, which follows it in its file; a loader does not look at it
+# of a library, appended to its file; a loader ignores it
 DIGEST, DIGEST_BYTES = "sha256", 32
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     """Load a compiled source, once per process and arguments; ``sizes`` are names that it needs.
     Raises CompilerError.
 
-    It is kept in a folder of this user below the machine's own temporary folder, for stages that
+    It is cached in a folder of this user below the machine's temporary folder, for stages that
     start again.
     """
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
@@ -80,15 +80,15 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
                 library,
             )
         return ctypes.CDLL(str(library))
-    except OSError as error:  # no space, or a folder from which nothing can be executed
+    except OSError as error:  # no space, or a folder mounted noexec
         raise CompilerError(
             f"the compiled kernels cannot be kept or loaded: {one_line(error)}"
         ) from None
 
 
 def _load_kept(library: Path) -> ctypes.CDLL | None:
-    """Load a library that was kept. None if there is none, or it is damaged, as after a loss of
-    power: it is compiled again.
+    """Load a cached library. None if it is missing, or damaged, for example after a power failure:
+    it is compiled again.
     """
     try:
         content = library.read_bytes()
@@ -96,7 +96,7 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
         return None
     try:
         if hashlib.new(DIGEST, content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
-            # to load it may end this process
+            # loading it could end this process
             raise OSError("its end is missing, or a part of it has changed")
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -112,10 +112,11 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
 def kernel_folder() -> Path:
     """Return the folder of compiled kernels and of choices between kernels.
 
-    Only this user can write to it, since what it has is executed. Raises OSError if there is none.
+    Only this user can write to it, since its libraries are executed. Raises OSError if it cannot be
+    created.
     """
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
-    with suppress(FileExistsError):  # also if it is no folder
+    with suppress(FileExistsError):  # also if it is not a folder
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     is_own = (
@@ -143,8 +144,8 @@ def locked(path: Path) -> Iterator[None]:
     """Let one process at a time run the block: stages that start together need the same libraries,
     and share the cores.
 
-    The file is removed with the lock still held. Those that wait for it, and one that makes it
-    anew, may then run together: they find what the block has made.
+    The file is removed with the lock still held. Processes that wait for it may then run together
+    with one that creates it anew: they find the results of the block.
     """
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
@@ -155,10 +156,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def source_digest(source: Path) -> str:
-    """Name what the results of a source's functions depend on, whatever the sizes: its text, the
+    """Name the conditions of the results of a source's functions, for all sizes: its text, the
     headers and the platform.
 
-    Raises CompilerError as ``compile_library`` does.
+    Raises CompilerError like ``compile_library``.
     """
     return _short_digest(
         platform_name(), *(each.read_bytes() for each in (source, *sorted(HEADERS.glob("*.h"))))
@@ -166,7 +167,7 @@ def source_digest(source: Path) -> str:
 
 
 def platform_name() -> str:
-    """Name all that kernels in C depend on besides their sources: options, compiler and processor.
+    """Name the conditions of C kernels besides their sources: options, compiler and processor.
     Raises CompilerError.
     """
     command, found = _compiler()
@@ -179,31 +180,29 @@ def platform_name() -> str:
 
 @cache
 def _defined_macros(command: tuple[str, ...]) -> frozenset[str]:
-    """Return the names that a compiler defines by itself, with these options. Raises
-    CompilerError.
-    """
+    """Return the macros that a compiler predefines with these options. Raises CompilerError."""
     text = _run([*command, "-dM", "-E", "-x", "c", os.devnull])
     return frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define "))
 
 
 def vector_instructions() -> str:
-    """Return the best vector instructions that kernels are compiled for, as the compiler says, or
-    "". Raises CompilerError.
+    """Return the best vector instructions that the compiler uses for kernels, or "". Raises
+    CompilerError.
     """
     macros = _defined_macros((*_compiler()[0], *_target()))
     return next((name for name, macro in VECTOR_MACROS.items() if macro in macros), "")
 
 
 def _target() -> tuple[str, ...]:
-    """Return the option for this processor; nothing where the options in CC name another one.
-    Raises CompilerError.
+    """Return the option for this processor; no option if the options in CC name another one. Raises
+    CompilerError.
     """
     return () if any(word.startswith("-march=") for word in _compiler()[0]) else (THIS_PROCESSOR,)
 
 
 def _compiler() -> tuple[list[str], Path]:
     """Return the command of the C compiler, with its options, and its file. Raises CompilerError if
-    there is none.
+    it is not installed.
     """
     command = shlex.split(os.environ.get("CC", "cc"))
     found = shutil.which(command[0])
@@ -218,7 +217,7 @@ def _short_digest(*parts: str | bytes) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name and instructions, as far as they are known."""
+    """Return the processor's name and instructions, as far as known."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             first = itertools.takewhile(str.strip, lines)
@@ -242,8 +241,8 @@ def _compile(command: list[str], library: Path) -> None:
             content = file.read()
             file.write(hashlib.new(DIGEST, content).digest())
             file.flush()
-            os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
-        made.replace(library)  # at once: several stages may start together
+            os.fsync(file.fileno())  # after a power failure the file is complete or missing
+        made.replace(library)  # atomically: several stages may start together
 
 
 def _run(command: list[str]) -> str:

@@ -1,5 +1,5 @@
-"""What decides the bits that a worker computes, besides the weights and the requests: its device,
-libraries and kernels.
+"""The numerics of a worker: the device, libraries and kernels that, besides weights and requests,
+determine the bits of its results.
 """
 
 import hashlib
@@ -13,11 +13,12 @@ from tramontane.workers.device.probe import device_name
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The parts of a worker's computation, each with the name of what computes it.
+    """The parts of a worker's computation, each with the name of its implementation.
 
-    Parts have the same names in all workers, and a worker has those that it needs: only a stage has
-    ``attention``. So workers of one pipeline are alike if no part has two names.
-    ``is_batch_invariant``: whether a token's bits depend on that token and those before it alone.
+    Parts have the same names in all workers, and a worker has only the parts that it uses: only a
+    stage has ``attention``. So the workers of a pipeline are alike if every part has the same value
+    in all of them. ``is_batch_invariant``: whether a token's bits depend only on that token and the
+    tokens before it.
     """
 
     parts: tuple[tuple[str, str], ...] = ()

@@ -1,9 +1,8 @@
-"""NVIDIA's GPUs as the driver's management library (NVML) lists them: without torch, and without a
+"""NVIDIA's GPUs as listed by the driver's management library (NVML): without torch, and without a
 CUDA context.
 
-Ray and PyTorch count GPUs by it as well. Called by ctypes: of NVIDIA's own bindings (nvidia-ml-py)
-five functions would be used, and nothing else here needs them.
-https://docs.nvidia.com/deploy/nvml-api
+Ray and PyTorch also count GPUs with it. Called by ctypes: only five functions of NVIDIA's own
+bindings (nvidia-ml-py) would be used. https://docs.nvidia.com/deploy/nvml-api
 """
 
 import ctypes
@@ -17,9 +16,7 @@ TEXT_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE and NVML_DEVICE_UUID_V2_BUFFE
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """A GPU of this machine: its UUID (``GPU-...``), and bytes of memory, all of them and those
-    that nothing holds now.
-    """
+    """A GPU of this machine: its UUID (``GPU-...``), and its total and free memory in bytes."""
 
     uuid: str
     name: str
@@ -42,7 +39,7 @@ class _NvmlError(Exception):
 
 
 def list_gpus() -> list[NvmlGpu] | None:
-    """Return all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says, or None if NVML is
+    """Return all GPUs of the machine, regardless of CUDA_VISIBLE_DEVICES, or None if NVML is
     missing or cannot be used.
     """
     try:
@@ -50,7 +47,7 @@ def list_gpus() -> list[NvmlGpu] | None:
             count = ctypes.c_uint()
             _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
             return [_describe(library, index) for index in range(count.value)]
-    # no driver; one of another kind; one that does not work
+    # no driver, a driver of another kind, or one that does not work
     except (OSError, AttributeError, _NvmlError):
         return None
 

@@ -1,5 +1,5 @@
-"""What a process can find out about its devices without loading a model. torch is imported only if
-a GPU is asked.
+"""Properties of devices that a process can read without loading a model. torch is imported only to
+query a GPU.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ KERNEL_MODULE = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU that CUDA shows: its name and bytes of memory, and how many of these are free now, None
-    if that is not known.
+    """A GPU that CUDA shows: its name, its memory in bytes, and how many bytes are free now, None
+    if unknown.
     """
 
     name: str
@@ -46,12 +46,12 @@ def visible_gpus() -> list[VisibleGpu]:
 
 
 def num_visible_gpus() -> int:
-    """Return how many GPUs of this machine CUDA should show, without torch where the driver says
-    how many there are.
+    """Return how many GPUs of this machine CUDA should show, without torch if the driver reports
+    the number.
 
     The driver's management library counts them, as it does for Ray and PyTorch, else the kernel
-    module's files. Where there is neither, as in some containers, but CUDA's library, PyTorch is
-    asked.
+    module's files. If neither exists, as in some containers, but CUDA's library does, PyTorch
+    counts them.
     """
     selected, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml.list_gpus()
     if gpus is not None:
@@ -66,17 +66,17 @@ def num_visible_gpus() -> int:
 
 
 def count_selected(selected: str | None, num_gpus: int, uuids: Sequence[str] | None = None) -> int:
-    """Return how many of the GPUs CUDA_VISIBLE_DEVICES selects; without their UUIDs, those that it
-    names are taken as right.
+    """Return how many of the GPUs CUDA_VISIBLE_DEVICES selects; without ``uuids``, the UUIDs that
+    it names are assumed to be valid.
 
-    As CUDA reads it: names are numbers, or UUIDs which may be cut short; the first that is wrong
-    ends the list, and one that is there twice empties it. Of 2 GPUs "1,0" selects 2, "0,-1,1" and
-    "0,2,1" select 1, and "0,0" selects 0.
+    The rules are CUDA's: names are numbers, or UUIDs which may be cut short; the first invalid name
+    ends the list, and a duplicate empties it. Of 2 GPUs "1,0" selects 2, "0,-1,1" and "0,2,1"
+    select 1, and "0,0" selects 0.
     """
     if selected is None:
         return num_gpus
     names = [name.strip() for name in selected.split(",")]
-    if names[0].startswith("MIG-"):  # a part of a GPU, of which CUDA shows one
+    if names[0].startswith("MIG-"):  # a part of a GPU; CUDA shows only one
         return min(num_gpus, 1)
     are_uuids = names[0].startswith("GPU-")
     if are_uuids and uuids is None:
@@ -91,13 +91,15 @@ def count_selected(selected: str | None, num_gpus: int, uuids: Sequence[str] | N
 
 
 def _number(name: str) -> int:
-    """Return the number that a name begins with, as C's strtoul reads it; -1 if there is none."""
+    """Return the number that a name begins with, as C's strtoul reads it; -1 without a number."""
     found = re.match(r"[+-]?\d+", name)
     return int(found[0]) if found else -1
 
 
 def _uuid_ordinal(name: str, uuids: Sequence[str]) -> int:
-    """Return the number of the only GPU whose UUID begins with this; -1 if there is none."""
+    """Return the number of the only GPU whose UUID begins with this; -1 if there is not exactly
+    one.
+    """
     found = [ordinal for ordinal, uuid in enumerate(uuids) if uuid.startswith(name)]
     return found[0] if len(found) == 1 else -1
 
@@ -112,10 +114,10 @@ def _has_cuda_driver() -> bool:
 
 @cache
 def device_name(device: str) -> str:
-    """Return the name of a kind of device: of two with one name neither is faster.
+    """Return the name of a kind of device: devices of the same name are equally fast.
 
-    Processors of one name may differ where a virtual machine hides the model, so theirs has all
-    that is known: ``AMD EPYC, family 23, model 1, avx2``.
+    Processors of one name may differ where a virtual machine hides the model, so a CPU's name
+    includes all known properties: ``AMD EPYC, family 23, model 1, avx2``.
     """
     if device != "cpu":
         import torch
@@ -141,8 +143,8 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def panel_rows() -> int:
-    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``,
-    without compiling it.
+    """Return how many rows of a packed matrix a panel has here: ``COLUMNS`` of ``tile.h``, without
+    compiling it.
 
     1 without a C compiler, where matrices are not packed.
     """
@@ -162,7 +164,7 @@ def memory_bandwidth(
     """Measure the bytes per second that a copy within the device's memory reads and writes.
     Decoding is bound by it.
 
-    Takes the fastest of several rounds, because other users of the device slow some of them; the
+    Returns the fastest of several rounds, because other users of the device slow some of them; the
     first does not count.
     """
     import torch

@@ -1,22 +1,22 @@
-"""Self tests, before the first step, of what a device may lack: a compiler, a library's kernel, a
-kind of arithmetic.
+"""Self tests, before the first step, of features that a device may lack: a compiler, a library's
+kernel, a kind of arithmetic.
 
-The tested operation has to run and to be correct. If it is not, a log line says why, and stages use
+The tested operation has to run and to be correct. If it fails, the reason is logged, and stages use
 a fallback.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what compiles kernels and plans without loading torch imports this module
+if TYPE_CHECKING:  # imported by modules that compile kernels and plans without loading torch
     from torch import Tensor
 
 MAX_REASON_CHARS = 200
 
 
 def assert_close_norm(out: "Tensor", expected: "Tensor", max_difference: float) -> None:
-    """Raise ArithmeticError if the norm of the difference, relative to that of ``expected``, is too
-    large or NaN.
+    """Raise ArithmeticError if the norm of the difference, relative to the norm of ``expected``, is
+    too large or NaN.
     """
     relative = float((out.float() - expected.float()).norm() / expected.float().norm())
     if not relative <= max_difference:

@@ -1,6 +1,7 @@
 """The direct link between a stage and an expert actor: a channel for calls and one for replies.
 
-Both are made anew when either is lost. A header of fixed length says how many rows follow.
+Both are reconnected when either is lost. A header of fixed length gives the number of rows that
+follow.
 
 Shape letters: E experts of a layer, C rows, D model width.
 """
@@ -57,7 +58,7 @@ class ExpertMessageLayout:
         return torch.empty(1 + self.num_experts, dtype=torch.int64, device=self.device)
 
     def encode_header(self, call: ExpertCall) -> Tensor:
-        """Encode the layer and how many rows each of its experts gets.
+        """Encode the layer and the number of rows of each expert.
 
         Layer 3, experts 1 and 2 with sizes 5 and 4 of 4 experts: [3, 0, 5, 4, 0].
         """
@@ -78,8 +79,8 @@ class ExpertMessageLayout:
 
 
 class ExpertServer:
-    """An expert actor's ends of its links. Each stage has its own thread; one computes at a time,
-    within ``error_guard``.
+    """An expert actor's ends of its links. Each stage has its own thread; one thread computes at a
+    time, within ``error_guard``.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ class DirectExpertClient:
     """A stage's ``ExpertConnection`` to one expert actor. A thread connects, receives replies, and
     reconnects.
 
-    ``exchange_addresses`` sends the actor the address of the calls and returns that of its replies.
-    It raises ExpertUnavailableError if the actor cannot be reached now, PipelineError if it never
-    will be.
+    ``exchange_addresses`` sends the actor the address of the calls and returns the address of its
+    replies. It raises ExpertUnavailableError if the actor cannot be reached now, PipelineError if
+    it never will be.
     """
 
     def __init__(

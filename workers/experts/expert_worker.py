@@ -66,8 +66,8 @@ class ExpertWorker:
     """The experts of one actor. Plain and synchronous: one thread calls ``run``, another may load
     and unload experts.
 
-    ``busy_s`` and ``num_rows`` are the seconds that its experts have worked, and the rows that they
-    were given.
+    ``busy_s`` and ``num_rows``: seconds that its experts have computed, and the rows that they have
+    received.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ExpertWorker:
         elif plan.batch_invariant:
             self._fused_ops, self._products = self._row_wise()
         self.busy_s, self.num_rows = 0.0, 0
-        self.numerics = Numerics()  # until ``load`` has found them out
+        self.numerics = Numerics()  # until ``load`` has determined them
 
     @classmethod
     def load(
@@ -97,7 +97,7 @@ class ExpertWorker:
         device: str = "cpu",
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
     ) -> "ExpertWorker":
-        """Load this actor's experts, and only those."""
+        """Load this actor's experts only."""
         worker = cls(plan, weights, device, on_tensor)
         worker.load_experts(plan.actors[actor_id].experts)
         experts, dtype = nn.ModuleList(worker._experts.values()), getattr(torch, plan.dtype)
@@ -112,7 +112,7 @@ class ExpertWorker:
         return worker
 
     def _row_wise(self) -> tuple[FusedOps, RowProducts]:
-        """Return what stages with this option compute with, too."""
+        """Return the operations and products that stages with this option also use."""
         try:
             return row_wise_ops(), triton_products(self.device, self._plan.weight_format)
         except Exception as error:  # compilers, drivers and imports raise errors of any kind
@@ -133,7 +133,7 @@ class ExpertWorker:
         )
 
     def load_experts(self, experts: Collection[ExpertId]) -> None:
-        """Read or make the tensors of those experts that are not loaded yet."""
+        """Read or make the tensors of the experts that are not loaded yet."""
         missing = [each for each in experts if each not in self._experts]
         model = load_module(
             lambda: ExpertModule(self._plan.args, missing),

@@ -1,5 +1,5 @@
-"""Experts on actors, as a stage sees them: which actor gets which group of rows, and what happens
-if it does not answer.
+"""A stage's view of experts on actors: the assignment of rows to actors, and the handling of actors
+that do not answer.
 
 Shape letters: C choices (a token once for each of its experts), D model width.
 """
@@ -55,15 +55,15 @@ Connect = Callable[[int, Callable[[], None]], ExpertConnection]
 
 
 class RemoteExperts:
-    """The experts of a stage whose experts are on actors. Its methods are for the thread that
-    computes.
+    """The experts of a stage whose experts are on actors. Only the thread that computes calls its
+    methods.
 
     A stage sends one message per actor and layer of a micro-batch. All rows of an expert go to one
     of its replicas, so that they are multiplied as one matrix and the results do not depend on the
-    replica. That replica is the one with the fewest queued rows, as far as this stage knows, and
-    among equals the one that was sent the fewest rows.
+    replica. This is the replica with the fewest queued rows, as far as this stage knows, and among
+    equals the replica that has been sent the fewest rows.
 
-    ``condition`` is notified whenever ``PendingExpertCall.poll`` may have something to do.
+    ``condition`` is notified whenever ``PendingExpertCall.poll`` may make progress.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RemoteExperts:
         current_plan: Callable[[], ExpertPlan] | None = None,
     ) -> None:
         self.condition = threading.Condition()
-        # called when an actor does not hold what the plan says
+        # called when an actor's experts differ from the plan
         self._current_plan = current_plan or (lambda: plan)
         self._placement = plan.placement
         self._queued = Counter[int]()  # rows sent to each actor and not answered
@@ -81,7 +81,7 @@ class RemoteExperts:
         self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
 
     def set_plan(self, plan: ExpertPlan) -> None:
-        """Call the actors of this plan from now on; pending answers of others are still
+        """Call the actors of this plan from now on; pending replies of other actors are still
         accepted.
         """
         self._placement = plan.placement
@@ -115,7 +115,7 @@ class RemoteExperts:
         without such an actor.
 
         The largest group comes first. Sizes {0: 5, 1: 4, 2: 3}, both actors hold all and are idle:
-        0 goes to the first, 1 to the second and 2 as well, which then has 7.
+        0 is sent to the first, 1 and 2 to the second, which then has 7.
         """
         assigned: dict[int, list[int]] = {}
         unavailable = []
@@ -140,11 +140,11 @@ class RemoteExperts:
         return self._placement[ExpertId(layer, expert)]
 
     def is_any_up(self, actors: Sequence[int]) -> bool:
-        """Whether one of these actors can be called now."""
+        """Whether any of the actors can be called now."""
         return any(self._connections[actor].is_up for actor in actors)
 
     def failure(self, actors: Sequence[int]) -> PipelineError | None:
-        """Return why none of these actors will ever be up again, or None."""
+        """Return the reason if none of the actors will ever be up again, else None."""
         failures = [self._connections[actor].failure for actor in actors]
         return failures[0] if all(failures) else None
 
@@ -167,10 +167,10 @@ class RemoteExperts:
             self._queued[actor] -= num_rows
 
     def _notify(self) -> None:
-        """Handle that an actor went up or down.
+        """Handle an actor's change between up and down.
 
-        The counts of sent rows start anew: an actor that was down must not receive everything until
-        it has caught up.
+        The counts of sent rows restart: otherwise an actor that was down would receive all rows
+        until it has caught up.
         """
         with self.condition:
             self._sent.clear()
@@ -186,8 +186,8 @@ class _Part(NamedTuple):
 
 
 class PendingExpertCall:
-    """The experts of one layer of one micro-batch, at work. The result does not depend on the order
-    of the replies.
+    """The pending call of the experts of one layer of one micro-batch. The result does not depend
+    on the order of the replies.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class PendingExpertCall:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``poll`` has something to do: all replies or one error have arrived, or an actor
-        is up again.
+        """Whether ``poll`` can make progress: all replies or one error have arrived, or an actor is
+        up again.
         """
         futures = [part.future for part in self._parts]
         is_done = [future.done() for future in futures]
@@ -224,8 +224,8 @@ class PendingExpertCall:
         return all(is_done)
 
     def poll(self) -> bool:
-        """Process the replies that have arrived and retry what failed; returns whether all rows are
-        done.
+        """Process the replies that have arrived and retry failed parts; returns whether all rows
+        are done.
 
         Raises PipelineError if an expert is permanently unavailable.
         """
@@ -292,8 +292,8 @@ class PendingExpertCall:
         return next((failure for failure in failures if failure is not None), None)
 
     def _on_reply(self, _: "Future[ExpertReply]") -> None:
-        """Notify the computing thread. Called on another thread, or on this one if the reply was
-        there at once.
+        """Notify the computing thread. Called on another thread, or on this one if the reply
+        arrived immediately.
         """
         self._answered_at = time.perf_counter()
         with self._experts.condition:
@@ -303,8 +303,8 @@ class PendingExpertCall:
 
 # The forward pass of a stage whose experts are on actors: a coroutine that yields while they work.
 #
-# It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in who runs the
-# experts.
+# It runs the layers of ``StageModel`` and differs from ``StageModel.forward`` only in the
+# computation of experts.
 
 T = TypeVar("T")
 # computes a T, and yields every call that has no answer yet

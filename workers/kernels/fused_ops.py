@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("fused_ops.c")
 MAX_DIFFERENCE = 2e-2  # relative, by norms: more than 16-bit rounding causes
 TEST_NUM_TOKENS = (1, 3, 5)
-# One token gets code of its own; from several numbers the compiler learns that the length is
-# dynamic. Inductor's code for sm_90 reads 16 bytes at a time if the first of these numbers is
-# large, and 2 bytes if it is 3.
+# One token is compiled separately; several numbers show the compiler that the length is dynamic.
+# Inductor's code for sm_90 reads 16 bytes at a time if the first of these numbers is large, and 2
+# bytes if it is 3.
 GPU_TEST_NUM_TOKENS = (1, 2048, 64)
 
 
@@ -115,11 +115,11 @@ def _with_triton_norms(fused: FusedOps) -> FusedOps:
 
 
 def row_wise_ops() -> FusedOps:
-    """Return operations on GPUs whose result for a token does not depend on the others. Raises
+    """Return operations on GPUs whose result for a token does not depend on other tokens. Raises
     ImportError without Triton.
 
     Rotary tables are computed by PyTorch, element by element. ``apply_rotary`` is to be replaced by
-    that of the attention kernels, which agrees with what they rotate themselves.
+    the attention kernels' function, which agrees with the rotation inside these kernels.
     """
     # Triton is not on every platform
     from tramontane.workers.kernels.triton_silu import silu_and_mul
@@ -207,7 +207,7 @@ def try_ops(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch
     """Compare with the eager operations, on the widths, strides and kinds of tensors that layers
     have.
 
-    With other tensors the first step would compile again.
+    For tensors of other kinds the first step would compile again.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Products in which every head has a matrix of its own, as latent attention has them.
+"""Products in which every head has its own matrix, as in latent attention.
 
 Shape letters: T tokens, H heads, N outputs and K inputs of a head's matrix.
 """
@@ -14,7 +14,7 @@ from tramontane.workers.kernels.row_invariance import RowProducts
 class HeadProducts(nn.Module):
     """The product of each head's row x_h with its matrix: W_h (s_h x_h), [T, H, K] to [T, H, N].
 
-    Quantized matrices have numbers of one byte, and scales of their inputs or outputs in float32.
+    Quantized matrices have one-byte numbers, and float32 scales of their inputs or outputs.
     """
 
     input_scale_HK: Tensor | None

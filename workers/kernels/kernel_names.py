@@ -23,8 +23,8 @@ PARAMETERS = ("NAME",)  # of xformers' operators, which are classes
 def name_kernels(
     model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype
 ) -> dict[str, str]:
-    """Return what computes the products of each kind of matrix of a model, and what is between
-    them, by part.
+    """Return the names of the kernels for each kind of matrix of a model, and for the operations
+    between products, by part.
     """
     norms = (
         PYTORCH
@@ -61,8 +61,8 @@ def _name_small_batches(layer: Linear) -> str:
 
 
 def _kind(layer: Matrix) -> str:
-    """Return the data type of a matrix, and that of activations that are rounded before the
-    product: ``int8 and int8``.
+    """Return the data type of a matrix, and of activations that are rounded before the product:
+    ``int8 and int8``.
     """
     source = layer.matmul if isinstance(layer, PackedLinear) else layer
     activations = " and int8" if getattr(source, "int8_activations", False) else ""
@@ -86,8 +86,8 @@ def name_in_c(source: Path) -> str:
 
 
 def describe_kernel(kernel: object) -> str:
-    """Return the name of a kernel with the parameters that its ``repr`` has:
-    ``PackedPrefill(FwOp(NAME fa2F))``.
+    """Return the name of a kernel with the parameters in its ``repr``: ``PackedPrefill(FwOp(NAME
+    fa2F))``.
     """
     if is_dataclass(kernel) and not isinstance(kernel, type):
         parameters = [

@@ -1,4 +1,4 @@
-"""Linear layers, also for processors that have no arithmetic for the dtype of the weights.
+"""Linear layers, also for processors without arithmetic for the dtype of the weights.
 
 Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time.
 """
@@ -13,20 +13,20 @@ from torch.nn import functional as F
 # Elements that are converted to float at a time: as many as a core's cache holds, or as keep a GPU
 # busy.
 BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-# With so few tokens the product is bound by reading the weights, however they are multiplied.
+# Up to this number of tokens, reading the weights is the bottleneck of any multiplication.
 FEW_TOKENS = 3
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias: x W^T in the dtype of x. A W in another one is converted, a block
-    of rows at a time.
+    """Linear layer without bias: x W^T in the dtype of x. A W in another dtype is converted, a
+    block of rows at a time.
 
-    On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without
+    On a CPU it is used only without a C compiler, see ``packed_linear.py``. A CPU without
     instructions for 16-bit floats (AVX2 only) multiplies them six times slower than float32. There
-    the weights are converted to float32, a block of rows at a time, unless tokens are few.
-    ``product`` computes instead of all this where it is set: see ``RowProducts.linear``. So do
-    ``small_batch_products``: for up to how many tokens, in rising order, the name of a product, and
-    the product; see ``select_products``.
+    the weights are converted to float32, a block of rows at a time, unless tokens are few. If set,
+    ``product`` replaces all this: see ``RowProducts.linear``. So do ``small_batch_products``: the
+    largest number of tokens, in rising order, with the name of a product, and the product; see
+    ``select_products``.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -68,8 +68,8 @@ def has_native_matmul(device: str, dtype: torch.dtype) -> bool:
 def blockwise_linear(
     x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None
 ) -> Tensor:
-    """Compute x (W scale)^T in ``dtype``, into which a block of rows of W is converted at a time;
-    return the dtype of x.
+    """Compute x (W scale)^T in ``dtype``, to which W is converted a block of rows at a time; return
+    the dtype of x.
     """
     out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
     # In float16 sums of unscaled numbers may overflow: there the weights are scaled instead of the
@@ -101,7 +101,7 @@ def convert_into(numbers_BK: Tensor, floats_BK: Tensor) -> Tensor:
     # sign extension: the sign is in all upper bits
     bits_BK = numbers_BK.view(torch.int8).to(torch.int16)
     bits_BK.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
-    # By way of float32, because converting float16 to bfloat16 directly is slow.
+    # Through float32, because converting float16 to bfloat16 directly is slow.
     return floats_BK.copy_(bits_BK.view(torch.float16).float().mul_(2**8))
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_matmul.c")
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
-# WEIGHT in the source, for weights of another dtype than the activations
+# WEIGHT in the source, for weights whose dtype differs from the activations'
 WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 4}
 INTEGER_PRODUCTS = 3  # WEIGHT, too
 NO_MEMORY = "there is no memory for the inputs of a matrix product"
@@ -38,8 +38,8 @@ class PackedMatmul:
     """The functions of ``packed_matmul.c`` for activations and weights of these dtypes. Raises
     CompilerError.
 
-    With ``int8_activations`` each row of x is rounded to int8, with a scale of its own, and
-    multiplied by int8 weights.
+    With ``int8_activations`` each row of x is quantized to int8, with its own scale, and multiplied
+    by int8 weights.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class PackedMatmul:
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with packed weights instead of those of ``layer``: x W^T in the dtype of x. They
-    are loaded later.
+    """Linear layer with packed weights in place of the weights of ``layer``: x W^T in the dtype of
+    x. They are loaded later.
     """
 
     weight: Tensor
@@ -185,10 +185,11 @@ def pack_linears(
     model: nn.Module, dtype: torch.dtype, matrix_dtype: torch.dtype
 ) -> dict[str, PackedMatmul]:
     """Replace the linear layers of a model by packed ones, whose weights are loaded later, or log
-    once why they stay.
+    once why they are not replaced.
 
-    ``matrix_dtype``: of weights that are not quantized. Those that a module names in ``not_packed``
-    stay as they are, and those in ``in_float32`` have that dtype, like what they are multiplied by.
+    ``matrix_dtype``: of weights that are not quantized. Layers that a module lists in
+    ``not_packed`` are not replaced, and layers in ``in_float32`` have weights and inputs in
+    float32.
 
     Returns, by name, the weights that have to be packed while they are loaded.
     """

@@ -1,9 +1,9 @@
-"""Choice of kernels for the products of up to 64 tokens on a GPU: the library's, or Triton's, by
+"""Selection of kernels for the products of up to 64 tokens on a GPU: the library's, or Triton's, by
 speed.
 
-With so few tokens reading a matrix is the bound. A library's tiles are too few to read a small
-matrix fast, and where it splits sums among programs, a second kernel adds them up. Each shape of a
-model's matrices is timed by itself, with as many of its matrices as no cache holds together, unless
+With so few tokens, reading a matrix is the bottleneck. A library's tiles are too few to read a
+small matrix fast, and where it splits sums among programs, a second kernel adds them up. Each shape
+of a model's matrices is timed by itself, with more of its matrices than fit into a cache, unless
 the table has its kernels.
 """
 
@@ -18,7 +18,8 @@ from tramontane.workers.device.kernel_selection import Compute, KernelSelector
 from tramontane.workers.device.kernel_table import LARGE, MATRIX
 from tramontane.workers.kernels.linear import Linear
 
-# the most tokens of each class, with which it is timed; with more the library's product is used
+# largest number of tokens of each class, with which it is timed; above the last the library's
+# product is used
 CLASSES = (1, 2, 16, 64)
 MAX_GEMV_TOKENS = 2  # with three a tile of sixteen rows is faster
 OUT_OF_CACHE = 2**28  # bytes of matrices that are multiplied in turn
@@ -72,7 +73,9 @@ def _select(
 
 
 def _candidates(num_tokens: int) -> dict[str, Product]:
-    """Return Triton's kernels for so many tokens, by name; none where Triton is not installed."""
+    """Return Triton's kernels for this number of tokens, by name; empty if Triton is not
+    installed.
+    """
     try:
         from tramontane.workers.kernels.triton_linear import (
             BLOCKS,

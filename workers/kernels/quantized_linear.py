@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 # (x_TK, numbers_NK, scale_N) -> x (numbers scale)^T in the dtype of x
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-GPU_STEP = 16  # GPU kernels need both sides of a matrix to be multiples of it
+GPU_STEP = 16  # GPU kernels need both dimensions of a matrix to be multiples of it
 FUSED_TOKENS = 64  # at most, for the fused kernel
-# with so few reading the weights is the bound: fp8 activations would cost another kernel and gain
-# nothing
+# up to this number reading the weights is the bottleneck: fp8 activations would cost another kernel
+# and gain no speed
 FEW_TOKENS = 16
 MAX_FP8 = 448
 FP8_CAPABILITY = (8, 9)  # the first of GPUs that convert and multiply fp8 (e4m3)
@@ -85,8 +85,8 @@ def fp8_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
 
 
 def quantize_rows_fp8(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each token to fp8 numbers of which the largest is 448; return the numbers and the
-    scales [T, 1].
+    """Quantize each token to fp8 numbers with a maximum of 448; return the numbers and the scales
+    [T, 1].
     """
     largest_T1 = torch.linalg.vector_norm(x_TK, math.inf, dim=1, keepdim=True, dtype=torch.float32)
     # a token of zeros needs a scale too
@@ -139,8 +139,8 @@ class QuantizedKernels:
 def probe_kernels(
     device: torch.device, number_dtype: torch.dtype, dtype: torch.dtype
 ) -> QuantizedKernels:
-    """Test once which kernels work on this device for these dtypes. None is used for float32, whose
-    precision is wanted.
+    """Test once which kernels work on this device for these dtypes. Float32 uses no kernels, to
+    keep its precision.
 
     Compiles kernels and waits for the device, so the first call must not be inside a graph capture.
     """

@@ -1,5 +1,5 @@
-"""Check whether the product of a token and a matrix has the same bits whatever other tokens are
-multiplied at the same time.
+"""Check whether the product of a token and a matrix has the same bits regardless of other tokens in
+the batch.
 
 Shape letters: T tokens, K inputs of a matrix.
 """
@@ -22,8 +22,7 @@ from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 if TYPE_CHECKING:
     from tramontane.workers.kernels.triton_linear import Tile
 
-# Products in which each row is computed apart from the others, in the place of a library's, for
-# stages on GPUs.
+# Products that compute each row separately, in place of a library's, for stages on GPUs.
 #
 # Shape letters: C rows, E experts, N outputs and K inputs of a matrix.
 
@@ -42,8 +41,8 @@ class RowProducts:
     ``linear`` takes x [C, K], a matrix [N, K] and, if that is quantized, scales [N]. ``grouped``
     takes x, matrices [E, N, K], the ends of the groups [E] (int32) and, if the matrices are
     quantized, scales [E, N]; it does not wait for the device. ``edges`` returns the numbers of rows
-    on both sides of which another kernel computes, in rising order, for rows of a dtype and
-    matrices [E, N, K].
+    before and after each change of the kernel, in rising order, for rows of a dtype and matrices
+    [E, N, K].
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -68,11 +67,11 @@ def triton_products(device: torch.device, weights: WeightFormat) -> RowProducts:
 
 @dataclass(frozen=True, slots=True)
 class TiledProducts:
-    """Products by tiles, which are by the dtypes of rows and matrix. All give the same bits: they
-    differ in speed alone.
+    """Products by tiles, which depend on the dtypes of rows and matrix. All tiles give the same
+    bits and differ only in speed.
     """
 
-    # which change no bits: not part of the name
+    # they change no bits: not part of the name
     tiles: "dict[Dtypes, tuple[Tile, ...]]" = field(repr=False)
 
     def linear(self, x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
@@ -105,7 +104,7 @@ class TiledProducts:
 
 
 def set_row_products(model: nn.Module, products: RowProducts | None) -> None:
-    """Use these products in every linear layer, or what the layers have themselves."""
+    """Use these products in every linear layer, or the layers' own if None."""
     for module in model.modules():
         if isinstance(module, Linear | QuantizedLinear):
             module.product = None if products is None else products.linear
@@ -115,9 +114,9 @@ def equal_tiles(
     device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> "tuple[Tile, ...]":
     """Return the tiles that run on this device and give the same bits as the first of them; logs
-    which do not.
+    the other tiles.
 
-    Raises ArithmeticError if one is wrong, and what the last one raises if none runs.
+    Raises ArithmeticError if a tile is not correct, and the error of the last tile if no tile runs.
     """
     from tramontane.workers.kernels.row_tiles import WIDE_CAPABILITY, tiles_for
 
@@ -209,11 +208,11 @@ ROW_COUNTS = (1, 3, 8, 20)
 def try_invariance(
     label: str, wanted: bool | None, device: torch.device, find_dependence: Callable[[], str]
 ) -> bool:
-    """Return whether ``find_dependence`` finds nothing. It is not called where invariance need not
-    be: False then.
+    """Return whether the stage is batch-invariant: ``find_dependence`` returns "". If invariance is
+    not needed, it is not called, and the result is False.
 
-    ``wanted``: see ``StagePlan.batch_invariant``. Raises ConfigError where it is required and
-    something is found.
+    ``wanted``: see ``StagePlan.batch_invariant``. Raises ConfigError if invariance is required and
+    a dependence is found.
     """
     if wanted is False or (wanted is None and device.type != "cpu"):
         return False
@@ -231,24 +230,25 @@ def try_invariance(
 
 
 def refusal(label: str, problem: str) -> ConfigError:
-    """Return the error of a stage or of experts that cannot be what is required."""
+    """Return the error of a stage or of experts that cannot be batch-invariant as required."""
     return ConfigError(
         f"{label} cannot be batch-invariant: {problem}; start without --batch-invariant"
     )
 
 
 def triton_refusal(label: str, error: Exception) -> ConfigError:
-    """Return the error where Triton's kernels do not run or are not correct."""
+    """Return the error for Triton kernels that do not run or are not correct."""
     return refusal(label, f"Triton's kernels cannot be used ({one_line(error)})")
 
 
 def find_row_dependence(
     model: nn.Module, dtype: torch.dtype, device: torch.device, products: RowProducts | None = None
 ) -> str:
-    """Try every shape of the model's matrices; return which product has other bits among fewer
-    tokens, or nothing.
+    """Try every shape of the model's matrices; return the product that has other bits with fewer
+    tokens, or "".
 
-    With ``products`` of the model also as many tokens as are computed in another way than one more.
+    With ``products`` of the model, token counts at both sides of a change of kernels are tried,
+    too.
     """
     for layer in _one_of_each_shape(model):
         (num_outputs, num_inputs), input_dtype = _shape(layer), _input_dtype(layer, dtype)
@@ -272,8 +272,8 @@ def find_row_dependence(
 def find_group_dependence(
     weight_ENK: Tensor, scale_EN: Tensor | None, dtype: torch.dtype, products: RowProducts
 ) -> str:
-    """Return for how many tokens the product by groups has other bits than the product of each
-    group, or nothing.
+    """Return for how many tokens the grouped product has other bits than the product of each group,
+    or "".
     """
     num_groups, num_outputs, num_inputs = weight_ENK.shape
     for num_tokens in (*ROW_COUNTS, *products.edges(dtype, weight_ENK)):
@@ -302,7 +302,9 @@ def find_group_dependence(
 def differing_row_count(
     compute: Callable[[Tensor], Tensor], x_TK: Tensor, counts: Sequence[int] = ROW_COUNTS
 ) -> int:
-    """Return how many of the first or last tokens have other results without the rest, or 0."""
+    """Return how many of the first or last tokens have other results without the remaining tokens,
+    or 0.
+    """
     whole = compute(x_TK)
     for count in counts:
         is_equal = torch.equal(compute(x_TK[:count]), whole[:count]) and torch.equal(
@@ -314,9 +316,7 @@ def differing_row_count(
 
 
 def _input_dtype(layer: Matrix, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what a matrix multiplies: the model's, unless the matrix alone is in
-    float32.
-    """
+    """Return the dtype of a matrix's inputs: the model's, unless the matrix alone is in float32."""
     matrix_dtype = layer.matmul.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
     return torch.float32 if matrix_dtype == torch.float32 else dtype
 

@@ -1,23 +1,23 @@
-"""Tiles of products in which a row has the same bits whatever else is in the batch, and which of
-them is for how many rows and outputs.
+"""Tiles of products in which a row has the same bits in any batch, and the choice of a tile by the
+numbers of rows and outputs.
 
-A tile changes nothing but the speed. Each adds the products of a row in the order of the inputs, as
-many at a time as an instruction of the tensor cores takes, to one sum in float32, and no sum is
-divided among programs. That holds as long as the instructions are of one kind: all these tiles have
-64 rows or more for each four warps, which are ``wgmma`` on Hopper, where smaller ones would be
-``mma.sync``. Whether the bits are the same is tried on each GPU, see ``row_invariance.py``.
+A tile changes only the speed. It adds the products of a row in the order of the inputs, as many at
+a time as a tensor core instruction takes, to one float32 sum, and no sum is split among programs.
+That holds as long as the instructions are of one kind: all these tiles have 64 rows or more for
+each four warps, which are ``wgmma`` on Hopper, where smaller ones would be ``mma.sync``. Whether
+the bits are the same is tried on each GPU, see ``row_invariance.py``.
 """
 
 from collections.abc import Sequence
 
 from tramontane.workers.kernels.triton_linear import Tile
 
-# For Hopper, whose instructions read what they multiply from shared memory. Elsewhere it is in
+# For Hopper, whose instructions read their operands from shared memory. Elsewhere operands are in
 # registers, and there are too few.
 WIDE_TILE, WIDE_CAPABILITY = Tile(128, 256, 64, 8, 3), 9
-# By the bytes of an element, for each number of rows those with the most outputs first. Up to 64
-# rows the matrix is read once, and the tiles are those that were measured for it
-# (``product_selection.py``). In float32 there are no tensor cores.
+# By the bytes of an element; for each number of rows, tiles with the most outputs come first. Up to
+# 64 rows the matrix is read once, and the tiles are the measured ones (``product_selection.py``).
+# In float32 there are no tensor cores.
 TILES = {
     2: (
         Tile(64, 128, 64, 4, 4),
@@ -32,11 +32,13 @@ TILES = {
 FEW_ROWS, MANY_ROWS = 64, 128  # of a tile
 # of a product: fewer leave more than a quarter of an H100's 132 multiprocessors idle
 MIN_PROGRAMS = 96
-MAX_ROW_TILES = 8  # more are as good as these
+MAX_ROW_TILES = 8  # more row tiles count as this number
 
 
 def tiles_for(element_size: int, capability: int) -> tuple[Tile, ...]:
-    """Return the tiles for elements of so many bytes, on GPUs of this major compute capability."""
+    """Return the tiles for elements of this size in bytes, on GPUs of this major compute
+    capability.
+    """
     return tuple(
         tile for tile in TILES[element_size] if tile != WIDE_TILE or capability >= WIDE_CAPABILITY
     )
@@ -45,8 +47,8 @@ def tiles_for(element_size: int, capability: int) -> tuple[Tile, ...]:
 def choose_tile(
     tiles: Sequence[Tile], num_rows: int, num_outputs: int, num_groups: int = 1
 ) -> Tile:
-    """Return the tile with the most outputs of which there are enough programs, of those for so
-    many rows of a group.
+    """Return the tile with the most outputs that still makes enough programs, among the tiles for
+    the number of rows per group.
 
     4096 outputs: 32 programs with 128 outputs each and 64 with 64 are too few for 64 rows, so 32
     outputs. For 600 rows there are 5 tiles of 128 rows, which count as 4: with 256 outputs 64

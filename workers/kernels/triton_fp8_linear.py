@@ -1,13 +1,13 @@
-"""Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8, and
-nothing is converted.
+"""Triton's grouped product of fp8 rows and fp8 matrices: the tensor cores multiply fp8 by fp8,
+without conversion.
 
-The rows are quantized as those of dense layers, see ``triton_linear``; scales of rows and of
+The rows are quantized like the rows of dense layers, see ``triton_linear``; scales of rows and of
 outputs multiply the sums.
 
 The matrix is the first operand and the rows are the second, so a tile is computed as its transpose.
-Hopper multiplies fp8 with ``wgmma`` only, whose first operand has 64 rows at least and whose second
-may have 16; of fewer than 64 rows in the first operand Triton makes 16-bit numbers. Ada's ``mma``
-takes either.
+Hopper multiplies fp8 only with ``wgmma``, whose first operand has at least 64 rows and whose second
+may have 16; Triton converts fewer than 64 rows of the first operand to 16 bits. Ada's ``mma`` takes
+either.
 
 Shape letters: C rows (choices sorted by expert), E experts, N outputs and K inputs of a matrix; r,
 n, k of a tile.
@@ -39,11 +39,11 @@ FP8_TILES = (
 def fp8_grouped_linear(
     x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None, tile: Tile
 ) -> Tensor:
-    """Compute x (W scale)^T by each row's expert, [C, N] in the dtype of x, with rows that are
-    quantized to fp8 here.
+    """Compute x (W scale)^T by each row's expert, [C, N] in the dtype of x; the rows are quantized
+    to fp8 here.
 
     ``weight_ENK`` is in fp8. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
-    Rows after the last group are undefined. Nothing is read on the host.
+    Rows after the last group are undefined. No tensor is read on the host.
     """
     assert scale_EN is not None
     numbers_CK, scale_C1 = quantize_rows_fp8(x_CK, MAX_FP8)
@@ -106,9 +106,9 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations its
 ):
     """Compute one tile of outputs. ``is_whole``: all blocks of inputs are full.
 
-    Hopper adds up fp8 products in fewer bits than a float32 has: the sum of each block of inputs is
-    added to the others in float32 (``max_num_imprecise_acc``), as torch's product does by default.
-    4096 inputs are 32 sums of 128 products.
+    Hopper accumulates fp8 products with fewer bits than a float32 has: the sum of each block of
+    inputs is added to the others in float32 (``max_num_imprecise_acc``), as in torch's product by
+    default. 4096 inputs are 32 sums of 128 products.
     """
     expert, first, end = find_group(ends_E, num_rows, num_experts, e_block, r_block)
     if first < end:

@@ -1,13 +1,13 @@
 """Triton matrix product by tiles: of one matrix, or of consecutive groups of rows with a matrix
 each.
 
-Every tile adds the products of a row in the order of the inputs, in float32. No sum is divided
-between programs, and where a row stands in its tile changes nothing: see ``row_tiles.py`` for
-products in which a row has the same bits whatever else is in the batch.
+Every tile adds the products of a row in the order of the inputs, in float32. No sum is split
+between programs, and the position of a row in its tile has no effect: see ``row_tiles.py`` for
+products in which a row has the same bits in any batch.
 
 ``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for
-products of few rows, in stages that need no such rows: the fastest is chosen on the GPU, see
-``workers/model/expert_kernels.py`` and ``product_selection.py``.
+products of few rows, in stages that need not be batch-invariant: the fastest is selected on the
+GPU, see ``workers/model/expert_kernels.py`` and ``product_selection.py``.
 
 Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a
 matrix; r, n, k of a tile.
@@ -24,8 +24,8 @@ from tramontane.workers.device.alignment import aligned
 
 
 class Tile(NamedTuple):
-    """Rows and outputs of a program, inputs that it takes at a time, its warps, and the stages of
-    its pipeline of loads.
+    """Rows and outputs of a program, inputs per iteration, its warps, and the pipeline stages of
+    its loads.
     """
 
     rows: int
@@ -45,7 +45,7 @@ FEW_ROWS_TILES = (
     Tile(32, 128, 128, 4, 3),
     Tile(64, 128, 64, 4, 4),
 )
-# For quantized matrices of experts and many rows, of which torch has no product.
+# For quantized expert matrices and many rows; torch has no such product.
 MANY_ROWS_TILE = Tile(128, 128, 64, 8, 3)
 # For 16 bits and one matrix, by the most rows: with few outputs, so that a matrix of 4096 is read
 # by 64 or 128 programs.
@@ -76,8 +76,8 @@ def tiled_grouped_linear(
 
     Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
 
-    Rows after the last group are undefined. Nothing is read on the host: there are programs for as
-    many tiles as there may be.
+    Rows after the last group are undefined. No tensor is read on the host: programs are launched
+    for the maximum number of tiles.
     """
     return _launch(
         x_CK, weight_ENK, scale_EN, ends_E, tile, num_tiles(len(x_CK), len(weight_ENK), tile)
@@ -85,7 +85,7 @@ def tiled_grouped_linear(
 
 
 def num_tiles(num_rows: int, num_experts: int, tile: Tile) -> int:
-    """Return how many tiles of rows there may be, however the rows are divided among the experts.
+    """Return the maximum number of row tiles, for any division of the rows among the experts.
 
     200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20
     rows in tiles of 16: 9.
@@ -130,8 +130,8 @@ def _launch(
 def find_group(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     ends_E, num_rows, num_experts: tl.constexpr, e_block: tl.constexpr, r_block: tl.constexpr
 ):
-    """Return the expert of this program's tile, the tile's first row, and where the expert's rows
-    end.
+    """Return the expert of this program's tile, the tile's first row, and the end of the expert's
+    rows.
 
     With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and
     64 to 69 of expert 0, tile 2 is rows 70 to 99 of expert 2, and tile 3 has none: its first row is
@@ -206,9 +206,9 @@ def _kernel(  # type: ignore[no-untyped-def]  # as above
 
 # Triton kernel for the product of a few tokens and a matrix, bound by reading the matrix once.
 #
-# A library's product for one token makes tiles of 8 or more columns, too few of them for a GPU
-# where a matrix is small, and adds up splits with a second kernel. Here each program computes some
-# outputs of all tokens in float32.
+# A library's product for one token makes tiles of 8 or more columns, too few of them for a GPU if a
+# matrix is small, and adds up splits with a second kernel. Here each program computes some outputs
+# of all tokens in float32.
 #
 # Shape letters: T tokens, K inputs, N outputs of a matrix; n and k of a block of them, t tokens.
 
@@ -285,8 +285,8 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations it
 # Triton kernels for quantized matrices: activations to fp8, and a few tokens times a quantized
 # matrix.
 #
-# With few tokens the product is bound by reading the weights: one byte per element takes half the
-# time of bfloat16, and nothing is converted to float in memory.
+# With few tokens, reading the weights is the bottleneck: one byte per element takes half the time
+# of bfloat16, and no weights are converted to float in memory.
 #
 # Shape letters: T tokens, K inputs, N outputs of a matrix; t, n, k of a block of them.
 
@@ -304,8 +304,8 @@ X_BLOCK = 4096  # elements of x at a time: 16 tokens by 256 inputs, or 64 by 64
 
 
 def quantize_rows_fp8(x_TK: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Quantize each token to fp8 numbers, the largest of which is ``largest``; return them and the
-    scales [T, 1] in float32.
+    """Quantize each token to fp8 numbers with the maximum ``largest``; return them and the scales
+    [T, 1] in float32.
     """
     num_tokens, width = x_TK.shape
     numbers_TK = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn, device=x_TK.device)

@@ -1,8 +1,8 @@
 """Triton kernels for the experts of a few rows: three per layer, without sorting the choices by
 expert.
 
-A grouped GEMM makes tiles of rows, of which one or two would be used, and too few tiles to keep a
-large GPU's memory busy; the kernels that sort rows and add results take half as long again. Here
+A grouped GEMM makes tiles of rows, and would use one or two rows of each, and too few tiles to keep
+a large GPU's memory busy; the kernels that sort rows and add results take half as long again. Here
 each program computes some outputs of one row or token and sums in float32. Programs of the same
 outputs are adjacent, so that rows of the same expert find its weights in the cache.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 # per program: of Mixtral 8x7B 1792 gate_up programs per choice, 1024 down programs per token
 OUTPUTS, DOWN_OUTPUTS = 8, 4
 INPUTS = 512  # per iteration of a gate_up program, which reads two matrices
-TOKENS = 16  # for up to so many one compiled kernel chooses
+TOKENS = 16  # up to this number of tokens, one compiled kernel chooses the experts
 DOWN_INPUTS = 1024  # per iteration of a down program, of all experts of a token: 512 of each of 2
 
 
@@ -60,8 +60,8 @@ def choose_experts(
 def gate_up_gemv(
     x_TD: Tensor, w13_E2FD: Tensor, expert_ids_Tk: Tensor, scale_E2F: Tensor | None = None
 ) -> Tensor:
-    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices of no expert (E or
-    more) are undefined.
+    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices without an expert (E
+    or more) are undefined.
 
     ``scale_E2F``: of quantized matrices, for each row.
     """
@@ -94,8 +94,8 @@ def down_gemv(
     """Compute the sum of w2 x of each token's choices, by their experts and times their weights,
     [T, D].
 
-    Sums and weights are in float32 up to the result. Choices of no expert (E or more) add nothing,
-    whatever their rows are. ``scale_ED``: of quantized matrices, for each row.
+    Sums and weights are in float32 up to the result. Choices without an expert (E or more) add 0,
+    whatever their rows contain. ``scale_ED``: of quantized matrices, for each row.
     """
     (num_tokens, top_k), (num_experts, num_outputs, width) = expert_ids_Tk.shape, w2_EDF.shape
     out_TD = torch.empty(num_tokens, num_outputs, dtype=rows_CF.dtype, device=rows_CF.device)
@@ -135,8 +135,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations 
     e_block: tl.constexpr,
     j_block: tl.constexpr,
 ):
-    """Take k times the highest logit of those left. NaN is as low as -inf; a token that has nothing
-    else has weights of NaN.
+    """Take the highest remaining logit k times. NaN is as low as -inf; a token with only such
+    logits has weights of NaN.
     """
     t, e, j = (
         tl.arange(0, t_block)[:, None],
@@ -242,8 +242,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # as above
     n_block: tl.constexpr,
     i_block: tl.constexpr,
 ):
-    """Compute some outputs of one token, with all its experts at once, so that more loads are under
-    way.
+    """Compute some outputs of one token, with all its experts at once, so that more loads are in
+    flight.
     """
     token = tl.program_id(0)
     j = tl.arange(0, j_block)
@@ -256,7 +256,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # as above
     matrix_rows = w2_EDF + (expert_j.to(tl.int64) * num_outputs * width)[:, None, None] + n * width
     is_own_jn = is_own_j[:, None, None] & (n < num_outputs)
     sums_jni = tl.zeros((j_block, n_block, i_block), dtype=tl.float32)
-    # padding reads nothing
+    # padding reads no weights
     for start in range(0, tl.where(tl.max(is_own_j.to(tl.int32)) > 0, width, 0), i_block):
         i = (start + tl.arange(0, i_block))[None, None, :]
         x_ji = tl.load(rows + i, mask=is_own_j[:, None, None] & (i < width), other=0.0).to(

@@ -1,6 +1,6 @@
-"""Triton norm in which the order of a row's sum depends on its width alone.
+"""Triton norm in which the order of a row's sum depends only on its width.
 
-PyTorch's may depend on the number of rows and on where they begin in memory. With and without an
+PyTorch's order may depend on the number of rows and on their memory address. With and without an
 addition before it the norm is computed in the same way: the first layer of a stage and all others
 must agree.
 
@@ -32,7 +32,7 @@ def add_rms_norm(
 def _launch(
     h_TD: Tensor, more_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum, which is ``h_TD`` itself if nothing is added, and its norm."""
+    """Return the sum, which is ``h_TD`` itself without an addition, and its norm."""
     num_tokens, width = h_TD.shape
     sum_TD, out_TD = h_TD if more_TD is None else torch.empty_like(h_TD), torch.empty_like(h_TD)
     pointers = h_TD, h_TD if more_TD is None else more_TD, weight_D, sum_TD, out_TD

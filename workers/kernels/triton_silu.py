@@ -1,8 +1,8 @@
-"""Triton's activation of feed-forward networks, which computes an element in the same way wherever
-it stands.
+"""Triton's activation of feed-forward networks, which computes an element in the same way at any
+position.
 
-Inductor compiles code of its own for one token, and others may contract what they add and multiply
-in another way.
+Inductor compiles separate code for one token, and other compilers may fuse multiplications and
+additions in another way.
 
 Shape letters: T tokens, F feed-forward width; f of a block.
 """

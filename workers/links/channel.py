@@ -1,6 +1,4 @@
-"""Channels: what the direct link needs from a connection between two processes, whatever carries
-it.
-"""
+"""Channels: the connection between two processes that the direct link needs, over any transport."""
 
 from datetime import timedelta
 from typing import Protocol

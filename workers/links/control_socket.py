@@ -1,5 +1,5 @@
-"""Small messages between the two ends of a channel whose bytes travel another way. It also detects
-a dead neighbor.
+"""Small messages between the two ends of a channel whose tensors use another transport. It also
+detects a dead neighbor.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ HUP_EVENTS = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class ControlSocket:
-    """A connection for messages. One thread sends or receives; ``close`` and what follows may be
-    called from any other.
+    """A connection for messages. One thread sends or receives; ``close`` and the methods after it
+    may be called from any other.
 
-    It ends in three steps: ``close`` notifies the neighbor, ``shutdown_write`` means that nothing
-    of the neighbor's is used here any more, and ``wait_peer_closed`` returns when the neighbor has
+    It ends in three steps: ``close`` notifies the neighbor, ``shutdown_write`` means that this end
+    no longer uses resources of the neighbor, and ``wait_peer_closed`` returns when the neighbor has
     done the same or is dead.
     """
 
@@ -47,7 +47,7 @@ class ControlSocket:
             except OSError as error:
                 raise _broken(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None) -> Any:  # what the neighbor has sent
+    def receive(self, timeout_s: float | None = None) -> Any:  # the neighbor's message
         """Receive a message. Raises as ``send`` does, and LinkError after ``timeout_s`` without a
         byte.
 
@@ -88,7 +88,7 @@ class ControlSocket:
         return bool(poll.poll(0))
 
     def shutdown_write(self) -> None:
-        """Notify the neighbor that nothing of its is used here any more."""
+        """Notify the neighbor that this end no longer uses its resources."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
@@ -108,7 +108,7 @@ class ControlSocket:
                 end.close()
 
     def detach(self) -> socket.socket:
-        """Give up the connection for another use. This object must not be used any more."""
+        """Give up the connection for another use. This object must not be used afterwards."""
         self._wake_reader.close()
         self._wake_writer.close()
         return self.connection

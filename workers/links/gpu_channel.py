@@ -40,8 +40,8 @@ from tramontane.workers.links.process_group_channel import ProcessGroupChannelFa
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# NCCL connects in seconds. With TIMEOUT_S, for which the ends wait for each other before, it is
-# less than a fence waits.
+# NCCL connects in seconds. Together with TIMEOUT_S, the time that the ends wait for each other
+# first, it is less than the timeout of a fence.
 FIRST_OPERATION_TIMEOUT_S = 30.0
 ABANDONED = "abandoned first operation"  # name of the threads that NCCL may never return to
 
@@ -74,8 +74,8 @@ class ChannelOptions:
 class HandshakeChannel:
     """A channel whose ends announce each operation over a control socket.
 
-    The sender sends while fewer than ``MAX_PENDING_SENDS`` tensors are unanswered, the receiver
-    receives what was announced. If the neighbor dies during an operation, the next call raises
+    The sender sends while fewer than ``MAX_PENDING_SENDS`` tensors are unanswered; the receiver
+    receives announced tensors. If the neighbor dies during an operation, the next call raises
     LinkError; ``close`` ends operations that wait on the GPU.
     """
 
@@ -107,8 +107,8 @@ class HandshakeChannel:
 
 
 class HostStagedChannel:
-    """A channel over TCP by way of the host, for processes that may not open each other's memory on
-    a GPU.
+    """A channel over TCP through host memory, for processes that may not open each other's GPU
+    memory.
     """
 
     def __init__(self, channel: TcpChannel) -> None:
@@ -186,7 +186,7 @@ class GpuChannelFactory:
 
 
 def channel_factory_for(device: torch.device) -> ChannelFactory:
-    """Return the fastest way to make channels between stages on such devices."""
+    """Return the fastest channel factory for stages on this kind of device."""
     if device.type != "cuda":
         return TcpChannelFactory()
     return GpuChannelFactory(
@@ -203,7 +203,7 @@ def _is_same_device(control: ControlSocket, location: DeviceLocation) -> bool:
 
 
 def num_abandoned_operations() -> int:
-    """Return how many threads of this process are still in a first operation that was given up."""
+    """Return how many threads of this process are still in an abandoned first operation."""
     return sum(thread.name == ABANDONED for thread in threading.enumerate())
 
 
@@ -213,13 +213,13 @@ def _join(
     """Run the first operation of a channel at both ends at once, and return the channel with
     announcements from then on.
 
-    The receiver says that the number has arrived, then the sender that it knows; so each end
-    listens to the control socket all the time, and learns at once that the other one has failed or
-    is dead. Raises LinkError, or the operation's own error.
+    The receiver says that the number has arrived, then the sender that it knows; so each end always
+    listens to the control socket, and detects at once that the other end has failed or is dead.
+    Raises LinkError, or the operation's own error.
     """
     try:
         control.send(None)
-        control.receive(TIMEOUT_S)  # the other end has its group as well
+        control.receive(TIMEOUT_S)  # the other end has its group, too
         _run_first_operation(control, lambda: _transfer_one(control, channel, device, is_sender))
         if is_sender:
             control.send(None)
@@ -246,12 +246,12 @@ def _transfer_one(
 
 
 def _run_first_operation(control: ControlSocket, operation: Callable[[], None]) -> None:
-    """Run an operation in a thread until it has ended and the other end has said so. Raises
-    LinkError, or its own error.
+    """Run an operation in a thread until both ends have completed it. Raises LinkError, or the
+    operation's own error.
 
-    Nothing ends a call of NCCL that waits for an end that never comes: neither closing its sockets
-    nor aborting the group, which does not know the connection yet. Such a thread is left behind,
-    apart from the threads that compute.
+    A call of NCCL that waits for a missing neighbor cannot be ended: neither by closing its sockets
+    nor by aborting the group, which does not know the connection yet. Such a thread is left
+    running, separate from the threads that compute.
     """
     done: Future[None] = Future()
 

@@ -1,9 +1,9 @@
-"""Channels between processes of one machine: both have the same memory open, and notify each other
-over a control socket.
+"""Channels between processes of one machine: both open the same memory, and notify each other over
+a control socket.
 
 Neither end waits on the host for the GPU: events keep the order there. The sender copies to a slot,
-records an event and notifies the receiver. The receiver has its GPU wait for the event, copies,
-records an event of its own and answers at once.
+records an event and notifies the receiver. The receiver makes its GPU wait for the event, copies,
+records its own event and answers at once.
 
 Shape letters: N bytes.
 """
@@ -24,10 +24,10 @@ from tramontane.workers.links.control_socket import ControlSocket
 NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # CUDA places smaller allocations in one block, and would share the whole block
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
-POLL_S = 0.005  # between two looks at the work that the device still has for a closed channel
-# Looks at a dead neighbor's event that is pending before the device is given up. The event may also
-# be one that the neighbor recorded and could not announce, which nothing waits for: then this end's
-# work is soon done.
+POLL_S = 0.005  # between two polls of the work that the device still has for a closed channel
+# Number of polls of a dead neighbor's pending event before the device is given up. The event may
+# also be one that the neighbor recorded and could not announce, and no work waits for it: then this
+# end's work is soon done.
 MAX_LOOKS = 200
 EXIT_TIMEOUT_S = 5.0  # for which the exit of the process waits for a thread that releases memory
 
@@ -41,7 +41,7 @@ class SharedMemory(Protocol):
 
     @property
     def handle(self) -> bytes:
-        """What another process opens it with."""
+        """The handle with which another process opens it."""
 
     def close(self) -> None:
         """Free or unmap the memory. The process that has opened it closes it first; no work on it
@@ -51,7 +51,7 @@ class SharedMemory(Protocol):
 
 class SharedEvent(Protocol):
     """A point in the order of one process's work. The process that made it records it, the other
-    one waits for it.
+    process waits for it.
 
     Between a record and its wait the two exchange a message over their control socket: a wait is
     for the latest record before that message.
@@ -59,7 +59,7 @@ class SharedEvent(Protocol):
 
     @property
     def handle(self) -> bytes:
-        """What another process opens it with."""
+        """The handle with which another process opens it."""
 
     def record(self) -> None:
         """Mark the point after all work that this process has launched so far."""
@@ -70,8 +70,8 @@ class SharedEvent(Protocol):
         """
 
     def query(self) -> bool:
-        """Return True if all work before the last record is done; in the process that waits, as far
-        as it knows of records.
+        """Return True if all work before the last record is done; in the waiting process, before
+        the last record that it knows.
         """
 
     def close(self) -> None:
@@ -99,8 +99,8 @@ class IpcBackend(Protocol):
         """Launch a copy, ordered after all work and waits launched before."""
 
     def end_process(self, reason: str) -> NoReturn:
-        """End this process at once, because the device waits for what never comes, and nothing else
-        ends such a wait.
+        """End this process at once, because the device waits for an event that is never reached,
+        and such a wait cannot be ended otherwise.
         """
 
 
@@ -109,8 +109,8 @@ class IpcUnavailableError(RuntimeError):
 
 
 class _IpcChannel:
-    """What both ends have: their own events, those of the neighbor, and what has to be closed in
-    order at the end.
+    """The common part of both ends: their own events, the neighbor's events, and resources to close
+    in order at the end.
     """
 
     def __init__(self, control: ControlSocket, ipc: IpcBackend) -> None:
@@ -148,14 +148,14 @@ class _IpcChannel:
             ).start()
 
     def free(self) -> None:
-        """Release everything at once, of an end that was never used and of which the neighbor has
-        nothing open.
+        """Release everything at once, for an end that was never used and whose neighbor has no
+        memory open.
         """
         _close((*self._opened, *self._own))
 
     def _wait_for_peer_release(self) -> None:
-        """Close what the neighbor shares and notify it; free our own memory once the neighbor has
-        closed it or is dead.
+        """Close the neighbor's shared memory and notify it; free our own memory once the neighbor
+        has closed it or is dead.
         """
         try:
             self._wait_for_device()
@@ -170,12 +170,12 @@ class _IpcChannel:
             atexit.unregister(self._hold_release)
 
     def _wait_for_device(self) -> None:
-        """Wait until the device has done what was launched for this channel; end the process if it
-        never will have.
+        """Wait until the device has completed the work launched for this channel; end the process
+        if it never will.
 
-        A neighbor that closes its end lives until its events have been reached. Those of one that
-        was killed never are, and whatever this process launches stays behind the first wait for
-        them.
+        A neighbor that closes its end lives until its events have been reached. The events of a
+        killed neighbor are never reached, and all work of this process after the first wait for
+        them is blocked.
         """
         num_looks = 0
         while self._is_pending(self._events):
@@ -192,8 +192,8 @@ class _IpcChannel:
             return not all(event.query() for event in events)
 
     def _hold_release(self) -> None:
-        """Keep the thread that releases memory out of torch and CUDA from now on, as the process
-        exits.
+        """Block the thread that releases memory from calling torch and CUDA from now on, as the
+        process exits.
 
         Python ends such a thread where it next takes the interpreter's lock. Within torch this
         unwinds functions that may not throw, and the C++ runtime aborts the process ("terminate
@@ -231,8 +231,8 @@ class IpcSender(_IpcChannel):
         nothing changed.
 
         Old memory is kept until the channel is closed, because the neighbor may be reading it.
-        Sizes are powers of two from 2 MiB on, so that all memory is less than twice what is in use:
-        5 MiB after 1 MiB is a slot of 8 MiB after one of 2.
+        Sizes are powers of two from 2 MiB on, so that the total is less than twice the memory in
+        use: 5 MiB after 1 MiB is a slot of 8 MiB after one of 2.
         """
         current = self._slots[slot]
         if current is not None and len(current.bytes_N) >= num_bytes:
@@ -280,7 +280,7 @@ def offer_ipc(control: ControlSocket, ipc: IpcBackend) -> IpcSender:
     events.
 
     Raises IpcUnavailableError at both ends if one cannot make or open them; the connection can then
-    be used for something else. Raises LinkError if the neighbor is gone.
+    be used for another channel. Raises LinkError if the neighbor is lost.
     """
     outlet = IpcSender(control, ipc)
     try:

@@ -1,7 +1,7 @@
 """Memory and events of a GPU, shared between processes by CUDA IPC.
 
 Memory is allocated by CUDA rather than by torch: torch counts references in a file that outlives a
-killed process, and never frees what a killed process had opened.
+killed process, and never frees memory that a killed process had opened.
 
 Shape letters: N bytes.
 """
@@ -52,14 +52,14 @@ class CudaEvent:
     """The ``SharedEvent`` of CUDA, recorded and waited for on the caller's current stream."""
 
     def __init__(self, device: torch.device, handle: bytes | None = None) -> None:
-        cuda: Any = torch.cuda  # whose type stubs are incomplete
+        cuda: Any = torch.cuda  # its type stubs are incomplete
         self._device = device
         if handle is not None:
             self._event = cuda.Event.from_ipc_handle(device, handle)
             self.handle = handle
             return
         self._event = cuda.Event(interprocess=True)
-        with torch.cuda.device(device):  # to which the event then belongs
+        with torch.cuda.device(device):  # the event then belongs to it
             self.handle = self._event.ipc_handle()
 
     def record(self) -> None:
@@ -81,7 +81,7 @@ class CudaEvent:
 
 class CudaIpc:
     """The ``IpcBackend`` of one GPU. Copies are launched on the caller's current stream; the host
-    waits for nothing.
+    does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class CudaIpc:
             target_N.copy_(source_N, non_blocking=True)
 
     def end_process(self, reason: str) -> NoReturn:
-        """See ``IpcBackend``. Ray takes this for a crash, and starts another process."""
+        """See ``IpcBackend``. Ray treats this as a crash, and starts another process."""
         logger.error("this process ends, and gets a new one: %s", reason)
         os._exit(1)  # any other exit would wait for the GPU
 
@@ -164,7 +164,7 @@ def handle_from_bytes(runtime: Any, handle: bytes) -> Any:
 
 @contextmanager
 def _check() -> Iterator[None]:
-    """Turn all errors into RuntimeError, so that tensors go by way of the host.
+    """Turn all errors into RuntimeError, so that tensors are sent through the host.
 
     Other versions of CUDA's bindings may have other names.
     """

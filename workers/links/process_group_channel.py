@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[a
 from tramontane.proto.errors import LinkError
 from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS, Address
 
-Group = Any  # one of torch's backends, most of whose methods are missing from its type stubs
+Group = Any  # one of torch's backends; most methods are missing from its type stubs
 
 # for a neighbor that neither sends nor dies; a group that has timed out is broken
 STEP_TIMEOUT = timedelta(seconds=600)
@@ -28,8 +28,8 @@ TAG = 0  # of all messages: they are received in the order in which they were se
 class ProcessGroupChannel:
     """The ``Channel`` over a process group, which is not torch's default group.
 
-    A gloo group is closed only by dropping all references to it, also those of operations that were
-    started on it. A neighbor, also one that waits, fails at once.
+    A gloo group is closed only by dropping all references to it, including the references of its
+    operations. The neighbor then fails at once, even while it waits.
     """
 
     def __init__(self, group: Group, timeout: timedelta | None) -> None:
@@ -54,7 +54,7 @@ class ProcessGroupChannel:
         group, self._group = self._group, None
         self._unsent.clear()
         if group is not None:
-            group.abort()  # NCCL needs it, gloo does nothing
+            group.abort()  # NCCL needs it, gloo ignores it
 
     def _limit_pending_sends(self) -> None:
         while len(self._unsent) >= MAX_PENDING_SENDS:
@@ -144,7 +144,7 @@ def _make_channel(backend: str, store: TCPStore, rank: int, host: str) -> Proces
 
 
 def _gloo(store: TCPStore, rank: int, host: str) -> Group:
-    gloo: Any = ProcessGroupGloo  # whose options have other names in torch's type stubs
+    gloo: Any = ProcessGroupGloo  # its options have other names in torch's type stubs
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._threads = 1  # threads are used by collective operations only
@@ -168,7 +168,7 @@ TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
 
 def interface_for_address(host: str) -> str:
     """Return the name of the interface that has this address: ``lo`` for 127.0.0.1. Raises OSError
-    if there is none.
+    if no interface has it.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == host for a in addresses):
@@ -177,7 +177,7 @@ def interface_for_address(host: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the essence of an error: gloo's messages begin with a source location and end with
+    """Return the main part of an error: gloo's messages begin with a source location and end with
     advice.
     """
     return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

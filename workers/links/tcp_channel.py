@@ -1,8 +1,8 @@
 """Channels between stages without a GPU: one TCP connection each.
 
-What a neighbor has sent waits in the kernel until it is received: that costs one copy, and no
-thread has to be woken. A gloo process group, which first agrees with the sender on the transfer,
-took three to ten times as long.
+Data from the neighbor waits in the kernel until it is received: that costs one copy, and no thread
+has to be woken. A gloo process group, which first agrees with the sender on the transfer, took
+three to ten times as long.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS,
 AUTH_TOKEN_BYTES = 16
 AUTH_TOKEN_TIMEOUT_S = 2.0  # a neighbor sends it at once; other connections must not block it
 # The death of a process is noticed at once, the loss of a machine after the last of these probes. A
-# limit for unacknowledged data (TCP_USER_TIMEOUT) would also end the link to a neighbor that only
-# takes long to compute.
+# limit for unacknowledged data (TCP_USER_TIMEOUT) would also end the link to a neighbor that
+# computes for a long time.
 KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 
 
 class TcpChannel:
     """The ``Channel`` over TCP.
 
-    A thread sends what does not fit into the kernel's buffers, so that the next micro-batch can be
-    computed.
+    A thread sends the bytes that do not fit into the kernel's buffers, so that the next micro-batch
+    can be computed.
     """
 
     def __init__(self, connection: socket.socket) -> None:

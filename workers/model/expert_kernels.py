@@ -1,5 +1,5 @@
-"""Choice of the kernels of experts when a stage loads: which run on its GPU and are right, and
-which are the fastest.
+"""Selection of expert kernels when a stage loads: the kernels that run on its GPU and are correct,
+and the fastest of them.
 
 Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), N outputs
 and K inputs of one matrix.
@@ -35,9 +35,9 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # other.
 KERNEL_CAPABILITIES = (9, 10)  # major compute capability: Hopper and Blackwell
 KERNEL_STEP = 8  # bfloat16 numbers in 16 bytes, the alignment of rows
-# Up to so many choices each reads its expert's weights separately. Of Mixtral 8x7B on an H200 8
-# took 0.77 of the time of sorting them for torch's grouped product, and 16 took 1.7 times that of
-# the fastest tiles, without the sort.
+# Up to this number of choices, each choice reads its expert's weights separately. For Mixtral 8x7B
+# on an H200, 8 choices took 0.77 of the time of sorting them for torch's grouped product, and 16
+# took 1.7 times the time of the fastest tiles, without the sort.
 MAX_SMALL_BATCH_ROWS = 8
 
 
@@ -105,8 +105,8 @@ class StackedExperts(NamedTuple):
     """The weights of all experts of one layer.
 
     ``has_small_batch_kernel``: the kernels of ``triton_moe`` compute up to ``MAX_SMALL_BATCH_ROWS``
-    choices. The products of both matrices are torch's, others by the number of rows, or those of
-    ``RowProducts.grouped``. Quantized matrices have scales, and products of others than torch.
+    choices. The products of both matrices are torch's, kernels selected by the number of rows, or
+    ``RowProducts.grouped``. Quantized matrices have scales, and never torch's products.
     """
 
     w13_E2FD: Tensor
@@ -119,7 +119,7 @@ class StackedExperts(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrices are numbers of one byte, with a scale for each row."""
+        """Whether the matrices are one-byte numbers, with a scale for each row."""
         return self.w13_scale_E2F is not None
 
     def run(
@@ -140,7 +140,7 @@ class StackedExperts(NamedTuple):
         """Return the weighted sum of each token's experts, [T, D], with kernels that read an
         expert's weights for each choice.
 
-        Choices of experts that do not exist, as padding has them, add nothing.
+        Choices of nonexistent experts, which padding has, add 0.
         """
         # Triton comes with torch for CUDA only
         from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv
@@ -153,7 +153,7 @@ def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
     """Return matrices or their scales as one tensor [E, N, K] or [E, N] without a copy, or None if
     they are not contiguous.
 
-    Three of [2, 4] in one block, from its numbers 8, 16 and 24 on: strides 8, 4, 1 from 8 on.
+    Three matrices of [2, 4] in one block, at its elements 8, 16 and 24: strides 8, 4, 1 from 8 on.
     """
     if not weights:
         return None
@@ -176,12 +176,12 @@ def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
 
 logger = logging.getLogger(__name__)
 
-# up to so many rows the product is used that is the fastest for so many
+# up to each number of rows, the fastest product for the second number is used
 ROW_CLASSES = {64: 64, 128: 128, 512: 256}
-NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch has none
+NUM_MANY_ROWS = 2048  # the product of more rows is timed with this number, where torch has none
 # on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
 TORCH_FP8_CAPABILITY = (9, 0)
-ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
+ADVANTAGE = 1.05  # another product must be this many times as fast as torch's
 
 
 def select_gpu_kernels(
@@ -190,9 +190,8 @@ def select_gpu_kernels(
     """Attach small-batch kernels to all layers' experts, and choose grouped products by timing them
     on the first layer.
 
-    ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing
-    changes on CPUs. Quantized experts are left out where no product computes them: they run one by
-    one.
+    ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. No effect
+    on CPUs. Quantized experts that no product can compute are left out: they run one by one.
     """
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
@@ -219,8 +218,8 @@ def _is_on_gpu(stack: StackedExperts) -> bool:
 
 
 def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
-    """Return whether the kernels for small batches pass a self test; if not, log one line that says
-    why.
+    """Return whether the kernels for small batches pass a self test; if not, log the reason in one
+    line.
     """
     reason = try_or_reason(lambda: _test_small_batch_kernel(stack, dtype))
     if reason:
@@ -234,8 +233,8 @@ def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
-    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be,
-    of which one is padding.
+    """Compare the kernels with PyTorch's operations, for one token and for the maximum number, of
+    which one is padding.
 
     They keep rows in 16 bits, and so do the products that they are compared with, whichever are
     used for more rows.
@@ -287,11 +286,11 @@ def candidates(
     dtype: torch.dtype = torch.bfloat16,
     capability: tuple[int, int] = (0, 0),
 ) -> dict[str, GroupedProduct]:
-    """Return the grouped products by name: torch's, if it has one, or those that keep the rows in
-    16 bits come first.
+    """Return the grouped products by name. Torch's, if it exists, or the products that keep the
+    rows in 16 bits come first.
 
-    ``capability``: of the GPU. Those that quantize the rows are for fp8 matrices, rows in 16 bits
-    and GPUs that multiply fp8. Raises ImportError without Triton.
+    ``capability``: of the GPU. Products that quantize the rows need fp8 matrices, rows in 16 bits
+    and a GPU that multiplies fp8. Raises ImportError without Triton.
     """
     # as above
     from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear
@@ -328,9 +327,9 @@ def select_product(
     selector: KernelSelector,
 ) -> GroupedProduct | None:
     """Return torch's grouped product, or the fastest by the number of rows; log one line for each
-    class of these numbers.
+    class of row counts.
 
-    Quantized matrices have ``scale_EN``, and products of Triton only; None if these do not work.
+    Quantized matrices have ``scale_EN``, and Triton's products only; None if these do not work.
     """
     try:
         capability = (
@@ -367,7 +366,9 @@ def _fastest_product(
     num_rows: int,
     selector: KernelSelector,
 ) -> str | None:
-    """Return the name of the fastest product for so many rows, or None if none of them is right."""
+    """Return the name of the fastest product for this number of rows, or None if no product is
+    correct.
+    """
     rows_CK = _fp8_rows(num_rows, weight_ENK.shape[2]).to(weight_ENK.device, dtype)
     ends_E = uneven_ends(num_rows, len(weight_ENK)).to(weight_ENK.device)
 
@@ -385,12 +386,12 @@ def _fastest_product(
 
 
 def _fp8_rows(num_rows: int, width: int) -> Tensor:
-    """Return random rows [C, K] that quantization to fp8 does not change, each times another power
-    of two up to 8.
+    """Return random rows [C, K] that quantization to fp8 does not change, scaled by powers of two
+    up to 8.
 
     So all products agree on them, whether they quantize rows or not, unless they lose the scales.
-    The largest number of a row is that of fp8, so the scale of row 3 is 1, and that of row 6 is 8:
-    448 * 8 is still a float16.
+    The largest number of a row is the maximum of fp8, so the scale of row 3 is 1, and the scale of
+    row 6 is 8: 448 * 8 is still a float16.
     """
     numbers_CK = torch.randn(num_rows, width).mul_(100).clamp_(-MAX_FP8, MAX_FP8)
     numbers_CK[:, 0] = MAX_FP8

@@ -1,5 +1,5 @@
-"""The gate of a mixture of experts: which experts compute a token, and with which weights they are
-added.
+"""The gate of a mixture of experts: selects the experts of a token, and the weights of their
+outputs.
 
 Shape letters: T tokens, D model width, E experts, k experts of each token, n groups of experts.
 """
@@ -24,12 +24,12 @@ def sigmoid(logits_TE: Tensor) -> Tensor:
 
 
 class Gate(nn.Module):
-    """The gate of one layer, see ``GateScores``. ``bias`` is added to scores by which experts are
-    chosen, not to weights.
+    """The gate of one layer, see ``GateScores``. ``bias`` is added to the scores that select
+    experts, not to weights.
     """
 
     bias: Tensor | None
-    in_float32: frozenset[str]  # matrices that are in float32 whatever the dtype of the model
+    in_float32: frozenset[str]  # matrices in float32, regardless of the model's dtype
 
     def __init__(self, dim: int, moe: MoeArgs) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gate(nn.Module):
         return expert_ids_Tk, (weights_Tk * self.moe.routed_scaling_factor).to(x_TD.dtype)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return what the scores are computed from, [T, E]."""
+        """Return the inputs of the scores, [T, E]."""
         logits_TE: Tensor = self.scores(x_TD.float() if self.in_float32 else x_TD)
         return logits_TE
 

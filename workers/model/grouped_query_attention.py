@@ -15,7 +15,7 @@ from tramontane.workers.model.rotary import RotaryTables
 
 
 class AttentionFn(Protocol):
-    """What attends to a cache, in which it puts a micro-batch's own keys and values."""
+    """Attends to a cache, and writes a micro-batch's own keys and values to it."""
 
     def __call__(
         self,
@@ -26,7 +26,7 @@ class AttentionFn(Protocol):
         index: tuple[Tensor, Tensor, Tensor] | None = None,
         /,
     ) -> Tensor:
-        """Return attended values [T, H, d]. Without keys those of another layer are used;
+        """Return attended values [T, H, d]. Without keys, the keys of another layer are used;
         ``index``: see ``IndexInputs``.
         """
 
@@ -46,7 +46,7 @@ class RotatingAttentionFn(AttentionFn, Protocol):
 class GroupedQueryAttention(nn.Module):
     """H query heads share G key/value heads; queries, keys and values are one matrix product.
 
-    ``rotates_in_cache``: what attends is a ``RotatingAttentionFn``.
+    ``rotates_in_cache``: the attention function is a ``RotatingAttentionFn``.
     """
 
     def __init__(self, args: ModelArgs, layer: int) -> None:

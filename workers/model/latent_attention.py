@@ -1,14 +1,14 @@
-"""Latent attention, MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1), in the form that reads the
-cache as it is.
+"""Latent attention, MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1), in the absorbed form, which
+reads the cache directly.
 
 A head's key for a token is W_k c, and its value W_v c, where c is the token's latent vector, which
 the cache holds. The score of a query q is q (W_k c) = (W_k^T q) c, and the weighted sum of values
-is W_v times the weighted sum of latent vectors. So W_k^T moves to the query and W_v to the output
-("absorbed"), and what remains is attention with one key/value head for all query heads: its keys
-are the latent vectors with the rotated part behind them, its values are the same vectors.
+is W_v times the weighted sum of latent vectors. So W_k^T is absorbed into the query projection and
+W_v into the output projection. The result is attention with one key/value head for all query heads:
+its keys are the latent vectors followed by the rotated part, its values are the latent vectors.
 
-Shape letters: T tokens, D model width, H query heads, R numbers of which queries are made, C
-numbers of a latent vector, r of a rotated part, v of a value, d = C + r in the cache.
+Shape letters: T tokens, D model width, H query heads, R query rank, C width of a latent vector, r
+of a rotated part, v of a value, d = C + r in the cache.
 """
 
 import math
@@ -36,7 +36,7 @@ from tramontane.workers.model.rotary import RotaryTables
 # Shape letters: T tokens, D model width, H query heads, I heads of the indexer, d width of a query,
 # i width of an indexer's query and key, r rotated numbers.
 
-INDEXER_NORM_EPS = 1e-6  # of both norms, whatever the model's is
+INDEXER_NORM_EPS = 1e-6  # of both norms, regardless of the model's epsilon
 IndexInputs = tuple[
     Tensor, Tensor, Tensor
 ]  # queries [T, I, i] and keys [T, i] of an indexer, and the weights [T, I] of its heads
@@ -60,7 +60,7 @@ class HeadScaling(nn.Module):
 
 
 class Indexer(nn.Module):
-    """What makes index queries, keys and weights of a layer's hidden states. Keys and weights are
+    """Computes index queries, keys and weights from a layer's hidden states. Keys and weights are
     one matrix product.
     """
 
@@ -91,7 +91,7 @@ class Indexer(nn.Module):
         """Rotate the first r numbers of each head, whose pairs are adjacent, and leave them in
         halves: 0 1 2 3 become 0 2 1 3.
 
-        Queries and keys are sorted alike, which does not change their products.
+        Queries and keys have the same order, so their products do not change.
         """
         if not self.rotary_dim:
             return x_TIi
@@ -119,10 +119,10 @@ NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Latent attention of one layer. What hidden states are multiplied by is one matrix product.
+    """Latent attention of one layer. The down-projections of the hidden states are one matrix
+    product.
 
-    Where attention is sparse, a layer may have an indexer, no rotary embedding, or no keys of its
-    own.
+    In sparse attention a layer may have an indexer, no rotary embedding, or no keys of its own.
     """
 
     not_packed = frozenset({"wkv_b"})  # it is cut and transposed when it is complete
@@ -151,8 +151,8 @@ class LatentAttention(nn.Module):
         self.wo = Linear(args.n_heads * latent.v_head_dim, args.dim)
         self.keys: HeadProducts | None = None
         self.values: HeadProducts | None = None
-        # Kernels divide scores by the root of the cache's width, and the model by that of its own
-        # keys.
+        # Kernels divide scores by the root of the cache's width, the model by the root of its own
+        # keys' width.
         self.query_factor = math.sqrt(self.cached_dim / latent.qk_head_dim)
         self.query_factor *= args.rope_scaling.score_factor if args.rope_scaling else 1.0
         self.head_scaling = HeadScaling(args.n_heads) if args.sparse else None
@@ -208,8 +208,8 @@ class LatentAttention(nn.Module):
         return rotary.scale_queries(q_THd)
 
     def _keys_of_cache(self, kv_Td: Tensor, rotary: RotaryTables) -> Tensor | None:
-        """Return the vectors [T, 1, d] that the cache holds: normalized, with the rotated part
-        behind. None without own keys.
+        """Return the vectors [T, 1, d] to cache: normalized, followed by the rotated part. None
+        without own keys.
         """
         if self.kv_a_norm is None:
             return None

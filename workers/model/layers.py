@@ -66,8 +66,8 @@ class TransformerBlock(nn.Module):
         """Return the hidden states after attention, and normalized for the feed-forward network or
         experts. Both [T, D].
 
-        ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a
-        stage's first layer.
+        ``added_TD``: the previous layer's output, to be added to the hidden states ``h_TD``; None
+        before a stage's first layer.
         """
         ops, weight_D = self.attention.fused_ops, self.attention_norm.weight
         if added_TD is None:

@@ -46,10 +46,10 @@ class ExpertPermutation:
 
     Example with k = 2: three tokens choose [[1, 0], [1, 2], [0, 1]]. Flattened choices [1, 0, 1, 2,
     0, 1] sort (stably) to choice numbers [1, 4, 0, 2, 5, 3], that is tokens [0, 2, 0, 1, 2, 1] in
-    groups of 2, 3 and 1, which end at 2, 5 and 6. Choices of experts that do not exist, as padding
-    has them, come after all groups.
+    groups of 2, 3 and 1, which end at 2, 5 and 6. Choices of nonexistent experts, which padding
+    has, come after all groups.
 
-    Only ``sizes`` reads anything on the host.
+    Only ``sizes`` reads tensors on the host.
     """
 
     order_C: Tensor
@@ -74,8 +74,7 @@ class ExpertPermutation:
     def combine(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, D]; the order of addition is fixed.
 
-        Rows that belong to no expert may be missing at the end. The result for their tokens is
-        undefined.
+        Rows without an expert may be missing at the end. The result for their tokens is undefined.
         """
         by_choice_CD = done_CD.new_empty(len(self.order_C), done_CD.shape[1])
         by_choice_CD.index_copy_(0, self.order_C[: len(done_CD)], done_CD)
@@ -86,15 +85,15 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
     """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts
     without rows do not run.
 
-    Rows after the last group are left out of the result: [sum of sizes, D]. Experts that are packed
-    are two products of all groups, with the same results.
+    Rows after the last group are left out of the result: [sum of sizes, D]. Packed experts are two
+    products of all groups, with the same results.
     """
     rows_CD = rows_CD[: sum(sizes)]
     if not len(rows_CD):
         return rows_CD
     w13 = [expert.w13 for expert in experts if isinstance(expert.w13, PackedLinear)]
     w2 = [expert.w2 for expert in experts if isinstance(expert.w2, PackedLinear)]
-    if w13 and w2:  # of a model all matrices are packed, or none
+    if w13 and w2:  # a model's matrices are all packed, or all not packed
         silu_and_mul = experts[0].fused_ops.silu_and_mul
         gate_up_C2F = w13[0].matmul.multiply_groups(rows_CD, w13, sizes)
         return w2[0].matmul.multiply_groups(silu_and_mul(gate_up_C2F), w2, sizes)
@@ -105,7 +104,7 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
 
 
 def layers_with_experts(args: ModelArgs, layers: range) -> range:
-    """Return those of consecutive layers that have experts: the first ones of a model may have
+    """Return the layers with experts among consecutive layers: the first layers of a model may have
     none.
     """
     return range(max(layers.start, args.moe_layers.start), min(layers.stop, args.moe_layers.stop))
@@ -149,11 +148,11 @@ class LocalExperts(ExpertSet):
         products: RowProducts | None = None,
         selector: KernelSelector = WITHOUT_MEMORY,
     ) -> None:
-        """Use grouped products, once weights are in place, in the layers whose experts are
-        contiguous in memory.
+        """Use grouped products, once weights are loaded, in the layers whose experts are contiguous
+        in memory.
 
-        These are ``products``, or else what ``selector`` finds to be the fastest for hidden states
-        of this dtype.
+        These are ``products``, or else the fastest that ``selector`` finds for hidden states of
+        this dtype.
         """
         stacks = {
             int(layer): _stack_weights(list(experts.children()))
@@ -171,10 +170,10 @@ class LocalExperts(ExpertSet):
 
     @property
     def is_graph_safe(self) -> bool:
-        """Whether ``forward`` never waits for the device and launches the same kernels whatever
-        experts are chosen.
+        """Whether ``forward`` never waits for the device and launches the same kernels for any
+        choice of experts.
 
-        A CUDA graph may then contain it. Also true of a stage that has no experts.
+        A CUDA graph may then contain it. Also true of a stage without experts.
         """
         return len(self._stacks) == len(self.layers)
 
@@ -201,8 +200,8 @@ class LocalExperts(ExpertSet):
         )
 
     def stack_for_small(self, layer: int, num_choices: int) -> StackedExperts | None:
-        """Return a layer's weights if ``StackedExperts.mix_small`` is to compute so many choices,
-        or None.
+        """Return a layer's weights if ``StackedExperts.mix_small`` is to compute this number of
+        choices, or None.
         """
         stack = self._stacks.get(layer)
         is_for_few = (
@@ -215,7 +214,7 @@ class LocalExperts(ExpertSet):
     def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
         """Run each expert of a layer on its group of rows.
 
-        Returns [C, D], of which rows after the last group are undefined or missing.
+        Returns [C, D]; rows after the last group are undefined or missing.
         """
         if layer in self._stacks:
             return self._stacks[layer].run(
@@ -248,7 +247,7 @@ def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
 
 
 class ExpertTokenCounter:
-    """How many tokens each expert of some layers was given, added up on the device of the tokens.
+    """Number of tokens routed to each expert of some layers, counted on the device of the tokens.
 
     One thread adds, any other may read. On a GPU adding does not wait, and may be part of a CUDA
     graph.
@@ -268,15 +267,17 @@ class ExpertTokenCounter:
         self._read_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def count(self, layer: int, ends_E: Tensor) -> None:
-        """Add a micro-batch of a layer, whose experts' groups end there."""
+        """Add a micro-batch of a layer; ``ends_E`` are the ends of the experts' groups."""
         self.total_ends_E(layer).add_(ends_E)
 
     def total_ends_E(self, layer: int) -> Tensor:
-        """Return what ``count`` adds to (int64), for kernels that do so themselves."""
+        """Return the tensor that ``count`` adds to (int64), for kernels that add to it
+        themselves.
+        """
         return self._ends_LE[layer - self._layers.start]
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Reset all counts."""
         self._ends_LE.zero_()
 
     def read(self) -> dict[int, list[int]]:
@@ -284,6 +285,6 @@ class ExpertTokenCounter:
 
         Does not wait for a step that runs on a GPU: some of its layers may be counted already.
         """
-        with torch.cuda.stream(self._read_stream):  # does nothing if there is no stream
+        with torch.cuda.stream(self._read_stream):  # no effect without a stream
             ends_LE = self._ends_LE.tolist()
         return {layer: group_sizes(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}

@@ -15,16 +15,16 @@ from torch import Tensor
 from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.workers.kernels.fused_ops import EAGER, CosSin
 
-BLOCK_POSITIONS = 1024  # whose tables are computed at a time
+BLOCK_POSITIONS = 1024  # positions whose tables are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """Cosines and sines of T tokens, and what queries are scaled by: all heads alike, or each with
-    a weight of its own.
+    """Cosines and sines of T tokens, and the scales of queries: the same for all heads, or per
+    head.
 
-    ``query_scale_T`` is None if the model does not scale queries by position, ``log_position_T``,
-    the logarithms of position + 1, if it does not scale each head.
+    ``query_scale_T`` is None if the model does not scale queries by position; ``log_position_T``,
+    the logarithms of position + 1, is None if it does not scale each head.
     """
 
     cos_Td: Tensor
@@ -46,7 +46,7 @@ class RotaryTables:
         )
 
     def append(self, more: "RotaryTables") -> "RotaryTables":
-        """Return these rows and then those of ``more``."""
+        """Return these rows followed by the rows of ``more``."""
         pairs = (
             (self.query_scale_T, more.query_scale_T),
             (self.log_position_T, more.log_position_T),
@@ -92,12 +92,12 @@ def rotary_tables(
 
 
 class RotaryCache:
-    """The rotary tables of all positions from 0 on, as far as they have been used. For CPUs.
+    """The rotary tables of all positions used so far, from 0 on. For CPUs.
 
-    There PyTorch's cosines of a tensor's last elements, and of those where threads divide it, may
-    be rounded differently from the others: a position's angles would depend on where it stands in
-    the micro-batch. Here every position is computed once, in blocks that are always the same, and
-    by NumPy, which uses one thread.
+    On CPUs, PyTorch may round the cosines of a tensor's last elements, and of elements at the
+    boundaries of threads, differently from the others: a position's angles would depend on its
+    place in the micro-batch. Here every position is computed once, in blocks that are always the
+    same, and by NumPy, which uses one thread.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class RotaryCache:
 def make_rotary_tables(
     args: ModelArgs, dtype: torch.dtype, frequencies: Tensor, cos_sin: CosSin = EAGER.cos_sin
 ) -> MakeRotaryTables:
-    """Return what makes tables on the device of the frequencies, which are those of the stage's
-    model.
+    """Return a function that makes tables from ``frequencies``, on their device; these are the
+    frequencies of the stage's model.
     """
     if frequencies.device.type == "cpu":
         return RotaryCache(args, dtype, frequencies).tables
@@ -184,8 +184,8 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
 
 
 def deinterleave_rows(stored_RD: Tensor, num_heads: int, plain_rows: int = 0) -> Tensor:
-    """Reorder rows of heads from rotary pairs side by side, as they are stored, to halves, as they
-    are used.
+    """Reorder rows of heads from adjacent rotary pairs, the stored order, to halves, the order of
+    use.
 
     A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3. The
     first ``plain_rows`` of each head are not rotated and come before the rotated ones of all heads:

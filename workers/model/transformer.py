@@ -73,7 +73,8 @@ class StageModel(nn.Module):
     ) -> None:
         """Prepare for the first step on this device, after the weights are in place.
 
-        ``products`` replace those of layers. Without them ``selector`` chooses on a GPU.
+        ``products`` replace the layers' products. Without them ``selector`` selects kernels on a
+        GPU.
         """
         self._expert_tokens.to_device(device)
         set_row_products(self, products)
@@ -120,7 +121,7 @@ class StageModel(nn.Module):
         on_choices: OnChoices | None = None,
         is_padding_T: Tensor | None = None,
     ) -> Tensor:
-        """Return what a layer adds after its attention, [T, D]: from its dense network, or from
+        """Return a layer's addition after its attention, [T, D]: from its dense network, or from
         each token's experts.
 
         Padding gets 0 from experts.
@@ -153,8 +154,8 @@ class StageModel(nn.Module):
         return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)
 
     def run_shared_experts(self, layer: int, x_TD: Tensor) -> Tensor | None:
-        """Return what the experts that compute every token add, [T, D]; None if the layer has
-        none.
+        """Return the addition of the shared experts, which compute every token, [T, D]; None if the
+        layer has none.
         """
         shared = self.block(layer).shared_experts
         return None if shared is None else shared(x_TD)
@@ -225,7 +226,7 @@ class StageModel(nn.Module):
         return self._expert_tokens.read()
 
     def clear_expert_load(self) -> None:
-        """Forget which experts have been chosen so far."""
+        """Reset the counts of chosen experts."""
         self._expert_tokens.clear()
 
 

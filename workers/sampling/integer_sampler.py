@@ -1,17 +1,16 @@
-"""Sampling on a device in whole numbers: the same token bit for bit by every kernel, in any
-company.
+"""Sampling on a device in integers: every kernel draws the same token, bit for bit, in any batch.
 
-A token's weight is what its probability is proportional to, as a whole number, ``UNITS`` for the
-likeliest token. It is computed by one division and one subtraction of float32, which every
-device rounds alike, and then in integers; sums of integers do not depend on their order. So
-``choose_plainly``, which sorts, says what a kernel must return, and takes its place where there is
-none.
+A token's weight is an integer proportional to its probability, ``UNITS`` for the likeliest token.
+It is computed by one division and one subtraction of float32, which every device rounds alike, and
+then in integers; sums of integers do not depend on their order. So ``choose_plainly``, which sorts,
+is the reference for kernels, and replaces them where there is none.
 
 The rule. Tokens are ranked by their logits, the largest first, of equal ones the lower id first.
-The first ``top_k`` are kept, of these the tokens with a weight of ``min_p`` of the best at least
+The first ``top_k`` are kept, of these the tokens with at least ``min_p`` of the best token's weight
 (Nguyen et al., arXiv 2407.01082), of these the fewest first ones with a share ``top_p`` of the
-weight (Holtzman et al., arXiv 1904.09751), and always the best. The drawn token is that into whose
-share of the kept weight, in the order of token ids, the row's random number falls.
+weight (Holtzman et al., arXiv 1904.09751), and always the best. The kept weights, in the order of
+token ids, divide the interval of the row's random number; the drawn token is the one whose share
+contains the number.
 
 Shape letters: S rows, V vocabulary.
 """
@@ -30,7 +29,7 @@ from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE
 # the weight of the likeliest token: a weight fits into 32 bits, 2**20 of them into 50
 UNITS = 2**30
 SHARE_BITS = 36  # of random numbers and of top_p
-# in float32 a larger one may be infinite, and minus infinity divided by it no number
+# in float32 a larger temperature may be infinite, and minus infinity divided by it is NaN
 MAX_TEMPERATURE = 1e30
 FARTHEST = 24.0  # logits below the best by this or more have no weight: e^-24 of 2**30 is 0.04
 DISTANCE_UNITS = 2.0**26  # of a distance of 1, so that 24 fits into 31 bits
@@ -49,10 +48,10 @@ ChooseTokens = Callable[[Tensor, Tensor], Tensor]
 def row_params(
     params: Sequence[SamplingParams], uniforms: Sequence[float], device: torch.device
 ) -> Tensor:
-    """Return what a device needs to know of each row, [S, 5] in int64, in one copy, or none if all
-    rows are greedy.
+    """Return the sampling parameters of each row for a device, [S, 5] in int64, in one copy, or
+    without a copy if all rows are greedy.
 
-    The bits of its temperature in float32 (0: greedy), top_k, the least weight that is kept, and
+    The bits of its temperature in float32 (0: greedy), top_k, the smallest weight to keep, and
     top_p and the random number in units of 2**-36. Temperature 0.5, top_p 0.75 and a random number
     of 0.25: 0x3f000000, 2**31 - 1, 0, 3 * 2**34, 2**34.
     """
@@ -77,14 +76,14 @@ def row_params(
 
 
 def integer_weights(logits_SV: Tensor, best_S1: Tensor, temperature_S1: Tensor) -> Tensor:
-    """Return the weights of tokens, [S, V] in int64, the best logit's being ``UNITS``.
+    """Return the weights of tokens, [S, V] in int64; the best logit has the weight ``UNITS``.
 
     Logits 0 and -1 at temperature 1: the distance is 2**26 units, which is 1.4426950 octaves, e = 1
     and f = 0.4426950. 2^-f is 790015085 of 2**30, and half of that 395007543; e^-1 of 2**30 is
     395007542.2.
     """
     distance_SV = best_S1 / temperature_S1 - logits_SV / temperature_S1
-    # no number goes there, too
+    # NaN also becomes FARTHEST
     distance_SV = torch.where(distance_SV < FARTHEST, distance_SV, FARTHEST)
     octaves_SV = (distance_SV * DISTANCE_UNITS).long() * LOG2_E  # in units of 2**-56
     fraction_SV = octaves_SV.bitwise_right_shift(26).bitwise_and_(2**30 - 1)
@@ -99,7 +98,7 @@ def share(total: Tensor, part: Tensor) -> Tensor:
     """Return the whole part of ``total * part / 2**36``, for totals below 2**50 and parts up to
     2**36.
 
-    Their product may have 86 bits, so the lower 24 bits of the total are multiplied apart.
+    Their product may have 86 bits, so the lower 24 bits of the total are multiplied separately.
     """
     upper, lower = total >> 24, total & (2**24 - 1)
     return (upper * part + (lower * part >> 24)) >> (SHARE_BITS - 24)
@@ -108,9 +107,9 @@ def share(total: Tensor, part: Tensor) -> Tensor:
 def choose_plainly(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
     """Choose a token for each row by the rule above, [S].
 
-    NOT_FINITE_TOKEN stands for a row with NaN or plus infinity, or with nothing but minus infinity:
+    The result is NOT_FINITE_TOKEN for a row with NaN or plus infinity, or with only minus infinity:
     its largest number shows it, as NaN counts as larger than any. A temperature that makes the best
-    logit infinite is greedy. Some rows at a time are sorted, so that it takes a bounded memory.
+    logit infinite is greedy. A limited number of rows is sorted at a time, which bounds the memory.
     """
     assert logits_SV.dtype == torch.float32
     num_rows, step = len(logits_SV), max(MAX_LOGITS // logits_SV.shape[1], 1)
@@ -121,7 +120,7 @@ def choose_plainly(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
 
 
 def _choose_rows(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
-    chosen_S = logits_SV.argmax(-1)  # of equal ones the first
+    chosen_S = logits_SV.argmax(-1)  # the first of equal ones
     best_S1 = logits_SV.gather(1, chosen_S[:, None])
     temperature_S1 = params_S5[:, :1].to(torch.int32).view(torch.float32)
     is_drawn_S = (params_S5[:, 0] > 0) & (best_S1 / temperature_S1)[:, 0].isfinite()
@@ -130,7 +129,7 @@ def _choose_rows(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
     )
     ends_SV = weights_SV.cumsum(-1)
     targets_S1 = share(ends_SV[:, -1:], params_S5[:, 4:])
-    drawn_S = (ends_SV <= targets_S1).sum(-1)  # of rows that are not drawn it means nothing
+    drawn_S = (ends_SV <= targets_S1).sum(-1)  # undefined for rows that are not drawn
     chosen_S = torch.where(is_drawn_S, drawn_S, chosen_S)
     return torch.where(best_S1[:, 0].isfinite(), chosen_S, NOT_FINITE_TOKEN)
 

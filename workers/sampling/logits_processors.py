@@ -1,7 +1,7 @@
 """Logits processors: biases, penalties and ``min_tokens``. The last stage has state for sequences
-that ask for any of them.
+that use any of these.
 
-Shape letters: S sampled rows, R those of them that change, V vocabulary, N rows of counts.
+Shape letters: S sampled rows, R changed rows, V vocabulary, N rows of counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, MicroBatch
 from tramontane.workers.device.cuda import tensor_on
 
-# The last token of every sequence, on the device: what a decode begins with if the router does not
-# know it yet.
+# The last token of every sequence, on the device: the input of a decode if the router does not know
+# it yet.
 #
-# With asynchronous scheduling the router submits a step before the tokens of the step before it
-# have been read. Its columns then have a ``PLACEHOLDER_TOKEN``, and the device fills in what it has
-# sampled itself, without a copy to the host and back.
+# With asynchronous scheduling the router submits a step before the tokens of the previous step have
+# been read. Its columns then have a ``PLACEHOLDER_TOKEN``, which the device replaces with the token
+# that it has sampled, without a copy to the host and back.
 #
 # Shape letters: N slots of sequences, S sampled rows, B single tokens.
 
@@ -34,19 +34,19 @@ class LastSampledTokens:
         self._slots, self._device = slots, device
 
     def put(self, seq_ids: Sequence[int], token_ids_S: Tensor) -> None:
-        """Keep the tokens that have been sampled for these sequences, each of which occurs once.
+        """Keep the tokens sampled for these sequences, each of which occurs once.
 
         A sequence without a token has ended (NOT_FINITE_TOKEN). Its rows are wasted until the
-        router knows of the end, but have to begin with a token of the vocabulary: 0.
+        router knows of the end, but need a token of the vocabulary as input: 0.
         """
         self._ids_N[self._index(seq_ids)] = token_ids_S.clamp(min=0)
 
     def of(self, seq_ids: Sequence[int]) -> Tensor:
-        """Return the last tokens of these sequences, [S]."""
+        """Return the last tokens of the given sequences, [S]."""
         return self._ids_N[self._index(seq_ids)]
 
     def fill_in(self, token_ids_B: Tensor, slots_B: Tensor) -> Tensor:
-        """Return the tokens [B] with those of their slots in the places of placeholders.
+        """Return the tokens [B]; placeholders are replaced by the last tokens of their slots.
 
         Last tokens [7, 8, 9], tokens [40, -1], slots [0, 2]: [40, 9].
         """
@@ -60,10 +60,10 @@ INITIAL_ROWS = 4  # of token counts
 
 
 class TokenCounts:
-    """Which tokens sequences have had, and how often: a row per sequence, of 5 bytes per token of
-    the vocabulary.
+    """Tokens of sequences and their counts: a row per sequence, of 5 bytes per token of the
+    vocabulary.
 
-    Rows are reused; when none is left their number doubles.
+    Rows are reused; when no row is free their number doubles.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -120,8 +120,8 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class LogitsState:
-    """What one sequence changes in its logits. ``row`` is its row of token counts, None if it needs
-    none.
+    """The changes of one sequence to its logits. ``row`` is its row of token counts, None if it
+    needs none.
     """
 
     sampling: SamplingParams
@@ -132,7 +132,7 @@ class LogitsState:
 
 
 class LogitsProcessor:
-    """Processor of the logits of all sequences that ask for changes.
+    """Processor of the logits of all sequences that request changes.
 
     Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have
     been counted. Drafts are counted once they are known to be right (``count_draft``).
@@ -147,8 +147,8 @@ class LogitsProcessor:
     def update(
         self, batch: MicroBatch, last_sampled_tokens: LastSampledTokens | None = None
     ) -> None:
-        """Remove freed sequences, add new ones, count tokens; ``last_sampled_tokens`` has those
-        that are placeholders in the batch.
+        """Remove freed sequences, add new ones, count tokens; ``last_sampled_tokens`` has the
+        tokens for the batch's placeholders.
         """
         for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
@@ -164,8 +164,8 @@ class LogitsProcessor:
             self._forget(seq_id)
 
     def apply(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return the changed logits, or the input if no row changes. ``positions`` are those of the
-        new tokens.
+        """Return the changed logits, or the input if no row changes. ``positions``: of the new
+        tokens.
         """
         rows = (
             [row for row, seq_id in enumerate(seq_ids) if seq_id in self._states]
@@ -213,7 +213,7 @@ class LogitsProcessor:
                 output_ids = self._count_prompt(state.row, state.num_prompt, chunk)
                 rows += [state.row] * len(output_ids)
                 token_ids += output_ids
-        # rows of counts, by the sequence, whose tokens are on the device
+        # rows of counts, by sequence, whose tokens are on the device
         previous, sampled = None, dict[int, int]()
         for seq_id, token_id in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
             is_draft, previous = seq_id == previous, seq_id
@@ -231,7 +231,7 @@ class LogitsProcessor:
             self._counts.add_output(list(sampled.values()), last_sampled_tokens.of(list(sampled)))
 
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
-        """Count the prompt tokens of a chunk; return the rest.
+        """Count the prompt tokens of a chunk; return its output tokens.
 
         A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output.
         The first chunk has its cached prefix, too.

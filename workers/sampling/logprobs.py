@@ -27,8 +27,8 @@ UNITS = 2.0**34  # of the likeliest token: 2**19 tokens that are as likely add u
 
 
 def exact_weights(logits_SV: Tensor) -> Tensor:
-    """Return what the probabilities are proportional to, [S, V]: whole numbers in float64, of the
-    best token ``UNITS``.
+    """Return weights proportional to the probabilities, [S, V]: integers in float64, ``UNITS`` for
+    the best token.
 
     Logits [0, -1, -30]: e^-1 of 2**34 is 6320120674.8, so 6320120675; e^-30 of 2**34 is 0.0016, so
     0.
@@ -62,10 +62,11 @@ def token_logprobs(
     has_exact_sums: bool = False,
 ) -> list[tuple[float, Top] | None]:
     """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens
-    with theirs.
+    with their log-probabilities.
 
-    None stands for a row whose logits are not finite, see ``sample``. They do not depend on the
-    other rows, nor does the choice between equal logits: on GPUs with ``has_exact_sums`` only.
+    The entry is None for a row whose logits are not finite, see ``sample``. Log-probabilities and
+    the choice between equal logits do not depend on the other rows; on GPUs this holds only with
+    ``has_exact_sums``.
     """
     totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else _logsumexp(logits_RV)
     totals_R1 = torch.where(totals_R1.isfinite(), totals_R1, torch.nan)
@@ -92,8 +93,8 @@ def token_logprobs(
 def _logsumexp(logits_RV: Tensor) -> Tensor:
     """Return the logarithm of the sum of each row's exponentials, [R, 1].
 
-    Of a single row PyTorch divides the sum between the threads of a CPU, of several it does not:
-    two copies are summed alike.
+    On a CPU, PyTorch splits the sum of a single row between threads, but not the sums of several
+    rows: two copies are summed like other rows.
     """
     is_single = len(logits_RV) == 1 and logits_RV.device.type == "cpu"
     return (logits_RV.repeat(2, 1) if is_single else logits_RV).logsumexp(-1, keepdim=True)[
@@ -102,12 +103,12 @@ def _logsumexp(logits_RV: Tensor) -> Tensor:
 
 
 def _likeliest(logits_RV: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [R, n], of which a row's first
-    ``counts`` are defined.
+    """Return the largest logits of each row and their tokens, [R, n]; the first ``counts`` entries
+    of a row are defined.
 
-    Which of equal logits PyTorch chooses, and in which order, depends on how many it has to find.
-    In bfloat16 many are equal. So rows that want as many as each other are chosen together, apart
-    from the rest.
+    PyTorch's choice between equal logits, and their order, depend on the number that it has to
+    find. In bfloat16 many logits are equal. So rows with equal counts are computed together,
+    separately from the others.
     """
     if len(set(counts)) == 1:
         best = logits_RV.topk(counts[0], dim=-1)
@@ -136,8 +137,8 @@ class PendingPromptLogprobs:
 
 
 class LogprobTracker:
-    """State of the last stage for sequences that ask for log-probabilities; it has none for
-    others.
+    """State of the last stage for sequences that request log-probabilities; other sequences have
+    none.
     """
 
     def __init__(self, vocab_size: int, has_exact_sums: bool = False) -> None:
@@ -148,7 +149,7 @@ class LogprobTracker:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that ask for log-probabilities of sampled tokens, or whose prompt is not
+        """Sequences that request log-probabilities of sampled tokens, or whose prompt is not
         complete.
         """
         return len(self._num_top.keys() | self._prompts.keys())
@@ -213,8 +214,8 @@ class LogprobTracker:
             row += chunk.num_tokens
 
     def _of_chunk(self, chunk: Chunk, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
-        """Yield those of one chunk. A token is predicted by the previous row, which may be in the
-        previous chunk.
+        """Yield the log-probabilities of one chunk. A token is predicted by the previous row, which
+        may be in the previous chunk.
 
         A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then
         tokens 4 and 5 by rows 3 and 4. Row 5 predicts the first sampled token.

@@ -1,4 +1,4 @@
-"""Sampling of one row on a CPU: the likeliest tokens are sorted, and all of a vocabulary only where
+"""Sampling of one row on a CPU: the likeliest tokens are sorted, and the whole vocabulary only if
 they do not suffice.
 
 Sorting 131,072 logits takes several times as long as finding the largest thousand and sorting
@@ -48,7 +48,7 @@ def _choose(
     params: SamplingParams,
     uniform: float,
 ) -> int | None:
-    """Choose among the likeliest tokens, or return None if it takes more of them to know."""
+    """Choose among the likeliest tokens, or return None if more of them are needed."""
     candidates_C = candidates_C[np.argsort(-scaled_V[candidates_C], kind="stable")]
     is_complete = len(candidates_C) == len(scaled_V)  # whether no other token can be chosen
     top_k = params.top_k or len(scaled_V)

@@ -46,12 +46,11 @@ def sample(
 ) -> Tensor:
     """Choose one token per row, [S], on the device of the logits, without waiting for it.
 
-    ``positions`` are those of the new tokens. ``choose``, a kernel, chooses all of them at once.
-    Without it a CPU draws row by row, and other devices draw by ``choose_plainly``. In all these
-    ways a row's token does not depend on the other rows.
-    NOT_FINITE_TOKEN stands for a row with NaN or plus infinity, or with nothing but minus infinity,
-    which masks and biases leave in some places: its largest number shows it, as NaN counts as
-    larger than any. For the rest of a finite row there is nothing to look at.
+    ``positions``: of the new tokens. ``choose``, a kernel, chooses all tokens at once. Without it a
+    CPU draws row by row, and other devices draw by ``choose_plainly``. In all cases a row's token
+    does not depend on the other rows. The result is NOT_FINITE_TOKEN for a row with NaN or plus
+    infinity, or with only minus infinity (which masks and biases leave in single places): its
+    largest number shows it, as NaN counts as larger than any. No other elements are checked.
     """
     assert logits_SV.shape[0] == len(params) == len(positions)
     is_random = [p.temperature > 0 for p in params]
@@ -76,9 +75,7 @@ def sample(
 
 
 def kernel_for(device: torch.device, vocab_size: int) -> ChooseTokens | None:
-    """Return the kernel of a GPU, compiled and tried, or None after a WARNING that says why there
-    is none.
-    """
+    """Return the kernel of a GPU, compiled and tested, or None after a WARNING with the reason."""
     try:
         # Triton is not on every platform
         from tramontane.workers.sampling.triton_sampler import choose_tokens

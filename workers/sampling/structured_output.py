@@ -1,9 +1,8 @@
 """Structured output: masks of the tokens that a sequence's grammar allows next, computed by
 llguidance.
 
-The state of a grammar follows from the grammar and the output so far, so the last stage is the only
-one to keep it: a sequence that is computed again brings its output in its chunks, and the grammar
-is advanced by it.
+The state of a grammar is determined by the grammar and the output so far, so only the last stage
+keeps it: a recomputed sequence brings its output in its chunks, and the grammar is advanced by it.
 """
 
 import logging
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 LoadVocabulary = Callable[[], Sequence[bytes]]
 
 MAX_COMPILED_GRAMMARS = 64
-# Bounds of one grammar: at worst tenths of a second to compile, a few ms per mask, and 1 to 2 KB
+# Limits of one grammar: at worst tenths of a second to compile, a few ms per mask, and 1 to 2 KB
 # per lexer state.
 LIMITS = llguidance.LLParserLimits(
     max_lexer_states=20_000,
@@ -54,7 +53,7 @@ class Vocabulary:
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):
     """Interface that ``LLTokenizer`` expects. A token without a piece becomes a special token that
-    no text means.
+    no text contains.
     """
 
     eos_token_id = None  # type: ignore[assignment]  # makes llguidance add one
@@ -109,7 +108,7 @@ class GrammarState:
 
 class StructuredOutputManager:
     """State of the last stage for sequences that follow a grammar. The vocabulary is read for the
-    first of them.
+    first of these sequences.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class StructuredOutputManager:
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._states: dict[int, GrammarState | GrammarError] = {}
         self._request_ids: dict[int, str] = {}  # for logs
-        # sequences for which end-of-sequence is a token like others
+        # sequences that treat end-of-sequence as an ordinary token
         self._ignore_eos: set[int] = set()
 
     @property
@@ -140,7 +139,7 @@ class StructuredOutputManager:
         self._ignore_eos.clear()
 
     def update(self, batch: MicroBatch) -> None:
-        """Remove freed sequences, add new ones, and advance those that are computed again by their
+        """Remove freed sequences, add new ones, and advance recomputed sequences by their
         output.
         """
         for seq_id in batch.freed_seq_ids if self._states else ():
@@ -200,7 +199,7 @@ class StructuredOutputManager:
         self._ignore_eos.discard(seq_id)
 
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
-        # then an end-of-sequence token means nothing
+        # an end-of-sequence token then has no effect
         has_failed = isinstance(self._states[seq_id], GrammarError)
         if token_id in self._eos and seq_id not in self._ignore_eos and not has_failed:
             self._forget(seq_id)  # as below
@@ -275,8 +274,8 @@ class StructuredOutputManager:
 
 
 def output_tokens(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
-    """Return the output tokens of a chunk: of positions 4..6 with a prompt of 5 tokens, those at 5
-    and 6.
+    """Return the output tokens of a chunk: for positions 4..6 and a prompt of 5 tokens, the tokens
+    at 5 and 6.
     """
     return chunk.skipped_ids[num_prompt:] + chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 

@@ -1,5 +1,5 @@
 """Tokens of a micro-batch: logits are processed, masked and sampled, row by row where drafts change
-what the next row may be.
+the mask or penalties of the next row.
 
 Shape letters: S sampled rows, V vocabulary.
 """
@@ -22,9 +22,9 @@ from tramontane.workers.sampling.structured_output import StructuredOutputManage
 
 # Verification of drafts: which of the sampled tokens are right, in the order of the steps.
 #
-# A sampled token is right if its row was computed from right tokens. Rows of a micro-batch that is
-# ahead begin with drafts of which the steps before it decide, so tokens are accepted in the order
-# in which steps have begun, by any thread.
+# A sampled token is right if its row was computed from right tokens. Rows of a lookahead
+# micro-batch begin with drafts that earlier steps accept or reject, so tokens are accepted in the
+# order in which steps have begun, by any thread.
 #
 # Shape letters: S sampled rows.
 
@@ -34,11 +34,10 @@ Latest = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows that are sampled: their sequences, the positions of the new tokens, and the draft
-    that each row begins with.
+    """The rows to sample: their sequences, the positions of the new tokens, and the draft that each
+    row begins with.
 
-    A row's draft is the token that the row is computed from; it is None for all rows but those of
-    drafts.
+    A row's draft is the token that the row is computed from; None for rows without a draft.
     """
 
     seq_ids: tuple[int, ...]
@@ -84,7 +83,7 @@ class SampledRows:
 
 @dataclass(slots=True)
 class StepVerdict:
-    """What of a step is accepted, once that is known."""
+    """The accepted tokens of a step, once they are known."""
 
     rows: SampledRows
     sampled: HostCopy  # token ids [S]
@@ -107,7 +106,7 @@ class DraftVerifier:
         self._latest: dict[int, tuple[int, int]] = {}
 
     def update(self, batch: MicroBatch) -> None:
-        """Forget the sequences that have ended, once the steps before this one are settled."""
+        """Remove the sequences that have ended, once the earlier steps are settled."""
         if self._is_needed:
             self._freed += batch.freed_seq_ids
 
@@ -121,8 +120,8 @@ class DraftVerifier:
         return verdict
 
     def accepted(self, verdict: StepVerdict) -> tuple[int, ...]:
-        """Return the accepted tokens of a step, with NO_TOKEN for the others. Waits for the tokens
-        of this and earlier steps.
+        """Return the accepted tokens of a step, with NO_TOKEN for rejected ones. Waits for the
+        tokens of this and earlier steps.
         """
         if not self._is_needed:
             verdict.sampled.wait()
@@ -135,7 +134,7 @@ class DraftVerifier:
         return verdict.token_ids
 
     def clear(self) -> None:
-        """Forget all sequences; nothing of the steps that have begun is accepted."""
+        """Remove all sequences; tokens of steps that have begun are rejected."""
         with self._lock:
             for verdict in self._open:
                 verdict.token_ids = (NO_TOKEN,) * len(verdict.rows.seq_ids)
@@ -149,7 +148,7 @@ class DraftVerifier:
         rows = verdict.rows
         try:
             verdict.sampled.wait()
-        except Exception as error:  # of this step, whichever is read now
+        except Exception as error:  # of this step, regardless of the step that is read now
             verdict.token_ids, verdict.error = (NO_TOKEN,) * len(rows.seq_ids), error
             return
         verdict.token_ids = rows.accepted(verdict.sampled.tensor.tolist(), self._latest)
@@ -168,8 +167,8 @@ Finished = tuple[int, FinishReason]
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What has been sampled: ``token_ids`` [S] on the device, and the sequences whose grammars have
-    been advanced already.
+    """The result of sampling: ``token_ids`` [S] on the device, and the sequences whose grammars
+    have been advanced already.
     """
 
     token_ids: Tensor
@@ -181,9 +180,9 @@ class TokenSampler:
     """Samples the tokens of the last stage's rows, by ``LogitsProcessor`` and
     ``StructuredOutputManager``.
 
-    ``params_of`` returns a sequence's parameters; ``choose``: see ``sample``. Where parameters make
-    a row depend on the tokens before it, the rows of drafts are sampled one after the other, for as
-    long as drafts are right; all others at once.
+    ``params_of`` returns a sequence's parameters; ``choose``: see ``sample``. If parameters make a
+    row depend on the tokens before it, the rows of its drafts are sampled one after the other, up
+    to the first wrong draft; all other rows are sampled at once.
     """
 
     def __init__(

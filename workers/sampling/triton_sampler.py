@@ -1,10 +1,10 @@
 """Triton kernel that samples a row by one program, without sorting it:
 ``integer_sampler.choose_plainly``, bit for bit.
 
-Logits are read as keys, whole numbers of the same order. With top-k or top-p the program searches
-for the key of the last kept token: it adds up what three keys at a time would keep, and so has a
-quarter of the range after each pass over the row, at most 17 passes. Programs wait for nothing and
-no size depends on data, so launches can be recorded in a CUDA graph.
+Logits are read as keys, integers of the same order. With top-k or top-p the program searches for
+the key of the last kept token: each pass over the row sums the kept amounts for three candidate
+keys, and so reduces the range to a quarter, in at most 17 passes. Programs do not wait for each
+other and no size depends on data, so launches can be captured in a CUDA graph.
 
 Shape letters: S rows, V vocabulary; B tokens that are read at a time.
 """
@@ -37,7 +37,7 @@ def choose_tokens(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
     assert logits_SV.dtype == torch.float32
     assert params_S5.dtype == torch.int64
     num_rows, vocab = logits_SV.shape
-    weights_SV = torch.empty_like(logits_SV, dtype=torch.int32)  # what the program keeps of its row
+    weights_SV = torch.empty_like(logits_SV, dtype=torch.int32)  # the weights of the program's row
     tokens_S = params_S5.new_empty(num_rows)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     if num_rows:
@@ -76,7 +76,7 @@ def _kernel(logits_SV, params_S5, weights_SV, tokens_S, vocab, block: tl.constex
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Draw the token of a row. Kept are all tokens above ``key``, and the first ``ties`` of those
+    """Draw the token of a row. All tokens above ``key`` are kept, and the first ``ties`` tokens
     with this key.
     """
     top_k, min_weight = tl.load(params_5 + 1), tl.load(params_5 + 2)
@@ -103,9 +103,7 @@ def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, blo
 
 @triton.jit
 def _keys(logits):  # type: ignore[no-untyped-def]
-    """Return integers in the order of the logits, that of NaN being the largest. 0 and -0 are
-    equal.
-    """
+    """Return integers in the order of the logits, NaN being the largest. 0 and -0 are equal."""
     bits = logits.to(tl.int32, bitcast=True)
     keys = tl.where(logits == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return tl.where(logits != logits, NAN_KEY, keys)
@@ -136,7 +134,7 @@ def _first_best(logits_V, vocab, block: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(numbers_V, begin, vocab, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the numbers of a block of tokens; of logits beyond the vocabulary 0, whose weight is
+    """Return the numbers of a block of tokens; 0 for logits beyond the vocabulary, whose weight is
     0.
     """
     tokens_B = begin + tl.arange(0, block)
@@ -171,7 +169,9 @@ def _share(total, part):  # type: ignore[no-untyped-def]
 def _write_weights(  # type: ignore[no-untyped-def]
     logits_V, weights_V, vocab, best_key, best, temperature, min_weight, block: tl.constexpr
 ):
-    """Write the weights; return their sum, how many are not 0, and the lowest key of these."""
+    """Write the weights; return their sum, the number of nonzero weights, and the lowest key with a
+    nonzero weight.
+    """
     sums_B, counts_B = tl.zeros((block,), tl.int64), tl.zeros((block,), tl.int32)
     lowest_B = tl.zeros((block,), tl.int32) + best_key
     for begin in range(0, vocab, block):
@@ -189,12 +189,12 @@ def _write_weights(  # type: ignore[no-untyped-def]
 def _search(  # type: ignore[no-untyped-def]
     logits_V, weights_V, vocab, lowest, highest, needed, is_count: tl.constexpr, block: tl.constexpr
 ):
-    """Return the largest key whose tokens and those above it have the needed number or weight, and
-    what those above have.
+    """Return the largest key for which the tokens at or above it have the needed number or weight,
+    and the amount above it.
 
-    Of ``lowest`` this is known, and above ``highest`` there is nothing. Keys from 10 to 109 after
-    one pass over keys 35, 60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109. Of two or three
-    keys some of the three are beyond the last one, which no token has.
+    ``lowest`` satisfies this, and no token is above ``highest``. Keys from 10 to 109 after one pass
+    over keys 35, 60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109. With two or three keys left,
+    some of the three are beyond the last key, which no token has.
     """
     # first <= key < last
     first, last, above = lowest.to(tl.int64), highest.to(tl.int64) + 1, needed * 0
@@ -240,12 +240,11 @@ def _weight_above(logits_V, weights_V, vocab, key, block: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token_at(logits_V, weights_V, vocab, key, ties, weight, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the token into whose share ``target`` falls, which is less than all weight that is
-    kept.
+    """Return the token whose share contains ``target``, which is less than the total kept weight.
 
-    ``weight`` is that of a tie. The block is found by the sums of blocks; the last one holds the
-    token if no other does, and what is beyond the vocabulary has no weight. Kept weights 3, 0, 2 |
-    4, 1 and target 6: the first block ends at 5, the tokens of the second one at 9 and 10, so it is
+    ``weight``: of a tie. The block is found by the sums of blocks; the last block holds the token
+    if no other does, and positions beyond the vocabulary have no weight. Kept weights 3, 0, 2 | 4,
+    1 and target 6: the first block ends at 5, the tokens of the second block at 9 and 10, so it is
     the first of these.
     """
     begin, passed, in_block, tied = -block + vocab * 0, target * 0, target * 0, ties * 0

@@ -1,5 +1,5 @@
-"""Check at load that what a stage computes for a token depends on that token and those before it in
-its sequence alone.
+"""Check at load that a stage's result for a token depends only on that token and the tokens before
+it in its sequence.
 
 Two sequences pass through a layer, once as two whole chunks and then token by token and in other
 pieces. All bits must be equal.
@@ -46,8 +46,8 @@ def check_batch_invariance(
 ) -> bool:
     """Return whether the stage is batch-invariant; False if it need not be, without a try.
 
-    Clears the counts of the experts' tokens. Raises ConfigError if the plan requires what the stage
-    is not.
+    Clears the counts of the experts' tokens. Raises ConfigError if the plan requires batch
+    invariance and the stage is not batch-invariant.
     """
     is_invariant = try_invariance(
         plan.label,
@@ -79,8 +79,8 @@ def _find_dependence(
 
 
 def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts | None) -> str:
-    """Try the matrices of one layer's experts, and those of heads, if ``products`` compute them in
-    groups.
+    """Check the matrices of one layer's experts and of head products, if ``products`` compute them
+    in groups.
     """
     if products is None:
         return ""
@@ -96,8 +96,8 @@ def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts
 
 
 def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:
-    """Return what PyTorch or a library computes in the place of the kernels in C or in Triton,
-    whose order of sums is known.
+    """Describe the operations that PyTorch or a library computes instead of our kernels in C or
+    Triton, whose order of summation is known; "" if there are none.
     """
     parts = {
         "products": any(
@@ -126,8 +126,8 @@ class _LayerCheck:
     rotary_tables: MakeRotaryTables
 
     def find_in_layers(self) -> str:
-        """Try one layer of each kind: all others have the same shapes, or use the keys or the
-        choice of one of these.
+        """Check one layer of each kind. Other layers have the same shapes, or reuse the keys or the
+        key selection of one of these layers.
         """
         args = self.plan.args
         own = [layer for layer in reversed(self.plan.layers) if args.kv_source(layer) == layer]
@@ -166,8 +166,8 @@ class _LayerCheck:
     def _run_layer(
         self, layer: int, chunks: tuple[tuple[int, ...], ...], is_first_of_stage: bool
     ) -> tuple[Tensor, ...]:
-        """Return what a layer makes of the sequences, by token, if their chunks have these
-        sizes.
+        """Return a layer's outputs for the sequences, one per token, if they are cut into chunks of
+        these sizes.
         """
         plan = _plan_of_layer(self.plan, layer)
         cache, table = (
@@ -211,7 +211,7 @@ def _random(num_tokens: int, width: int) -> Tensor:
 
 
 def _plan_of_layer(plan: StagePlan, layer: int) -> StagePlan:
-    """Return the plan of a stage with this layer alone, whose cache has room for the sequences."""
+    """Return the plan of a stage with only this layer, whose cache has room for the sequences."""
     size = plan.cache.page_size
     rings = [ring_pages(each.window, size, max(LENGTHS)) for each in plan.cache.classes]
     classes = tuple(
@@ -222,8 +222,8 @@ def _plan_of_layer(plan: StagePlan, layer: int) -> StagePlan:
 
 
 def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> list[MicroBatch]:
-    """Return micro-batches of which the i-th has the i-th chunk of each sequence. Single tokens
-    come last.
+    """Return micro-batches; the i-th has the i-th chunk of each sequence. Single tokens come
+    last.
     """
     starts, batches = [0] * len(chunks), []
     for step in range(max(map(len, chunks))):
@@ -239,8 +239,8 @@ def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> lis
 
 
 def _chunk(cache: CachePlan, seq_id: int, start: int, num_tokens: int) -> Chunk:
-    """Return a chunk. Its page of index n is that of the same entry: of sequence 1, with rings of 3
-    pages, 3, 4, 5, 3, ...
+    """Return a chunk. Page n of a sequence is the page of its table entry: for sequence 1, with
+    rings of 3 pages, 3, 4, 5, 3, ...
     """
     pages = []
     for each in cache.classes:

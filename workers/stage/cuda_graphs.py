@@ -1,10 +1,10 @@
-"""CUDA graphs of steps of nothing but decodes: recorded once for each size and replayed, so a GPU
-waits for no launch.
+"""CUDA graphs of decode-only steps: captured once for each size and replayed, so that a GPU does
+not wait for kernel launches.
 
 A graph has fixed shapes and fixed memory. So decodes are padded to the sizes of ``padded_rows``,
-and page tables to the widths of ``padded_width``. What differs from step to step is copied to the
-same memory first: of each decode its token (or hidden states, in stages after the first), its
-sequence's slot and its position. Everything else is computed from these on the device.
+and page tables to the widths of ``padded_width``. The inputs of a step are copied to the graph's
+memory first: for each decode its token (or hidden states, in stages after the first), its
+sequence's slot and its position. Everything else is computed from these inputs on the device.
 
 Three decodes, padded to four: tokens [5, 9, 2, 0], slots [0, 3, 1, S], positions [17, 400, 3, 0],
 where S is the scratch slot: the fourth row writes and reads the scratch page, and its result is
@@ -39,24 +39,24 @@ from tramontane.workers.sampling.logits_processors import LastSampledTokens
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
-# Records what a device computes; what is returned computes the same again, from what is then in the
-# same memory. Its result is overwritten by the next call, also of another recording.
+# Captures a computation on a device. The returned function computes it again from the current
+# contents of the same memory. The next call, also of another graph, overwrites its result.
 GraphCapture = Callable[[Compute], Compute]
 Cut = Callable[[], None]
-# The same in pieces: a recording ends wherever what is computed calls the function that it is
-# given, and another begins. What is returned computes the pieces again, if all of them are called
-# in their order; the last one returns the result.
+# The same in pieces: each call of the function passed to the computation ends a capture and begins
+# the next one. The returned functions compute the pieces again if all are called in order; the last
+# one returns the result.
 PiecewiseCapture = Callable[[Callable[[Cut], Tensor]], list[Compute]]
 # decodes, and pages of a table for each window class, 0 where kernels need no tables
 Size = tuple[int, tuple[int, ...]]
 
 
 def padded_rows(num_decodes: int) -> int:
-    """Round up to a number of decodes of which there are graphs: 1, 2, 4, 8, then in steps of 8 to
+    """Round up to a number of decodes for which there are graphs: 1, 2, 4, 8, then in steps of 8 to
     64, and then in steps of 16.
 
-    3 -> 4, 9 -> 16, 33 -> 40, 65 -> 80, 129 -> 144, where a power of two would be 256. Products of
-    matrices take as long for each of the numbers between two multiples of 8.
+    3 -> 4, 9 -> 16, 33 -> 40, 65 -> 80, 129 -> 144, where a power of two would be 256. Matrix
+    products take as long for each of the numbers between two multiples of 8.
     """
     if num_decodes <= 8:
         return next_power_of_two(num_decodes)
@@ -71,26 +71,26 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has
-        # ever been used.
+        # One stream for all graphs: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each
+        # stream that has ever been used.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # All that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph, also
-        # those that other graphs use.
+        # All graphs that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph,
+        # also those that other graphs use.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
-        """Record a CUDA graph."""
+        """Capture a CUDA graph."""
         (graph,) = self.in_pieces(lambda _cut: compute())
         return graph
 
     def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
-        """Record a CUDA graph, or several one after the other. The current stream stays what it
-        was, also after an error.
+        """Capture a CUDA graph, or several one after the other. Restores the current stream, also
+        after an error.
 
-        Tensors may be made in one graph and read in later ones. Their memory is of the pool, and
-        what is recorded later takes it when they are no longer referred to, as within one graph. If
-        CUDA aborts a capture, torch leaves this thread on the capture's stream, and what is
-        computed next would not wait for what other threads launch on the usual one.
+        Tensors may be made in one graph and read in later ones. Their memory is from the pool, and
+        later captures reuse it when the tensors are no longer referenced, as within one graph. If
+        CUDA aborts a capture, torch leaves this thread on the capture's stream, and later work
+        would not wait for work that other threads launch on the default stream.
         """
         stream = torch.cuda.current_stream()
         try:
@@ -136,9 +136,9 @@ class CudaGraphCapture:
 class CudaGraphRunner:
     """The CUDA graphs of one stage.
 
-    ``prepare`` records all of them if the attention kernel needs no page tables. Otherwise it
-    records those for few keys, and those for more keys are recorded when they are first needed:
-    such a step waits for all work of the device, because torch synchronizes before a capture and
+    ``prepare`` captures all graphs if the attention kernel needs no page tables. Otherwise it
+    captures the graphs for few keys; graphs for more keys are captured when they are first needed.
+    Such a step waits for all work of the device, because torch synchronizes before a capture and
     empties its caches.
     """
 
@@ -167,8 +167,8 @@ class CudaGraphRunner:
         self._incoming_BD = torch.zeros(
             num_incoming, plan.args.dim, dtype=self._dtype, device=self._device
         )
-        # Of all graphs: memory that a graph returns is never given to another one, and the sizes of
-        # 256 decodes would keep ten times the largest one's logits.
+        # Shared by all graphs: memory that a graph returns is never given to another one, and the
+        # sizes of 256 decodes would keep ten times the largest size's logits.
         self._logits_BV = torch.empty(
             max_rows if plan.is_last else 0, plan.args.vocab_size, device=self._device
         )
@@ -177,11 +177,11 @@ class CudaGraphRunner:
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes of which there are graphs."""
+        """The sizes for which there are graphs."""
         return list(self._graphs)
 
     def prepare(self) -> None:
-        """Record the sizes that every server needs: any number of decodes, of up to ``MIN_KEYS``
+        """Capture the sizes that every server needs: any number of decodes, up to ``MIN_KEYS``
         keys.
 
         The largest comes first, so that the others fit into its memory. For 64 sequences these are
@@ -224,11 +224,11 @@ class CudaGraphRunner:
     def _record(self, size: Size) -> Compute | None:
         if self._has_failed:
             return None
-        # nothing but padding: computing it changes no cache
+        # padding only: computing it changes no cache
         self._copy_inputs(size[0], [[], [], []])
         try:
             graph = self._graphs[size] = self._graph_capture(lambda: self._compute(size))
-        except RuntimeError as error:  # the device cannot capture it, or has no memory left for it
+        except RuntimeError as error:  # the device cannot capture it, or has no memory left
             self._has_failed = True
             logger.warning(
                 "%s records no more CUDA graphs: capturing %d decodes failed (%s)",

@@ -1,4 +1,4 @@
-"""What a kind of device offers to a stage."""
+"""Kernels, graphs and events of a device for a stage."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,10 +46,10 @@ from tramontane.workers.weights.quantize import NUMBER_DTYPES
 class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
-    ``graph_capture`` is None if steps of decodes are computed like all others,
-    ``piecewise_capture`` if layers are in steps with prompts, ``make_event`` if the device is
-    synchronous. ``row_products`` replace those of linear layers and experts; without them
-    ``selector`` chooses, on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``:
+    ``graph_capture`` is None if decode-only steps are computed eagerly, ``piecewise_capture`` if
+    the layers of steps with prompts are, ``make_event`` if the device is synchronous.
+    ``row_products`` replace the products of linear layers and experts; without them ``selector``
+    chooses the products, on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``:
     see ``sample``, for the last stage.
     """
 
@@ -70,10 +70,10 @@ class DeviceBackend:
 
 
 def compile_native_kernels(plan: StagePlan) -> None:
-    """Compile the kernels in C of a stage on a CPU, all at the same time; those that were compiled
-    before are kept on the disk.
+    """Compile the C kernels of a stage on a CPU in parallel; kernels compiled earlier are cached on
+    disk.
 
-    What cannot be compiled is reported by what needs it, which asks for it again.
+    Compile errors are ignored here: the user of a kernel requests it again and reports them.
     """
     dtype, weights = getattr(torch, plan.dtype), plan.weight_format
     jobs: list[Callable[[], object]] = [
@@ -97,16 +97,16 @@ def compile_native_kernels(plan: StagePlan) -> None:
 def select_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
-    This compiles kernels, and on a GPU times them unless this machine has chosen before. Raises
-    ConfigError if the plan requires batch invariance on a GPU that has no kernels for it, or a
-    cache in FP8 on one that has no FP8.
+    This compiles kernels, and on a GPU times them unless this machine has stored choices. Raises
+    ConfigError if the plan requires batch invariance on a GPU without kernels for it, or an FP8
+    cache on a GPU without FP8.
     """
     if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
         check_fp8_support(plan.label, torch.cuda.get_device_capability(device))
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
         return DeviceBackend(kernels_for_cpu(plan), native_ops(plan.args, dtype))
-    with torch.cuda.device(device):  # events and graphs belong to the current one
+    with torch.cuda.device(device):  # events and graphs belong to the current device
         capture = CudaGraphCapture()
         if plan.batch_invariant:
             return row_wise_backend(plan, device, capture, DeviceEvent, capture.in_pieces)
@@ -146,10 +146,10 @@ def row_wise_backend(
     make_event: RecordEvent | None = None,
     piecewise_capture: PiecewiseCapture | None = None,
 ) -> DeviceBackend:
-    """Return a backend of Triton's kernels in which what is computed for a token does not depend on
-    the other tokens.
+    """Return a backend of Triton kernels whose result for a token does not depend on the other
+    tokens.
 
-    Nothing is chosen by speed. Raises ConfigError if the kernels do not run here, or are not
+    No kernel is chosen by speed. Raises ConfigError if the kernels do not run here, or are not
     correct.
     """
     if plan.args.sparse:

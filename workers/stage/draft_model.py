@@ -1,8 +1,8 @@
 """A draft model: a small model that drafts the next tokens of sequences for a large one.
 
-Drafts are sampled with the random numbers of the tokens that they guess, which depend on seed,
-choice and position alone. A draft model with the large model's weights would draft all of its
-tokens rightly, at any temperature.
+Drafts are sampled with the same random numbers as the tokens that they predict; these depend only
+on seed, choice and position. A draft model with the large model's weights would have all of its
+drafts accepted, at any temperature.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,24 +16,24 @@ from tramontane.proto.step import Chunk, DecodeColumns, DraftRequest, MicroBatch
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
 
-# of one call, about: what is left of long texts is computed by the next calls
+# of one call, about: later calls compute the rest of long texts
 MAX_CALL_TOKENS = 1024
 NOT_BEGUN = -1
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that is held. The cache has the first ``num_cached`` tokens of its text, which
-    then grows up to ``goal``.
+    """A held sequence. The cache has the first ``num_cached`` tokens of its text, which then grows
+    up to ``goal``.
 
-    ``num_written``: the most tokens that the cache had since the sequence began, by which older
-    ones are written over.
+    ``num_written``: the most tokens that the cache has had since the sequence began; newer tokens
+    overwrite older ones in the page ring.
     """
 
     slot: int
     sampling: SamplingParams
     text: list[int] = field(default_factory=list)
-    worker_id: int = NOT_BEGUN  # its id on the worker, another one each time it begins
+    worker_id: int = NOT_BEGUN  # its id on the worker, a new one each time it begins
     goal: int = 0
     num_cached: int = 0
     num_written: int = 0
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
     @property
     def needs_sample(self) -> bool:
-        """Whether it ends with the last token that is known."""
+        """Whether it ends with the last known token."""
         return self.end == len(self.sequence.text)
 
     @property
@@ -67,9 +67,9 @@ class DraftModel:
     """Drafts tokens on a worker that has the whole model. Plain and synchronous: one caller, one
     thread.
 
-    Each sequence that is held has a slot with pages of its own in every window class, so that going
-    back to an earlier token takes no bookkeeping: what follows is written over. What goes back
-    further than its ring of pages is computed from its start.
+    Each held sequence has a slot with its own pages in every window class, so that going back to an
+    earlier token needs no bookkeeping: the tokens after it are overwritten. A sequence that goes
+    back further than its ring of pages is computed from its start.
     """
 
     def __init__(self, worker: StageWorker) -> None:
@@ -90,11 +90,11 @@ class DraftModel:
     def draft(
         self, requests: Sequence[DraftRequest], ended: Collection[int] = ()
     ) -> list[tuple[int, ...] | None]:
-        """Return drafts of each request; all of them are computed together.
+        """Return the drafts of each request; all requests are computed together.
 
-        There are fewer where the context ends, or none yet where a text is longer than what one
-        call computes. None: the sequence is not held as far as ``num_kept`` says, or begins and
-        finds no slot. Sequences in ``ended`` are forgotten. After an exception none is held.
+        A request gets fewer drafts where the context ends, and none yet where its text is longer
+        than one call computes. None: the sequence is not held up to ``num_kept``, or is new and no
+        slot is free. Sequences in ``ended`` are dropped. After an exception no sequence is held.
         """
         for seq_id in ended:
             self._drop(seq_id)
@@ -108,20 +108,20 @@ class DraftModel:
             for s, length in zip(sequences, lengths, strict=True)
         ]
 
-    # ---- which sequences are held, and their texts
+    # ---- held sequences, and their texts
 
     def _restart(self) -> None:
-        """Forget all sequences, here and on the worker."""
+        """Drop all sequences, here and on the worker."""
         self._worker.fence(self._worker.epoch + 1)
         self._held: dict[int, _Sequence] = {}  # the least recently used first
         self._free_slots = list(range(self._worker.plan.max_num_seqs))
-        # ids on the worker of what has ended since the last micro-batch
+        # worker ids of sequences that ended since the last micro-batch
         self._freed: list[int] = []
         self._worker_ids = count()
 
     def _take(self, request: DraftRequest, called: Collection[int]) -> _Sequence | None:
-        """Return a request's sequence, with its new text, as the most recently used; None if it is
-        not held so far.
+        """Return a request's sequence with its new text, as the most recently used; None if it is
+        not held.
         """
         sequence = self._held.pop(request.seq_id, None)
         if sequence is None:
@@ -136,11 +136,11 @@ class DraftModel:
         return sequence
 
     def _set_text(self, sequence: _Sequence, request: DraftRequest) -> None:
-        """Go back to the tokens that are kept, and set the text and its goal. The last token at
-        least is to be computed.
+        """Truncate the text to the kept tokens, append the new ones and set the goal. At least the
+        last token is left to compute.
 
         The cache has 6 tokens of 7, of which 5 are kept: with a new token computing begins at
-        position 5, without one at 4.
+        position 5, without a new token at 4.
         """
         sequence.text[request.num_kept :] = request.token_ids
         assert sequence.text, "drafts follow a token"
@@ -153,7 +153,7 @@ class DraftModel:
             self._begin_again(sequence)
 
     def _has_window(self, sequence: _Sequence, window_class: WindowClass) -> bool:
-        """Return whether the cache still has all that the next token sees.
+        """Return whether the cache still has all positions that the next token sees.
 
         P = 4, W = 6, R = 3: after 17 tokens the ring has the pages 2 to 4, with positions from 8
         on. Position 13 sees from 8 on, and can be computed again; position 12 cannot.
@@ -166,7 +166,7 @@ class DraftModel:
         return oldest >= window_class.first_written(0, sequence.num_written, self._page_size)
 
     def _begin_again(self, sequence: _Sequence) -> None:
-        """Compute a sequence from its first token on, under a new id on the worker."""
+        """Restart a sequence from its first token, under a new id on the worker."""
         if sequence.worker_id != NOT_BEGUN:
             self._freed.append(sequence.worker_id)
         sequence.worker_id = NOT_BEGUN
@@ -181,7 +181,7 @@ class DraftModel:
         return self._free_slots.pop() if self._free_slots else None
 
     def _drop(self, seq_id: int | None) -> None:
-        """Forget a sequence if it is held."""
+        """Drop a sequence if it is held."""
         if seq_id is not None and (sequence := self._held.pop(seq_id, None)) is not None:
             self._begin_again(sequence)
             self._free_slots.append(sequence.slot)
@@ -189,9 +189,10 @@ class DraftModel:
     # ---- micro-batches
 
     def _compute(self, sequences: Sequence[_Sequence]) -> None:
-        """Draft until all sequences have reached their goals, or the call has computed what it may.
+        """Draft until all sequences have reached their goals, or the call's token budget is used
+        up.
 
-        If that fails, all sequences are forgotten.
+        If that fails, all sequences are dropped.
         """
         num_left = MAX_CALL_TOKENS
         try:
@@ -216,7 +217,7 @@ class DraftModel:
             sequence.num_cached = end
             sequence.num_written = max(sequence.num_written, end)
             token_id = sampled.get(sequence.worker_id)
-            if token_id == NOT_FINITE_TOKEN:  # nothing can be drafted
+            if token_id == NOT_FINITE_TOKEN:  # no drafts are possible
                 sequence.goal = len(sequence.text)
             elif token_id is not None:
                 sequence.text.append(token_id)
@@ -256,8 +257,8 @@ class DraftModel:
         )
 
     def _new_pages(self, piece: _Piece) -> tuple[tuple[int, ...], ...]:
-        """Return the pages that begin in a piece, for each window class. Page n of a sequence is
-        page n mod R of its slot.
+        """Return the pages of the blocks that begin in a piece, for each window class. Page n of a
+        sequence is page n mod R of its slot.
 
         R = 3, slot 2 has the pages 6 to 8. The sequence's pages 3 and 4 are 6 and 7, where its
         pages 0 and 1 were before.
@@ -275,12 +276,12 @@ class DraftModel:
 
 
 def _next_pieces(sequences: Sequence[_Sequence], max_tokens: int) -> list[_Piece]:
-    """Return what the next micro-batch computes: the known tokens of each sequence, as many as
-    there is room for.
+    """Return the pieces of the next micro-batch: the known tokens of each sequence, up to
+    ``max_tokens`` in all.
 
-    Those that lack the fewest come first, so that they draft while long texts are computed.
-    Sequences that lack 500, 1 and 30 tokens, 512 at most: 481, 1 and 30 of them now, and then the
-    last 19, with a decode of the other two.
+    Sequences that lack the fewest tokens come first, so that they draft while long texts are
+    computed. Sequences lack 500, 1 and 30 tokens, at most 512 fit: 481, 1 and 30 tokens now, and
+    then the last 19, with a decode of each of the other two.
     """
     pieces, num_left = [], max_tokens
     for sequence in sorted(sequences, key=lambda each: len(each.text) - each.num_cached):
@@ -293,7 +294,7 @@ def _next_pieces(sequences: Sequence[_Sequence], max_tokens: int) -> list[_Piece
 
 
 def _own_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Return what chooses drafts of the request's parameters."""
+    """Return the sampling parameters of drafts, a subset of the request's."""
     return SamplingParams(
         max_tokens=1,
         temperature=sampling.temperature,
@@ -306,11 +307,12 @@ def _own_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def _max_text(plan: StagePlan) -> int:
-    """Return how long a text may be with its drafts: the model's context, or what page rings hold
-    that are not to wrap around.
+    """Return the maximum length of a text with its drafts: the model's context, or the size of page
+    rings that must not wrap around.
 
     P = 16, a context of 4096, planned for 300 positions. Without a window a ring has 19 pages, for
-    304 tokens. With W = 64 it has 5 and wraps around: alone it would let a text have 4096 tokens.
+    304 tokens. With W = 64 it has 5 and wraps around: this class alone would allow a text of 4096
+    tokens.
     """
     cache, context = plan.cache, plan.args.max_seq_len
     lengths = cache.page_size, context, cache.num_drafts

@@ -1,5 +1,5 @@
-"""What a stage's step begins with and returns: hidden states, which travel to the next stage as a
-small header and raw bytes, or a result.
+"""The inputs and outputs of a stage's step: hidden states, sent to the next stage as a small header
+and raw bytes, or a result.
 """
 
 from dataclasses import dataclass, replace
@@ -44,17 +44,17 @@ class HiddenStates:
         return cls(hidden_TD, timings, choices)
 
 
-# What a step begins with besides its micro-batch: the hidden states of the stage before; in the
-# first stage the last stage's result of the step before, if that was in flight when this one was
+# The input of a step besides its micro-batch: the hidden states of the stage before; in the first
+# stage the last stage's result of the previous step, if that step was in flight when this one was
 # submitted.
 StageInput = HiddenStates | StepResult | None
 StageOutput = HiddenStates | StepResult
 
 
 class HiddenStatesCopy:
-    """The way of a step's hidden states from the GPU to the host.
+    """The transfer of a step's hidden states from the GPU to the host.
 
-    The copy is launched when they are delivered, before the GPU is given the next step.
+    The copy is launched when they are delivered, before the next step is launched on the GPU.
     """
 
     def __init__(self) -> None:

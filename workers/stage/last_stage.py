@@ -1,5 +1,5 @@
-"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state
-that sampling has.
+"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state of
+sampling.
 
 Shape letters: T tokens, S sampled rows, D model width, V vocabulary.
 """
@@ -22,7 +22,7 @@ from tramontane.workers.sampling.token_sampler import DraftVerifier, SampledRows
 
 
 class StepTokens(NamedTuple):
-    """What a step has sampled: its part of a ``StepResult``."""
+    """The tokens that a step has sampled: its part of a ``StepResult``."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
@@ -33,7 +33,7 @@ class LastStage:
     """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of
     hidden states [S, D].
 
-    ``last_sampled_tokens``: where those are kept that the router may not know before the next step.
+    ``last_sampled_tokens``: keeps sampled tokens that the router may not know before the next step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LastStage:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether reading the tokens of a step changes what the next one begins with."""
+        """Whether reading the tokens of a step changes the input of the next step."""
         return bool(self.structured_output.num_sequences or self.logprobs.num_sequences)
 
     def update(self, batch: MicroBatch) -> None:
@@ -74,14 +74,14 @@ class LastStage:
         self.logprobs.update(batch)
 
     def clear(self) -> None:
-        """Forget all sequences; nothing of the steps that have begun is accepted."""
+        """Drop all sequences; results of steps that have begun are discarded."""
         self.logits_processor.clear()
         self.structured_output.clear()
         self.draft_verifier.clear()
         self.logprobs.clear()
 
     def prompt_logprobs(self, batch: MicroBatch, hidden_TD: Tensor) -> tuple[Scored, ...]:
-        """Return the log-probabilities of prompts that ask for them."""
+        """Return the log-probabilities of prompts that request them."""
         return tuple(self.logprobs.prompts(batch, hidden_TD, self._head))
 
     def logits(self, hidden_TD: Tensor, sampled_rows: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class LastStage:
     def sample(
         self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Scored, ...]
     ) -> Callable[[], StepTokens]:
-        """Sample a token for each row; return what reads them, which waits for the device, and is
-        called once.
+        """Sample a token for each row; return a function that reads the tokens, waits for the
+        device, and is called once.
 
-        A sequence whose logits are not finite ends with an error, also if they are those of its
-        prompt's log-probabilities.
+        A sequence whose logits are not finite ends with an error, also if these are the logits of
+        its prompt's log-probabilities.
         """
         of_prompts = tuple(found for _, found in prompt_logprobs if found is not None)
         failed = {seq_id for seq_id, found in prompt_logprobs if found is None}

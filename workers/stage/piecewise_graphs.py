@@ -1,20 +1,19 @@
-"""Piecewise CUDA graphs, as vLLM calls them: of steps with prompts everything but attention is
-recorded, and replayed.
+"""Piecewise CUDA graphs, as vLLM calls them: in steps with prompts, everything but attention is
+captured and replayed.
 
-How a step is made up of chunks and single tokens matters to attention alone, which is launched as
-in other steps. What comes between the attention of two layers is a piece: output product, norm,
-feed-forward network or experts, norm, product of queries, keys and values, rotation. The first
+The composition of a step from chunks and single tokens matters only to attention, which is launched
+eagerly. A piece is the computation between the attention of two layers: output projection, norm,
+feed-forward network or experts, norm, query, key and value projections, rotary embedding. The first
 piece begins with tokens or hidden states, the last one ends with hidden states. So a stage of 32
-layers has 33 pieces, for each of the numbers of tokens of ``piece_sizes``, to which steps are
-padded.
+layers has 33 pieces for each number of tokens in ``piece_sizes``, to which steps are padded.
 
-Steps pass through fixed memory that all sizes share: their tokens or hidden states, positions and
-number of tokens before the first piece, then queries, keys and values from each piece to attention,
-and what that returns to the next piece. Padding never leaves a piece: attention is given the step's
-own rows, and so is the cache.
+Steps pass through fixed memory that all sizes share: before the first piece their tokens or hidden
+states, positions and number of tokens, then from each piece queries, keys and values for attention,
+and attention's result for the next piece. Padding never leaves a piece: attention and the cache get
+only the step's own rows.
 
-100 tokens, padded to 128: rows 0 to 99 are the step's. Rows 100 to 127 are what an earlier step
-left there. No expert is given any of them, and in all else a row is computed by itself.
+100 tokens, padded to 128: rows 0 to 99 are the step's. Rows 100 to 127 are left from an earlier
+step. Experts skip these rows, and all other operations compute each row by itself.
 
 Shape letters: M tokens of the largest size, S of one size, T of a step, D model width, H query
 heads, G key/value heads, d and c numbers of a key and of a value that attention returns.
@@ -38,13 +37,13 @@ from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
 
 logger = logging.getLogger(__name__)
 
-# of a step that is replayed: with more the device takes longer than the host does to launch kernels
+# of a replayed step: with more tokens the device takes longer than the host needs to launch kernels
 MAX_TOKENS = 512
 STEP = 64  # sizes are multiples of it
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Round up to a number of tokens of which there are pieces: 1 -> 64, 65 -> 128.
+    """Round up to a number of tokens for which there are pieces: 1 -> 64, 65 -> 128.
 
     Products compute tiles of 64 or 128 rows, so most of the padding would be computed without it
     too.
@@ -53,7 +52,7 @@ def padded_tokens(num_tokens: int) -> int:
 
 
 def piece_sizes(max_num_batched_tokens: int) -> range:
-    """Return the sizes that a stage records, 64, 128, ... 512 at most. Where steps have up to 100
+    """Return the sizes that a stage captures, 64, 128, ... 512 at most. Where steps have up to 100
     tokens: 64 and 128.
     """
     return range(STEP, padded_tokens(min(max_num_batched_tokens, MAX_TOKENS)) + 1, STEP)
@@ -69,11 +68,11 @@ class AttendInto(Protocol):
 
 
 class _Memory(NamedTuple):
-    """What is at the same place in every step.
+    """Tensors with the same address in every step.
 
-    ``tokens_M`` and ``positions_M``: see above; ``hidden_MD``: what a stage after the first begins
-    with, and every stage ends with; ``num_tokens``: [], of which the rest is padding;
-    ``attended_MHc``: what attention returns.
+    ``tokens_M`` and ``positions_M``: see above; ``hidden_MD``: the input of a stage after the
+    first, and the output of every stage; ``num_tokens``: [], the number of rows without padding;
+    ``attended_MHc``: the result of attention.
     """
 
     tokens_M: Tensor
@@ -87,7 +86,7 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, plan: StagePlan, max_tokens: int, device: torch.device) -> "_Memory":
-        """Make it, filled with zeros. The values of latent attention are its keys."""
+        """Make the tensors, filled with zeros. The values of latent attention are its keys."""
         args, dtype = plan.args, getattr(torch, plan.dtype)
         number, zeros = (
             partial(torch.zeros, dtype=torch.int64, device=device),
@@ -109,8 +108,8 @@ class _Memory(NamedTuple):
 
 
 class _BetweenPieces:
-    """The ``AttentionFn`` while pieces are recorded: each ends with what attention is given, and
-    the next begins with its result.
+    """The ``AttentionFn`` during capture: each piece ends with the inputs of attention, and the
+    next one begins with its result.
     """
 
     def __init__(self, memory: _Memory, size: int, cut: Cut) -> None:
@@ -141,8 +140,8 @@ class _BetweenPieces:
 
 
 class PiecewiseGraphRunner:
-    """The pieces of one stage. ``prepare`` records all of them: a step's bits must not depend on
-    which there are yet.
+    """The pieces of one stage. ``prepare`` captures all of them: a step's bits must not depend on
+    which pieces exist yet.
     """
 
     def __init__(
@@ -156,20 +155,20 @@ class PiecewiseGraphRunner:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of tokens of which there are pieces."""
+        """The numbers of tokens for which there are pieces."""
         return sorted(self._pieces)
 
     def prepare(self) -> None:
-        """Record the pieces of all sizes and try each; without any if one fails, which is logged.
-        Changes no cache.
+        """Capture the pieces of all sizes and try each. If one fails, all are dropped and the
+        reason is logged. Changes no cache.
 
         The largest size comes first, so that the others fit into its memory.
         """
         begin, sizes = time.monotonic(), piece_sizes(self._plan.max_num_batched_tokens)
         self._memory = _Memory.of(self._plan, sizes[-1], self._device)
-        # the device cannot capture it, or has no memory left for it, or computes other numbers
+        # the device cannot capture it, or has no memory left, or computes other numbers
         reason = try_or_reason(partial(self._record, sizes)) or try_or_reason(self._try_sizes)
-        self._model.clear_expert_load()  # of what was tried
+        self._model.clear_expert_load()  # counts of the trial
         if reason:
             self._pieces, self._memory = {}, None
             text = (
@@ -187,7 +186,7 @@ class PiecewiseGraphRunner:
             self._pieces[size] = self._capture(partial(self._compute, size))
 
     def has_size_for(self, num_tokens: int) -> bool:
-        """Return whether a step of so many tokens can be computed."""
+        """Return whether a step of this number of tokens can be computed."""
         return padded_tokens(num_tokens) in self._pieces
 
     def run(self, begin_T: Tensor, positions_T: Tensor, attend: AttendInto) -> Tensor:
@@ -211,7 +210,7 @@ class PiecewiseGraphRunner:
         return memory.hidden_MD[:num_tokens].clone()  # the next step overwrites it
 
     def _begin(self, begin_T: Tensor, positions_T: Tensor) -> None:
-        """Put a step where the first piece finds it."""
+        """Copy a step's input to the memory of the first piece."""
         assert self._memory is not None
         memory, num_tokens = self._memory, len(positions_T)
         (memory.tokens_M if self._plan.is_first else memory.hidden_MD)[:num_tokens] = begin_T
@@ -220,7 +219,7 @@ class PiecewiseGraphRunner:
             memory.num_tokens.fill_(num_tokens)
 
     def _compute(self, size: int, cut: Cut) -> Tensor:
-        """Compute the layers of what is in memory, which is padding while it is recorded."""
+        """Compute the layers for the inputs in memory, which are padding during capture."""
         assert self._memory is not None
         memory = self._memory
         hidden_SD = (
@@ -250,12 +249,12 @@ class PiecewiseGraphRunner:
         return out_SD
 
     def _try_sizes(self) -> None:
-        """Compare the pieces of each size with the layers, for a step with one row of padding that
-        is not a number, and no cache.
+        """Compare the pieces of each size with the layers, for a step with one row of NaN padding,
+        and without a cache.
 
         Raises ArithmeticError if they differ. Kernels are chosen by the number of rows, so the
-        layers are given padding too, unless the stage is to be batch-invariant: then bits must be
-        those of the step alone.
+        layers get the padding too, unless the stage is to be batch-invariant: then the bits must
+        equal the bits of the step alone.
         """
         memory, args = self._memory, self._plan.args
         assert memory is not None
@@ -283,8 +282,8 @@ class PiecewiseGraphRunner:
 
 
 class _NoCache:
-    """What takes the place of attention where pieces are tried: a mean of each token's own queries,
-    keys and values.
+    """Replaces attention in the trial of pieces: a mean of each token's own queries, keys and
+    values.
     """
 
     def __call__(

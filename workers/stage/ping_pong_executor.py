@@ -64,7 +64,7 @@ class RunningStep:
             self.deliver(pending.hidden_TD)
             self.future.set_result(pending.read())
         except Exception as error:
-            self.future.set_exception(error.with_traceback(None))  # whose frames would keep tensors
+            self.future.set_exception(error.with_traceback(None))  # its frames would keep tensors
         return True
 
     def cancel(self, reason: Exception) -> None:
@@ -95,7 +95,7 @@ class PingPongExecutor:
     ) -> None:
         self.worker = worker
         self._max_open, self._num_threads = max_open, num_threads
-        # one condition for all that the computing thread waits for
+        # one condition for all events that the computing thread waits for
         self._experts, self._condition = experts, experts.condition
         self._arrived: dict[int, RunningStep] = {}  # by step id, until their turn to begin
         self._open: deque[RunningStep] = deque()
@@ -140,7 +140,7 @@ class PingPongExecutor:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Cancel all steps; the one that is computed is cancelled when it next waits for its
+        """Cancel all steps; the step that is being computed is cancelled when it next waits for its
         experts.
         """
         with self._condition:
@@ -200,8 +200,8 @@ class PingPongExecutor:
                 self._condition.notify_all()  # a fence may wait
 
     def _wait_runnable(self) -> RunningStep | None:
-        """Wait for a step that can be computed, and open it if it is new. None when the executor is
-        closed.
+        """Wait for a step that can be computed, and open it if it is new. Return None when the
+        executor is closed.
         """
         with self._condition:
             while (step := self._next()) is None and not self._is_closed:

@@ -1,5 +1,5 @@
-"""The direct link: hidden states go from stage to stage over channels, which are made anew for
-every epoch.
+"""The direct link: hidden states are sent from stage to stage over channels, which are reconnected
+for every epoch.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +50,8 @@ class StageLink:
         return self._listener.address
 
     def connect(self, inlet: Address | None) -> None:
-        """Make the channels at once: from the stage before, which listens at ``inlet``, and to the
-        next. Raises LinkError.
+        """Make the channels concurrently: from the previous stage, which listens at ``inlet``, and
+        to the next. Raises LinkError.
 
         One after the other, each stage would wait for the one before it, and the last stage for all
         edges in turn.
@@ -71,12 +71,13 @@ class StageLink:
             self.close()
 
     def step(self, batch: MicroBatch, last: StepResult | None = None) -> StepResult:
-        """Run a step with hidden states from the stage before and to the next; returns this stage's
-        own part of the result. ``last``: of the step before, see ``StageInput``.
+        """Run a step with hidden states from the previous stage and send its output to the next;
+        return this stage's own part of the result. ``last``: the result of the previous step, see
+        ``StageInput``.
 
-        Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
+        Raises LinkError, the errors of the computation, and StaleEpochError, which changes nothing.
         """
-        # before the link is looked at: it may be that of a later epoch, and not connected yet
+        # before the link is used: it may be the link of a later epoch, and not connected yet
         self._worker.check_epoch(batch)
         try:
             return self._linked_step(batch, last)
@@ -105,7 +106,7 @@ class StageLink:
                 self._inlet = self._channels.connect(inlet, self._host)
         except BaseException:
             if self._listener is not None:
-                self._listener.close()  # which ends the wait for the next stage
+                self._listener.close()  # this ends the wait for the next stage
             raise
 
     def _linked_step(self, batch: MicroBatch, last: StepResult | None) -> StepResult:

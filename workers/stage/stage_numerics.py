@@ -19,8 +19,8 @@ def stage_numerics(
     *,
     is_batch_invariant: bool,
 ) -> Numerics:
-    """Return the numerics of a stage with this backend. Threads, caches and the sizes of pages are
-    no part of them.
+    """Return the numerics of a stage with this backend. Threads, caches and page sizes are not part
+    of them.
     """
     prefill, decode = backend.kernels.prefill, backend.kernels.decode
     in_c = isinstance(prefill, native_backend.NativePrefill) and isinstance(

@@ -1,4 +1,4 @@
-"""One stage: its share of the model, its caches, and the order in which steps may run."""
+"""One stage: its layers of the model, its caches, and the order in which steps may run."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -63,10 +63,10 @@ NOT_FENCED, WARM_UP_EPOCH = -1, -2
 class StageWorker:
     """Run micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
 
-    A new worker refuses steps until it is fenced: it may be the restarted successor of one whose
-    caches are lost, and the old chain must not run on empty caches. ``step`` checks that; an
-    executor checks it where it gives a step its turn, before ``launch`` or ``step_coroutine``.
-    ``read_pieces`` is called in the last stage when the first request with a grammar arrives.
+    A new worker refuses steps until it is fenced: it may be the restart of a worker whose caches
+    are lost, and the old chain must not run on empty caches. ``step`` checks that; an executor
+    checks it when a step gets its turn, before ``launch`` or ``step_coroutine``. ``read_pieces`` is
+    called in the last stage when the first request with a grammar arrives.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StageWorker:
         on_activity("choosing kernels")
         self.backend = backend or select_backend(plan, self.device)
         model.finalize_weights(self.device, self.backend.row_products, self.backend.selector)
-        if self.device.type == "cuda":  # elsewhere they take memory as they fill
+        if self.device.type == "cuda":  # on other devices caches take memory as they fill
             on_activity("allocating caches")
         self.cache = RollingCache(
             plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes
@@ -115,8 +115,8 @@ class StageWorker:
             self.last_stage = LastStage(
                 plan, self.table, model.head, read_pieces, self.last_sampled_tokens, *sampling
             )
-        self.numerics = Numerics()  # until ``load`` has found them out
-        self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
+        self.numerics = Numerics()  # until ``load`` has determined them
+        self.profiler: StepProfiler | None = None  # of served steps, if requested at ``load``
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
         # the sequences that the last step has sampled a token for
@@ -132,12 +132,11 @@ class StageWorker:
         read_pieces: LoadVocabulary = tuple,
         on_activity: Callable[[str], None] = lambda _: None,
     ) -> "StageWorker":
-        """Read or make the tensors of this stage, and only those, directly in their dtype and on
-        their device.
+        """Read or make the tensors of this stage only, directly in their dtype and on their device.
 
-        ``on_activity`` is called with what follows the weights, such as ``choosing kernels``.
+        ``on_activity`` is called with the names of later phases, such as ``choosing kernels``.
         """
-        # which is to fail first
+        # checked first, as it may raise
         profiler = StepProfiler.from_environment(plan, torch.device(device))
         if torch.device(device).type == "cpu":
             compile_native_kernels(plan)
@@ -172,8 +171,8 @@ class StageWorker:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a check has shown that a token's bits depend on that token and those before it
-        alone.
+        """Whether a check has shown that a token's bits depend only on that token and the tokens
+        before it.
         """
         return self.numerics.is_batch_invariant
 
@@ -183,7 +182,7 @@ class StageWorker:
         return device_name(str(self.device))
 
     def prepare(self) -> None:
-        """Record the CUDA graphs of common sizes before the first step. Changes no state."""
+        """Capture the CUDA graphs of common sizes before the first step. Changes no state."""
         with self._inference_context():
             if self.graphs is not None:
                 self.graphs.prepare()
@@ -197,10 +196,10 @@ class StageWorker:
 
     def warm_up(self) -> None:
         """Compute the steps of ``warm_up.py``, before the first fence. No sequence remains, and
-        what a page holds is not read.
+        written pages are not read later.
 
-        Prompts for which the device has no memory are left out: a micro-batch may have fewer tokens
-        at most.
+        Prompts that do not fit into the device's memory are skipped: the micro-batches of requests
+        may all be smaller.
         """
         assert self.epoch == NOT_FENCED
         for run in warm_up_runs(self.plan, WARM_UP_EPOCH):
@@ -215,14 +214,12 @@ class StageWorker:
                     " any, takes longer"
                 )
                 logger.warning(why, self.plan.label, batch.num_tokens)
-                torch.cuda.empty_cache()  # what the others need may be in pieces
+                torch.cuda.empty_cache()  # defragments memory for the other steps
         self._begin_epoch(NOT_FENCED)
         self.model.clear_expert_load()
 
     def fence(self, epoch: int) -> None:
-        """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only
-        grow.
-        """
+        """Drop every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
         self._begin_epoch(epoch)
 
@@ -241,7 +238,7 @@ class StageWorker:
             )
 
     def check_epoch(self, batch: MicroBatch) -> None:
-        """Raise StaleEpochError for a step of another epoch than the stage is fenced to."""
+        """Raise StaleEpochError for a step of another epoch than the stage's current one."""
         if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
             raise StaleEpochError(
                 f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch"
@@ -262,12 +259,12 @@ class StageWorker:
         )
 
     def fill_in(self, batch: MicroBatch, last: StepResult) -> MicroBatch:
-        """Return the micro-batch with tokens in the places of placeholders: those of the step
-        before it, which has returned.
+        """Replace placeholders in the micro-batch with the tokens of the previous step, which has
+        returned.
 
-        The first of several stages has not sampled them itself. Sequences 4 and 7 got the tokens 50
-        and 60, and the columns are (7, placeholder), (9, 30): (7, 60), (9, 30). A sequence without
-        a token has ended; what is computed for it is in vain, and begins with token 0.
+        The first of several stages has not sampled the tokens itself. Sequences 4 and 7 got the
+        tokens 50 and 60, and the columns are (7, placeholder), (9, 30): (7, 60), (9, 30). A
+        sequence without a token has ended; it is computed with token 0, and its result is dropped.
         """
         if not batch.decodes.has_placeholders:
             return batch
@@ -315,11 +312,11 @@ class StageWorker:
         self, batch: MicroBatch, incoming: StageInput, experts: RemoteExperts
     ) -> StepCoroutine[PendingStep]:
         """Run a step whose experts are on actors, after a check of its epoch and order; yields in
-        every layer once its experts have been called.
+        every layer after its experts have been called.
 
-        Steps begin in their order, and a step may only be resumed while the step before it is a
-        layer ahead: what that wrote to the next layer's caches may be needed. Raises PipelineError
-        if an expert is permanently unavailable.
+        Steps begin in order, and a step may only be resumed while the previous step is a layer
+        ahead: it may need the cache entries that the previous step writes in the next layer. Raises
+        PipelineError if an expert is permanently unavailable.
         """
         step = self._begin(batch, incoming)
         metadata = self._attention_metadata(step)
@@ -340,10 +337,10 @@ class StageWorker:
             yield
 
     def _graph_runners(self) -> tuple[CudaGraphRunner | None, PiecewiseGraphRunner | None]:
-        """Return those of decodes and of steps with prompts.
+        """Return the graph runners for decode-only steps and for steps with prompts.
 
-        None if the device has no graphs, or the groups of the experts or the chosen keys must be
-        known on the host.
+        None if the device has no graphs, or the host must know the experts' groups or the selected
+        keys.
         """
         backend, experts = self.backend, self.model.experts
         if self.plan.args.sparse or (
@@ -368,7 +365,7 @@ class StageWorker:
     # ---- one step, in the order of its parts
 
     def _begin(self, batch: MicroBatch, incoming: StageInput) -> BegunStep:
-        """Start the way of the hidden states to the device, and update what is known of the
+        """Start the transfer of the hidden states to the device, and update the state of the
         sequences.
         """
         if self.profiler is not None:
@@ -389,8 +386,7 @@ class StageWorker:
         return BegunStep(batch, incoming, timer, choices)
 
     def _replay_graph(self, step: BegunStep) -> Tensor | None:
-        """Compute a step of nothing but decodes by a CUDA graph, unless a sequence wants its expert
-        choices.
+        """Compute a decode-only step by a CUDA graph, unless a sequence returns its expert choices.
 
         Returns hidden states or logits as ``_sample`` takes them, or None if the step has to be
         computed eagerly.
@@ -408,8 +404,8 @@ class StageWorker:
         )
 
     def _fits_pieces(self, step: BegunStep) -> bool:
-        """Whether CUDA graphs around attention compute the layers: those of a step with prompts,
-        unless a sequence wants its expert choices.
+        """Whether piecewise CUDA graphs compute the layers: in steps with prompts, unless a
+        sequence returns its expert choices.
         """
         return (
             self.pieces is not None
@@ -443,9 +439,7 @@ class StageWorker:
         return hidden_TD, rotary, attend
 
     def _token_ids(self, batch: MicroBatch, metadata: AttentionMetadata) -> Tensor:
-        """Return the tokens of the row, [T]; in the places of placeholders those that have been
-        sampled.
-        """
+        """Return the token of each row, [T]; placeholders are replaced by sampled tokens."""
         if not batch.decodes.has_placeholders:
             return metadata.token_ids
         assert self.last_sampled_tokens is not None, "a stage that samples elsewhere has none left"

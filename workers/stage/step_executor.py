@@ -1,4 +1,4 @@
-"""What drives a stage's steps: the protocol of step executors, and those that compute on the
+"""The protocol of step executors, which run a stage's steps, and the executors that compute on the
 caller's thread.
 """
 
@@ -23,14 +23,15 @@ Deliver = Callable[[Tensor | None], None]
 
 
 def discard_output(_hidden_TD: Tensor | None) -> None:
-    """Deliver nothing: the caller of ``step`` gets the hidden states in the outcome."""
+    """Do nothing: the caller of ``step`` gets the hidden states in the outcome."""
 
 
 class StepExecutor(Protocol):
-    """What drives a ``StageWorker``. The stage's device and experts decide which executor is used.
+    """Runs the steps of a ``StageWorker``. The stage's device and experts decide which executor is
+    used.
 
-    It checks a step's epoch and order where the step gets its turn, before anything is received
-    for it: a step of another epoch must not take hidden states that are meant for this one.
+    It checks a step's epoch and order when the step gets its turn, before anything is received for
+    it: a step of another epoch must not take hidden states that are meant for this one.
 
     | executor             | used when                      | steps in progress                   |
     |----------------------|--------------------------------|-------------------------------------|
@@ -47,9 +48,9 @@ class StepExecutor(Protocol):
         """Run one micro-batch.
 
         Hidden states are received and delivered in the order of the steps. On a GPU they are
-        delivered before they are computed. The last stage delivers None. Raises StaleEpochError
-        for a step of another epoch, which changes nothing, what ``StageWorker.launch`` and
-        ``StageWorker.step_coroutine`` raise, and what ``receive`` and ``deliver`` raise.
+        delivered before they are computed. The last stage delivers None. Raises StaleEpochError for
+        a step of another epoch, which changes nothing, and the errors of ``StageWorker.launch``,
+        ``StageWorker.step_coroutine``, ``receive`` and ``deliver``.
         """
 
     def fence(self, epoch: int) -> None:
@@ -64,14 +65,14 @@ class StepExecutor(Protocol):
         """
 
     def interrupt(self) -> None:
-        """End what waits for experts with a StaleEpochError; nothing begins before the next fence.
-        From any thread.
+        """End steps that wait for experts with a StaleEpochError; no step begins before the next
+        fence. Called from any thread.
         """
 
 
 class Stopwatch:
-    """The time for which work has run without a beginning or an end: for threads that work, and
-    others that read.
+    """The time since work last began or ended: for threads that work, and other threads that read
+    it.
     """
 
     def __init__(self) -> None:
@@ -189,7 +190,7 @@ class OverlappedExecutor:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Fail the steps that wait for their turn; none gets it before the next fence."""
+        """Fail the steps that wait for their turn; no step gets it before the next fence."""
         with self._condition:
             self._is_interrupted = True
             self._condition.notify_all()

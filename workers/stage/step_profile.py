@@ -1,4 +1,4 @@
-"""The profile of served steps that the environment asks for, as
+"""The profile of served steps that the environment requests, as
 ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``.
 """
 
@@ -23,8 +23,8 @@ class StepProfile(NamedTuple):
 
 
 def read_profile() -> StepProfile | None:
-    """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is
-    malformed.
+    """Return the profile requested by ``TRAMONTANE_PROFILE``, or None without it. Raises
+    ConfigError if it is malformed.
     """
     if not (text := os.environ.get(VARIABLE)):
         return None

@@ -1,10 +1,10 @@
-"""Profiles of served steps by PyTorch's profiler: where a stage's time goes under the load of a
-real server.
+"""Profiles of served steps by PyTorch's profiler: the breakdown of a stage's time under the load of
+a real server.
 
-The environment asks for one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the
-first steps that it serves, records as many as wanted, and writes two files: a trace for Perfetto or
-Chrome, and a table of operations and kernels. Steps take longer while they are recorded, and one
-waits for the files.
+The environment requests one, as ``TRAMONTANE_PROFILE=FOLDER:FIRST:STEPS``: each stage skips the
+first steps that it serves, records the requested number, and writes two files: a trace for Perfetto
+or Chrome, and a table of operations and kernels. Steps take longer while they are recorded, and one
+step waits for the files.
 """
 
 import logging
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Counts the steps of a stage, and records those from ``first`` on, ``num_steps`` of them."""
+    """Counts the steps of a stage, and profiles ``num_steps`` steps beginning with number
+    ``first``.
+    """
 
     def __init__(
         self, folder: Path, first: int, num_steps: int, plan: StagePlan, device: torch.device
@@ -34,8 +36,8 @@ class StepProfiler:
 
     @classmethod
     def from_environment(cls, plan: StagePlan, device: torch.device) -> "StepProfiler | None":
-        """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it
-        is malformed.
+        """Return the profiler requested by ``TRAMONTANE_PROFILE``, or None without it. Raises
+        ConfigError if it is malformed.
         """
         wanted = read_profile()
         return (
@@ -66,7 +68,7 @@ class StepProfiler:
         logger.info("%s records %d steps for %s", self._plan.label, self._num_steps, self._folder)
 
     def _write(self) -> None:
-        """Write the files. A stage serves on if it cannot."""
+        """Write the files. If that fails, the stage continues to serve."""
         recorded, self._profile = self._profile, None
         assert recorded is not None
         if self._device.type == "cuda":

@@ -1,5 +1,5 @@
-"""One step of a stage from its begin to its result, and what is recorded of it: its times, what
-its expert actors did, and which experts tokens have chosen.
+"""One step of a stage from its begin to its result, and its records: times, usage of expert actors,
+and expert choices.
 """
 
 import time
@@ -26,8 +26,8 @@ class StepTimer:
     """The clock of one step, which is made when the step begins. Written by the thread that
     computes the step.
 
-    ``make_event``: for a device that computes asynchronously. Its time counts then, from ``start``
-    to ``stop``, and not the host's.
+    ``make_event``: for a device that computes asynchronously. The device's time from ``start`` to
+    ``stop`` is measured then, not the host's.
     """
 
     def __init__(self, make_event: RecordEvent | None = None) -> None:
@@ -59,7 +59,7 @@ class StepTimer:
             return value
 
     def record_usage(self, call: PendingExpertCall) -> None:
-        """Add what the expert actors did for one layer."""
+        """Add the usage of expert actors in one layer."""
         usage = call.usage
         self._expert_wait_s += usage.wait_s
         self._experts_busy_s += max((each.busy_s for each in usage.actors), default=0.0)
@@ -116,8 +116,8 @@ class ExpertChoiceRecorder:
         self._chosen: dict[int, Tensor] = {}
 
     def record(self, layer: int, expert_ids_Tk: Tensor) -> None:
-        """Keep what a layer's gate has chosen. It is read when the step has ended: on a GPU reading
-        waits for the device.
+        """Keep the choices of a layer's gate. They are read when the step has ended: on a GPU
+        reading waits for the device.
         """
         if layer in self._spans:
             self._chosen[layer] = expert_ids_Tk
@@ -176,7 +176,7 @@ def _token_spans(batch: MicroBatch) -> list[TokenSpan]:
 
 
 class BegunStep(NamedTuple):
-    """A step that has begun: its input, on the stage's device, and what is recorded about it."""
+    """A step that has begun: its input, on the stage's device, and its records."""
 
     batch: MicroBatch
     incoming: HiddenStates | None
@@ -190,8 +190,8 @@ class PendingStep:
 
     ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the
     device's work. ``read_tokens``: waits for the tokens that the last stage has sampled.
-    ``is_stateful``: reading changes what the next step begins with, so it has to be read before
-    that.
+    ``is_stateful``: reading changes the input of the next step, so the step has to be read before
+    the next one begins.
     """
 
     begun: BegunStep

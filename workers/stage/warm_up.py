@@ -1,11 +1,11 @@
-"""Steps that a stage on a GPU computes once before it is ready, so that no request waits for what
-is done only once.
+"""Steps that a stage on a GPU computes before it is ready, so that no request waits for one-time
+work.
 
 The first product of a shape loads its kernel from the library (CUDA loads modules when they are
 first used), the first kernel of Triton's or Inductor's for a kind of arguments is compiled, and
-memory is taken from the device. CUDA graphs do all that for steps of nothing but decodes; these
-steps do it for prompts of every length, alone and next to decodes, and for sampling. Where a
-sequence wants its expert choices no graph is replayed, so such steps are computed too.
+memory is taken from the device. CUDA graphs do all that for decode-only steps; these steps do it
+for prompts of every length, alone and next to decodes, and for sampling. Steps that return expert
+choices replay no graph, so such steps are computed too.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ def warm_up_runs(plan: StagePlan, epoch: int) -> list[list[MicroBatch]]:
 
     Prompts of 16, 32, 64, ... tokens alone, then the longest in two chunks, then a part of it next
     to decodes. Where a sequence has room for 100 positions the prompts have 16, 32, 64 and 100
-    tokens. Of a model with experts those that graphs of pieces would compute come again, each with
-    a decode after it.
+    tokens. For a model with experts, the steps that piecewise graphs would compute are repeated,
+    each with a decode after it.
     """
     longest = _longest(plan)
     lengths = [
@@ -83,7 +83,7 @@ def _longest(plan: StagePlan) -> int:
 
 
 class _Run:
-    """Micro-batches of one run. Pages are taken in turn, and again where there are too few: no
+    """Micro-batches of one run. Pages are taken in turn, and reused where there are too few: no
     result is used.
     """
 

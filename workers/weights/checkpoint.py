@@ -97,7 +97,7 @@ class Checkpoint:
         """Return ``args`` without tied embeddings if the files have an output head with other
         numbers than the embeddings.
 
-        Whatever the configuration says: the head of a model may have been trained apart later.
+        This overrides the configuration: a model's head may have been trained separately later.
         """
         names = names_of(args, self.layout)
         if (
@@ -112,10 +112,10 @@ class Checkpoint:
         return args if have_same_bytes(*places) else replace(args, tied_embeddings=False)
 
     def check(self, args: ModelArgs) -> str:
-        """Return the dtype of the matrices, whatever the configuration says; float32 if they have
-        several, since it holds all.
+        """Return the dtype of the matrices, regardless of the configuration; float32 if there are
+        several, since it can represent all.
 
-        Those that are in float32 in every model, such as gates, do not count.
+        Matrices that are float32 in every model, such as gates, do not count.
 
         Raises CheckpointError naming the first tensor that is missing, misshapen or superfluous, or
         the damaged file.
@@ -161,12 +161,12 @@ class Checkpoint:
         allocated: "Mapping[str, Tensor] | None" = None,
         packed: "Mapping[str, PackedMatmul] | None" = None,
     ) -> dict[str, "Tensor"]:
-        """Read these tensors and no others; return parameters by name, in the format ``weights``,
-        on ``device``.
+        """Read only these tensors; return parameters by name, in the format ``weights``, on
+        ``device``.
 
-        Parameters in ``allocated`` are written there; it has no others than those that are read.
-        Tensors are quantized, and packed as ``packed`` says, while they are read, so that no more
-        than a chunk of one is in memory as it is stored.
+        Parameters in ``allocated`` are written there; it has only parameters that are read. Tensors
+        are quantized, and packed according to ``packed``, while they are read, so that at most a
+        chunk of one is in memory in its stored form.
         """
         # Imported here because a check of a checkpoint must not import torch.
         from tramontane.workers.weights.quantize import load_tensor
@@ -225,8 +225,8 @@ class Checkpoint:
 
 
 def _scale_of(spec: TensorSpec, scales: Sequence[float]) -> float:
-    """Return a matrix's scale. Of 4 experts' gate and up rows with 8 scales, that of the up rows of
-    expert 3 is number 7.
+    """Return a matrix's scale. Among the 8 scales of 4 experts' gate and up rows, number 7 is the
+    scale of expert 3's up rows.
     """
     if spec.stack is None:
         return scales[0]
@@ -261,8 +261,8 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
-    """Return the file of each tensor that is not of an encoder of images. An index is compared with
-    the files that it names.
+    """Return the file of each tensor outside the vision encoder. An index is compared with the
+    files that it names.
     """
     single = folder / SINGLE_NAMES[layout.value]
     index = single.with_name(single.name + INDEX_SUFFIX)
@@ -290,10 +290,10 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
 
 
 def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str) -> dict[str, Path]:
-    """Return the tensors that both index and files have. Anything else in the folder may belong to
+    """Return the tensors that both index and files have. Other files in the folder may belong to
     another checkpoint.
 
-    Files with nothing but an encoder of images are not opened.
+    Files with only a vision encoder are not opened.
     """
     named = {folder / file for file in names.values()}
     paths = sorted({folder / file for name, file in names.items() if not is_vision(name)})
@@ -342,8 +342,8 @@ def _tensor_names(path: Path) -> frozenset[str]:
 
 
 def checkpoint_digest_without_weights(folder: Path) -> CheckpointDigest:
-    """Return the digest of a folder whose weights are not read. Raises CheckpointError if it
-    is no model folder.
+    """Return the digest of a folder whose weights are not read. Raises CheckpointError if it is not
+    a model folder.
     """
     detect_layout(folder)
     return compute_checkpoint_digest(folder, _metadata_files(folder))

@@ -1,5 +1,5 @@
-"""Writers of the configurations that a checkpoint has, in either layout: the inverse of what
-``proto`` reads.
+"""Writers of checkpoint configurations, in either layout: the inverse of the readers in
+``proto``.
 """
 
 import math
@@ -95,8 +95,8 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
 
 
 def _wrap_large_4(config: dict[str, Any], args: ModelArgs, sparse: SparseArgs) -> dict[str, Any]:
-    """Return the configuration of the only class of transformers that has such a model, which has
-    an encoder of images, too.
+    """Return the configuration of the only transformers class for such a model, which also has a
+    vision encoder.
     """
     for key in (
         "architectures",
@@ -146,8 +146,8 @@ def _hf_experts(moe: MoeArgs) -> dict[str, Any]:
 
 
 def _mscale_all_dim(scaling: YarnScaling) -> float:
-    """Return the weight of which ``score_factor`` is the square of YaRN's magnitude. 1.4852 ** 2 of
-    a factor of 128: 1.
+    """Return the weight for which ``score_factor`` is the square of YaRN's magnitude. 1.4852 ** 2
+    with a factor of 128: 1.
     """
     return (
         (math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor))

@@ -37,11 +37,10 @@ def load_module(
     contiguous_experts: bool = False,
     on_activity: Callable[[str], None] = lambda _: None,
 ) -> M:
-    """Build a module with ``make`` and load its weights. It has the parameters of ``tensors_of``
-    and no others.
+    """Build a module with ``make`` and load its weights: exactly the parameters of ``tensors_of``.
 
     ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
-    ``on_activity`` is called with what follows the weights.
+    ``on_activity`` is called with the names of later phases.
     """
     dtype: torch.dtype = getattr(torch, plan.dtype)
     with torch.device("meta"):
@@ -58,7 +57,7 @@ def load_module(
             tensors_of, plan.weight_format, device, on_tensor, allocated, packed
         )
     module.load_state_dict(state, assign=True)
-    # there none of these kernels is used
+    # these kernels are not used there
     if not (plan.batch_invariant and torch.device(device).type == "cuda"):
         if plan.weight_format.quantize and torch.device(device).type != "cpu":
             on_activity("trying products with quantized weights")
@@ -114,7 +113,7 @@ def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if plan.batch_invariant:  # with a grouped product for all GPUs and dtypes
         return ""
-    if plan.weight_format.quantize:  # with one of Triton's, if it works
+    if plan.weight_format.quantize:  # with a Triton kernel, if it works
         return "activations are float32" if plan.dtype == "float32" else ""
     if plan.dtype != "bfloat16":
         return f"activations are {plan.dtype}, not bfloat16"

@@ -1,4 +1,4 @@
-"""Quantized matrices: numbers of one byte, and a scale per row, which is an output channel.
+"""Quantized matrices: one-byte numbers, and a scale per row, which is an output channel.
 
 Shape letters: K inputs, N outputs of a matrix, B rows of it at a time.
 """
@@ -37,7 +37,8 @@ def load_tensor(
 
     ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes.
     Parameters in ``packed`` are packed for these products. A tensor that is quantized in the
-    checkpoint has fp8 pieces, to be multiplied by ``stored_scale``; as fp8 they stay what they are.
+    checkpoint has fp8 pieces, to be multiplied by ``stored_scale``; in an fp8 parameter they stay
+    unchanged.
 
     Raises:
         CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale, or
@@ -45,7 +46,7 @@ def load_tensor(
     """
     quantize, dtype = spec.quantized_as(weights), getattr(torch, spec.dtype(weights))
     matmul, shape = packed.get(spec.parameter), spec.parameter_shape
-    if spec.parameter not in state:  # this is the first of its tensors
+    if spec.parameter not in state:  # the first tensor of this parameter
         number_dtype = NUMBER_DTYPES[quantize] if quantize else dtype
         state[spec.parameter] = (
             matmul.allocate(*shape)
@@ -82,7 +83,7 @@ def load_tensor(
 
 
 def _scales(state: dict[str, Tensor], spec: TensorSpec, device: str | torch.device) -> Tensor:
-    """Return the scales of a parameter's rows, which the first of its tensors allocates."""
+    """Return the scales of a parameter's rows, which are allocated for its first tensor."""
     if spec.scale_parameter not in state:
         state[spec.scale_parameter] = torch.empty(
             spec.parameter_shape[0], dtype=torch.float32, device=device

@@ -36,7 +36,7 @@ from tramontane.workers.weights.tensor_specs import (
     stage_tensors,
 )
 
-PART_BYTES = 2**28  # of one file, which is in memory at a time
+PART_BYTES = 2**28  # size of one file, which is in memory at a time
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
 
@@ -57,7 +57,7 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
     one kind of device.
 
     Norms are near one and all different, so that a mix-up shows. Embeddings have variance one, and
-    other matrices keep the variance of what they multiply.
+    other matrices preserve the variance of their inputs.
     """
     is_embedding = spec.name in EMBEDDINGS  # a tied head too
     name = "tok_embeddings.weight" if is_embedding else spec.parameter
@@ -88,8 +88,8 @@ def random_state(
     allocated: Mapping[str, Tensor] | None = None,
     packed: Mapping[str, PackedMatmul] | None = None,
 ) -> dict[str, Tensor]:
-    """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without
-    any file.
+    """Return the parameters that ``Checkpoint.load`` would read from a random checkpoint of this
+    model, without any file.
 
     Numbers are drawn in the dtype ``weights.stored``, and then converted or quantized.
     ``allocated`` and ``packed`` are as in ``Checkpoint.load``.
@@ -138,7 +138,7 @@ def write_random_checkpoint(
             )
         on_start()
         _write(folder, args, layout, parts, on_written)
-        # last: without it the folder is no model
+        # last: without it the folder is not a model
         (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")
     # also Ctrl-C: half a checkpoint is useless and would block the next attempt
     except BaseException:
@@ -203,8 +203,8 @@ def _group(spec: TensorSpec) -> str:
 
 
 def _is_stacked(spec: TensorSpec) -> bool:
-    """Return whether a matrix is stored with those of the other experts, as transformers has them
-    unless they are quantized.
+    """Return whether a matrix is stored together with the other experts', as transformers stores it
+    unless it is quantized.
     """
     return spec.stack is not None and not spec.scale
 

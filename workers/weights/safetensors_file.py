@@ -25,8 +25,8 @@ LENGTH_BYTES = 8  # size of the length of the header, at the start of the file
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Location of a tensor, whose rows follow each other without gaps from ``start``, in bytes from
-    the start of the file.
+    """Location of a tensor, whose rows are contiguous from ``start``, in bytes from the start of
+    the file.
     """
 
     dtype: str
@@ -100,8 +100,8 @@ def have_same_bytes(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
 
 
 def read_scales(path: Path, num_matrices: Mapping[str, int]) -> dict[str, tuple[float, ...]]:
-    """Read tensors of one positive number for each matrix, by name; two for each of several, which
-    may be two matrices.
+    """Read tensors of one positive number per matrix, by name. For several matrices there may be
+    two each, as one may be two matrices.
 
     Raises CheckpointError for any other tensor.
     """

@@ -1,5 +1,5 @@
-"""Names of the tensors in a checkpoint, by its layout; what a wrapper with an encoder of images
-adds to them.
+"""Names of the tensors in a checkpoint, by its layout, with the prefixes and tensors of a wrapper
+with a vision encoder.
 """
 
 import re
@@ -12,8 +12,8 @@ from tramontane.proto.model_folder import Layout
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """Names of tensors in one layout; ``{}`` stands for the layer, and in those of ``experts`` also
-    for the expert.
+    """Names of tensors in one layout; ``{}`` stands for the layer, and in the names of ``experts``
+    also for the expert.
     """
 
     embedding: str
@@ -144,8 +144,8 @@ SPARSE_NAMES = replace(
     rotary_alpha="lerope.alpha",
 )
 
-# Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in
-# memory.
+# Of the text model inside ``Mistral3ForConditionalGeneration``, in its published form and in its
+# in-memory form.
 WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
 # Of AutoFP8, the program, and by which name transformers has the same number: a weight is its FP8
 # number times the scale.
@@ -177,7 +177,7 @@ def names_of(args: ModelArgs, layout: Layout) -> CheckpointNames:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name in a checkpoint without a wrapper, and of a scale the one that transformers
+    """Return the name in a checkpoint without a wrapper; for a scale, the name that transformers
     writes.
 
     ``language_model.model.norm.weight`` is ``model.norm.weight``, ``o_proj.weight_scale`` is
@@ -206,17 +206,17 @@ def stack_scale_name(name: str) -> str:
 
 
 def is_vision(name: str) -> bool:
-    """Return whether a tensor belongs to the encoder of images or its projector, which are never
+    """Return whether a tensor belongs to the vision encoder or its projector, which are never
     read.
     """
     return name.startswith(VISION_PREFIXES)
 
 
 def is_unused(name: str, layout: Layout) -> bool:
-    """Return whether a text model's tensor has no effect here.
+    """Return whether a text model's tensor is unused.
 
-    These are scales of activations, for which each token gets its own, and of a cache, and a
-    network that drafts tokens.
+    Unused are scales of activations (each token gets its own), scales of a cache, and a network
+    that drafts tokens.
     """
     scale = NAMES[layout].activation_scale
     if name.startswith(DRAFT_PREFIX) or CACHE_SCALE.fullmatch(name):

@@ -31,7 +31,7 @@ from tramontane.workers.weights.tensor_specs import TensorSpec
 DTYPES = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, FP8: torch.float8_e4m3fn}
 )
-# threads that read parts of one chunk: a single one is slower than the copy to the GPU
+# threads that read parts of one chunk: a single thread is slower than the copy to the GPU
 NUM_READERS = 4
 MIN_PART_BYTES = 2**20  # worth a thread
 
@@ -131,8 +131,8 @@ def _read_part(file: int, start: int, target: memoryview) -> None:
 
 
 class PinnedReader:
-    """Reader of tensors through ``staging``, on whose device interleaved heads are sorted. Each
-    file's header is read once.
+    """Reader of tensors through ``staging``; its device sorts interleaved heads. Each file's header
+    is read once.
     """
 
     def __init__(self, staging: PinnedStagingBuffers) -> None:

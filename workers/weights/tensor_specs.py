@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint that a stage or an expert actor owns, and the parameter that each
-becomes.
+"""Tensors of a checkpoint that a stage or an expert actor owns, and the parameters that they
+become.
 
-Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints load
-nothing.
+Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints do
+not import it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ ProgressCallback = Callable[[int, int], None]
 # the tensors to load, with the names of a layout
 TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]
 
-MAX_CHUNK_ELEMENTS = 2**24  # that are read at a time, in addition to what a stage holds
+MAX_CHUNK_ELEMENTS = 2**24  # read at a time, in addition to a stage's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,21 @@ class TensorSpec:
         name: name in the checkpoint.
         parameter: name in ``StageModel``.
         shape: shape in the checkpoint.
-        interleaved_heads: the rows of so many heads are stored as adjacent rotary pairs and have to
-            be sorted into halves; 0 if they are in the order of use.
-        plain_rows: rows of each of these heads that come first and are not rotated. Those of all
-            heads are sorted to the front.
-        quantizable: whether it is a matrix that hidden states are multiplied by. The gate is not:
-            it is small, and rounding would change which experts it chooses.
+        interleaved_heads: the rows of this number of heads are stored as adjacent rotary pairs and
+            have to be sorted into halves; 0 if they are in the order of use.
+        plain_rows: rows of each of these heads that come first and are not rotated. The plain rows
+            of all heads are sorted to the front.
+        quantizable: whether it is a matrix that multiplies hidden states. The gate is not: it is
+            small, and rounding would change its choice of experts.
         first_row: row of the parameter at which the tensor begins.
         parameter_rows: rows of the parameter, 0 if the tensor is all of it.
-        scale: name of the number in the checkpoint by which all of the tensor's are multiplied, if
-            it is quantized there.
-        is_head: whether it is the output head, which quantized checkpoints leave as it was.
-        stack: where it is if the checkpoint has no tensor ``name``.
-        packed_as: how many matrices of which rows and columns are made of it for packed products,
-            if it is not packed itself.
-        is_float32: whether it is in float32 in a stage's memory, whatever the dtype of the model.
+        scale: name of the checkpoint's scale that multiplies all of the tensor's numbers, if it is
+            quantized there.
+        is_head: whether it is the output head, which quantized checkpoints do not quantize.
+        stack: its location if the checkpoint has no tensor ``name``.
+        packed_as: number, rows and columns of the matrices made of it for packed products, if it is
+            not packed itself.
+        is_float32: whether it is in float32 in a stage's memory, regardless of the model's dtype.
     """
 
     name: str
@@ -131,8 +131,8 @@ class TensorSpec:
         )
 
     def stored_bytes(self, dtype: str) -> int:
-        """Return the bytes in a checkpoint whose tensors have ``dtype`` unless they are quantized,
-        the scale included.
+        """Return the bytes in a checkpoint: of tensors in ``dtype``, or of quantized numbers and
+        their scale.
         """
         return (
             self.num_elements + DTYPE_BYTES["float32"]
@@ -147,8 +147,8 @@ class TensorSpec:
         return weights.matrix_dtype if len(self.shape) > 1 else weights.dtype
 
     def num_bytes(self, weights: WeightFormat) -> int:
-        """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else
-        those of the dtype.
+        """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else by
+        the dtype.
         """
         if self.quantized_as(weights):
             return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
@@ -189,8 +189,8 @@ def matrix_spec(
 
 
 def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors for loading. While one is loaded its source is in memory too, which costs least
-    before the others are.
+    """Sort tensors for loading. While a tensor is loaded, its source is in memory too, which costs
+    least before other tensors are loaded.
 
     Sizes 1, 4, 2, each with its source: 1+1, 5+4, 7+2, so 9 at most; largest first 4+4, 6+2, 7+1,
     so 8.
@@ -202,7 +202,7 @@ def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def attention_tensors(args: ModelArgs, layer: int, layout: Layout) -> Iterator[TensorSpec]:
-    """Yield the tensors of the attention that the model has, of one layer."""
+    """Yield the tensors of one layer's attention, of the model's kind."""
     yield from (_latent_attention if args.latent else _grouped_query_attention)(args, layer, layout)
 
 
@@ -410,7 +410,9 @@ def stage_tensors(
 
 
 def common_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
-    """Yield what every stage has: factors of the rotary frequencies, if the model has them."""
+    """Yield the tensors of every stage: factors of the rotary frequencies, if the model has
+    them.
+    """
     if args.sparse:
         yield TensorSpec(
             names_of(args, layout).rotary_alpha,
