@@ -44,62 +44,12 @@ from tramontane.proto.units import backoff_delays
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
 
-# The fingerprint of a pipeline: with equal fingerprints, the same request gives the same tokens.
-
-PREFIX = "fp_"  # as OpenAI's begin
-NUM_DIGITS = 16
-
-
-def weights_name(weights: WeightSource, files: CheckpointDigest, model: Path | None) -> str:
-    """Name the weights by the digest of the files that are read; for a model without files, by
-    the model's name.
-    """
-    if not isinstance(weights, RandomWeights):
-        return short_digest(files)
-    return f"random weights of {short_digest(files) if files else model}"
-
-
-def pipeline_fingerprint(
-    weights: str, stages: Sequence[tuple[StagePlan, Numerics]], experts: Sequence[Numerics] = ()
-) -> str:
-    """Return the fingerprint of stages, in order, and of expert actors if there are any.
-
-    If all are batch-invariant and compute in the same way, it does not depend on the distribution
-    of layers and experts.
-    """
-    first = stages[0][0]
-    common = _common_parts([*(numerics for _, numerics in stages), *experts])
-    split = (
-        [(plan.first_layer, plan.last_layer, numerics) for plan, numerics in stages],
-        list(experts),
-    )
-    parts = (
-        version("tramontane"),
-        weights,
-        first.args,
-        first.dtype,
-        first.quantize,
-        common or split,
-    )
-    return PREFIX + hashlib.sha256(repr(parts).encode()).hexdigest()[:NUM_DIGITS]
-
-
-def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
-    """Return the parts of all workers, or None if a worker is not batch-invariant or two workers
-    differ.
-    """
-    common: dict[str, str] = {}
-    for worker in workers:
-        is_alike = all(common.setdefault(part, name) == name for part, name in worker.parts)
-        if not (worker.is_batch_invariant and is_alike):
-            return None
-    return sorted(common.items())
-
-
 # a router does not start before it has queried them, and they may be restarting
 EXPERTS_TIMEOUT_S = 1.0
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
 NODES_TIMEOUT_S = 2.0  # for the head node's answer
+FINGERPRINT_PREFIX = "fp_"  # as OpenAI's begin
+FINGERPRINT_DIGITS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -446,3 +396,54 @@ def _is_restarting(error: RayError) -> bool:
     return isinstance(
         getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError
     )
+
+
+# The fingerprint of a pipeline: with equal fingerprints, the same request gives the same tokens.
+
+
+def weights_name(weights: WeightSource, files: CheckpointDigest, model: Path | None) -> str:
+    """Name the weights by the digest of the files that are read; for a model without files, by
+    the model's name.
+    """
+    if not isinstance(weights, RandomWeights):
+        return short_digest(files)
+    return f"random weights of {short_digest(files) if files else model}"
+
+
+def pipeline_fingerprint(
+    weights: str, stages: Sequence[tuple[StagePlan, Numerics]], experts: Sequence[Numerics] = ()
+) -> str:
+    """Return the fingerprint of stages, in order, and of expert actors if there are any.
+
+    If all are batch-invariant and compute in the same way, it does not depend on the distribution
+    of layers and experts.
+    """
+    first = stages[0][0]
+    common = _common_parts([*(numerics for _, numerics in stages), *experts])
+    split = (
+        [(plan.first_layer, plan.last_layer, numerics) for plan, numerics in stages],
+        list(experts),
+    )
+    parts = (
+        version("tramontane"),
+        weights,
+        first.args,
+        first.dtype,
+        first.quantize,
+        common or split,
+    )
+    return (
+        FINGERPRINT_PREFIX + hashlib.sha256(repr(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
+    )
+
+
+def _common_parts(workers: Sequence[Numerics]) -> list[tuple[str, str]] | None:
+    """Return the parts of all workers, or None if a worker is not batch-invariant or two workers
+    differ.
+    """
+    common: dict[str, str] = {}
+    for worker in workers:
+        is_alike = all(common.setdefault(part, name) == name for part, name in worker.parts)
+        if not (worker.is_batch_invariant and is_alike):
+            return None
+    return sorted(common.items())

@@ -12,10 +12,10 @@ P = 16, W = 40: the token at L = 96 sees positions 57 to 95, which are on the pa
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import islice
 
 from tramontane.proto.plan import CachePlan
 
@@ -173,109 +173,3 @@ def _last_candidate(has_page: bytes, first: int, end: int) -> int:
     """
     gap = has_page.rfind(0, first, end)
     return end if gap < 0 else has_page.rfind(1, 0, gap) + 1
-
-
-# The pages of one window class: held by sequences, cached for prompts with a shared prefix, or
-# free.
-
-
-class PagePool:
-    """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
-
-    The key of its block of tokens identifies a page, see ``prefix_cache.py``. Cached pages are
-    taken, the least recently used first, when none is free, so they never keep a page from a
-    sequence.
-    """
-
-    def __init__(self, num_pages: int, log: PrefixHashLog) -> None:
-        self.num_pages, self._log = num_pages, log
-        self._free = list(range(num_pages))[::-1]
-        self._num_holders = [0] * num_pages
-        # idle pages with a key, the least recently used first
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-
-    @property
-    def num_idle(self) -> int:
-        """Pages that no sequence holds."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Idle pages with known contents."""
-        return len(self._cached)
-
-    def take(self) -> int:
-        """Return a page without a holder. One must exist."""
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._cached.popitem(last=False)
-            key = self._key_of.pop(page)
-            del self._page_of[key]
-            self._log.remove(key)
-        self._num_holders[page] = 1
-        return page
-
-    def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the page with the contents of each key, None for missing ones."""
-        return list(map(self._page_of.get, keys))
-
-    def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to each page; all have keys."""
-        num_holders, cached = self._num_holders, self._cached
-        for page in pages:
-            if not num_holders[page]:
-                del cached[page]
-            num_holders[page] += 1
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder of each page. Of the pages that become idle, later ones are reused first:
-        more prompts share the earlier ones.
-        """
-        for page in reversed(pages):
-            self._num_holders[page] -= 1
-            if self._num_holders[page]:
-                continue
-            if page in self._key_of:
-                self._cached[page] = None
-            else:
-                self._free.append(page)
-
-    def register(self, key: bytes, page: int) -> None:
-        """Record the contents of a held page, unless another page has the same."""
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key], self._key_of[page] = page, key
-            self._log.add(key)
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove the pages with these contents from the cache; their holders keep them."""
-        for key in keys:
-            if (page := self._page_of.pop(key, None)) is None:
-                continue
-            del self._key_of[page]
-            self._log.remove(key)
-            if page in self._cached:
-                del self._cached[page]
-                self._free.append(page)
-
-    def forget_contents(self) -> None:
-        """Remove all pages from the cache; the caller clears the log for all pools together. No
-        sequence may hold pages.
-        """
-        self._free += self._cached
-        self._cached.clear()
-        self._page_of.clear()
-        self._key_of.clear()
-
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that each page has as many holders as it is among ``held``, and that the others
-        are free or cached.
-        """
-        holders = Counter(held)
-        assert list(map(holders.get, range(self.num_pages), repeat(0))) == self._num_holders
-        assert sorted([*self._free, *self._cached, *holders]) == list(range(self.num_pages))
-        assert dict(zip(self._page_of.values(), self._page_of, strict=True)) == self._key_of
-        assert self._key_of.keys().isdisjoint(self._free)
-        assert self._cached.keys() <= self._key_of.keys()

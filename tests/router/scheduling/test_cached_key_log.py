@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.router.scheduling import prefix_cache
+from tramontane.router.scheduling.page_allocator import PagePool
 from tramontane.router.scheduling.prefix_cache import (
     KEY_BYTES,
     KeyChanges,
-    PagePool,
     PrefixHashLog,
     split_keys,
 )
