@@ -14,7 +14,11 @@ import ray
 from ray.exceptions import AuthenticationError, RayError
 
 from tramontane.cluster.common.signals import defer_signals, keep_handler
-from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import (
+    INLINE_LIMIT,
+    ONE_MACHINE_SETTINGS,
+    SERVE_SETTINGS,
+)
 from tramontane.cluster.planning.hardware import (
     CORES_RESOURCE,
     Hardware,
@@ -78,7 +82,7 @@ def local_ray_cluster(
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _system_config=dict(RAY_SETTINGS)
+                _system_config=dict(ONE_MACHINE_SETTINGS)
                 | (
                     {INLINE_LIMIT: inline_hidden_states_below} if inline_hidden_states_below else {}
                 ),

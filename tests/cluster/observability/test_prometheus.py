@@ -72,8 +72,8 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(
             ray_cluster,
-            "RAY_SETTINGS",
-            {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000},
+            "ONE_MACHINE_SETTINGS",
+            {**ray_cluster.ONE_MACHINE_SETTINGS, "metrics_report_interval_ms": 1000},
         )
         monitoring(folder, f"http://127.0.0.1:{ports[0]}")
         settings = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))

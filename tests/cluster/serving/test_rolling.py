@@ -36,7 +36,7 @@ from serve_cluster import (
     wait_until_ready,
 )
 
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS
+from tramontane.cluster.config.ray_settings import ONE_MACHINE_SETTINGS
 
 pytestmark = [
     pytest.mark.ray,
@@ -45,7 +45,7 @@ pytestmark = [
 ]
 
 CLIENTS, PAUSE_S = 4, 0.5
-SYSTEM = {"_system_config": dict(RAY_SETTINGS)}
+SYSTEM = {"_system_config": dict(ONE_MACHINE_SETTINGS)}
 DRAIN = [
     sys.executable,
     "-c",
