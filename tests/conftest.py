@@ -3,7 +3,9 @@
 import logging
 import os
 import random
+import ssl
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
@@ -13,8 +15,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nor do those of tests of several threads wait by computing
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# httpx reads the certificates of all authorities for each new client, which takes 30 ms of a core
-os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).parent / "support" / "authority.pem"))
 
 import examples
 import pytest
@@ -31,6 +31,8 @@ try:
 except ImportError:
     ray = None  # type: ignore[assignment]
 
+# a new client of httpx reads the certificates of all authorities, which takes 30 ms of a core
+ssl.create_default_context = cache(ssl.create_default_context)
 torch.set_num_threads(1)  # also where a user's environment says otherwise
 settings.register_profile(
     "without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -402,7 +402,8 @@ def flags_of_scripts(root: Path) -> set[str]:
     declared = {
         flag
         for path in scripts
-        for flag in re.findall(r"(?:add_argument\(\s*|[\s{])\"(--[\w-]+)\"[,:]", _read(path))
+        for declared_here in (r"add_argument\(\s*\"(--[\w-]+)\"", r"[\s{]\"(--[\w-]+)\":")
+        for flag in re.findall(declared_here, _read(path))
     }
     return declared | OF_OTHER_PROGRAMS
 

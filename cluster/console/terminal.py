@@ -179,8 +179,12 @@ class PlainCommand(TyperCommand):
             describe_former_name,
         )
 
-        given = {argument.partition("=")[0] for argument in args}
-        for former in (name for name in FORMER_NAMES if as_flag(name) in given):
+        end = args.index("--") if "--" in args else len(args)
+        given = {argument.partition("=")[0] for argument in args[:end]}
+        own = {each.name for each in self.params}
+        for former in sorted(FORMER_NAMES):
+            if as_flag(former) not in given or OTHER_NAMES[former] not in own:
+                continue
             words = describe_former_name(as_flag(former), as_flag(OTHER_NAMES[former]))
             print(f"warning: {words}", file=sys.stderr)
         return super().parse_args(ctx, args)

@@ -133,10 +133,13 @@ PREFIX_QUERIES = _counter(
     "prefix_cache_queries",
     "tokens",
     "pipeline",
-    "Prompt tokens that were looked up in the prefix cache.",
+    "Tokens of sequences that began or were started again, looked up in the prefix cache.",
 )
 PREFIX_HITS = _counter(
-    "prefix_cache_hits", "tokens", "pipeline", "Prompt tokens that were found in the prefix cache."
+    "prefix_cache_hits",
+    "tokens",
+    "pipeline",
+    "Tokens of these sequences that were found in the prefix cache.",
 )
 SPEC_DRAFTS = _counter(
     "spec_decode_num_drafts",

@@ -392,7 +392,7 @@ class GrpcServicer:
             request_id=self._id_of(context),
             counts=self._model.counts,
         )
-        source.check_capacity(parsed.num_sequences)
+        source.check_capacity(1)  # before tokens are made; ``generate`` asks for all sequences
         return await prepare_completion(self._model, parsed, arrived_at), source
 
     def _check(self, request: Request, context: Context) -> None:

@@ -62,6 +62,7 @@ from targets import none_of
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
+POLL_S = 0.05  # between two queries of the routers over Ray
 # for a version to be deployed and for streams to continue, or for the expected number of pipelines;
 # then the run has failed
 TIMEOUT_S = 300.0
@@ -122,6 +123,7 @@ async def _roll_out(load: Load, settings: dict[str, Any], change: str) -> dict[s
         lambda: asyncio.to_thread(is_rollout_complete, before),
         f"the version that changes {change} is not deployed",
         TIMEOUT_S,
+        poll_s=POLL_S,
     )
     deployed_at = time.monotonic()
     watched = set(load.pauses)
@@ -129,6 +131,7 @@ async def _roll_out(load: Load, settings: dict[str, Any], change: str) -> dict[s
         lambda: all(load.last_piece_at.get(c, math.inf) > deployed_at for c in watched),
         "streams do not continue",
         TIMEOUT_S,
+        poll_s=POLL_S,
     )
     after = _stages(await asyncio.to_thread(router_stats))
     return {

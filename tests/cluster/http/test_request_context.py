@@ -209,6 +209,20 @@ async def test_what_cannot_wait_is_refused_before_it_is_tokenized(
     assert not source.requested
 
 
+@in_event_loop
+async def test_the_capacity_is_asked_for_one_sequence_before_the_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How many there are is not known yet; ``generate`` asks for all of them."""
+    source, asked = ScriptedSource(), list[int]()
+    monkeypatch.setattr(source, "check_capacity", lambda number, _owner: asked.append(number))
+    async with client_for(http_app_for(source).app()) as client:
+        for body in (b"{", json.dumps(BODY | {"n": 3}).encode()):
+            await client.post("/v1/completions", content=body)
+    assert asked == [1, 1]
+    assert [len(sequences) for sequences in source.requested] == [3]
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)]
 )

@@ -100,8 +100,8 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
 @pytest.fixture(scope="module")
 def at_work(monitored: Monitored) -> Iterator[Monitored]:
-    """The server, whose stages compute for a part of the time: what tests wait for is Prometheus'
-    time.
+    """The server, whose stages compute for a part of the time: tests wait for Prometheus. From here
+    on requests are counted that no test has sent.
     """
     url, stopped = monitored.url, threading.Event()
 
@@ -165,7 +165,7 @@ def test_every_panel_and_every_alert_finds_something(monitored: Monitored) -> No
 
 
 def test_every_query_of_the_row_finds_a_series_for_each_live_stage(at_work: Monitored) -> None:
-    """Within 5 points of the server's own figures, as soon as both are of the same ten seconds."""
+    """Within a fifth of the server's own figures, as soon as both are of the same ten seconds."""
     dashboard = at_work.grafana.dashboards[CORE_DASHBOARD_UID]
     row = json.loads(ROW.read_text(encoding="utf-8"))
     of_row = {
@@ -191,7 +191,7 @@ def test_every_query_of_the_row_finds_a_series_for_each_live_stage(at_work: Moni
         series = find_series(at_work.prometheus, of_row["Stages at work A"])
         shown = {int(labels["stage"]): value for labels, value in series}
         if len(shown) == NUM_STAGES and all(
-            abs(shown[stage] - busy) < 0.05 for stage, busy in enumerate(pipeline["busy"])
+            abs(shown[stage] - busy) < 0.2 * busy for stage, busy in enumerate(pipeline["busy"])
         ):
             assert min(pipeline["busy"]) > 0.02, "they are at work"
             break

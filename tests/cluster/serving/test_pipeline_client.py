@@ -49,7 +49,7 @@ from tramontane.proto.errors import (
     RequestError,
     RouterLostError,
 )
-from tramontane.proto.request import Request, SamplingParams, fingerprint_output
+from tramontane.proto.request import Request, SamplingParams, SequenceRequest, fingerprint_output
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
@@ -359,6 +359,34 @@ async def test_a_request_that_no_router_takes_is_not_kept_forever(
     for refused in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(refused, PipelineError)
     assert routers.num_requests == 0
+
+
+@in_event_loop
+async def test_a_request_is_refused_by_the_number_of_its_sequences_and_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 10 that may be on their way 9 are: one more may come, two may not."""
+    handle: Any = Handle([])
+    routers = PipelineClient(handle, max_unaccepted=10)
+    waiting = asyncio.create_task(request_tokens(routers, num_sequences=9))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="on their way to a pipeline"):
+        await request_tokens(routers, num_sequences=2)
+    last = asyncio.create_task(request_tokens(routers))
+    await asyncio.sleep(0)
+    assert routers.num_requests == 2
+    for each in (waiting, last):
+        each.cancel()
+    await asyncio.wait([waiting, last])
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(routers._window, "check", lambda *about: asked.append(about))
+    sequence = SequenceRequest((1,), SamplingParams(max_tokens=5))
+    generated = routers.generate(Request((sequence,) * 3, owner=7))
+    beginning = asyncio.create_task(anext(generated))
+    await asyncio.sleep(0)
+    assert asked == [(3, 7)]
+    beginning.cancel()
+    await asyncio.wait([beginning])
 
 
 @pytest.mark.parametrize(("waited_s", "expected_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])

@@ -114,7 +114,7 @@ def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[
 
 async def _rolled_in(load: Load, settings: dict[str, Any]) -> dict[int, int]:
     """Once streams run; returns the stages of this version."""
-    while load.unfinished < CLIENTS // 2:
+    while load.unfinished < CLIENTS - 1:
         await asyncio.sleep(0.01)
     former = await asyncio.to_thread(router_stats)
     await asyncio.to_thread(deploy, settings)

@@ -387,6 +387,8 @@ def test_steps_of_another_epoch_are_refused_and_nothing_is_received_for_them(fol
     for epoch in (2, 4):
         with pytest.raises(StaleEpochError, match="is at epoch 3"):
             stage.step(replace(_prompt_batch(0), epoch=epoch), receive)
+        with pytest.raises(StaleEpochError, match="is at epoch 3"):  # without waiting for step 0
+            stage.step(replace(_prompt_batch(0, 1, 1), epoch=epoch), receive)
     assert received == []
     with pytest.raises(StaleEpochError, match="is at epoch 5"):
         stage.step(replace(_prompt_batch(0), epoch=3), lambda: receive(5))
