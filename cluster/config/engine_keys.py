@@ -354,8 +354,7 @@ class BatchingKeys(KeyGroup):
         True,
         "Submit the next step before the tokens of the last one are known, if that hides enough"
         " time (docs/async-scheduling.md). Only for pipelines of one stage, or of stages that"
-        " share one GPU, without expert actors, speculation or max_in_flight, and not with"
-        " --local.",
+        " share one GPU, without expert actors, speculation or max_in_flight, and only with Ray.",
     )
     speculative_config: Annotated[
         SpeculativeConfig | None, BeforeValidator(parse_speculative_config)

@@ -46,6 +46,16 @@ step = StageWorker.step
 StageWorker.step = lambda *given: (time.sleep(0.1), step(*given))[1]
 cli.main()
 """  # 100 tokens take ten seconds, so that there is an answer to interrupt
+# The tokenizer is read once something is typed, or after two seconds: else its name may be gone
+# before the screen shows it.
+READING = SLOW.replace(
+    "cli.main()",
+    "import select\n"
+    "from tramontane.cluster.cli import chat\n"
+    "read = chat.require_tokenizer\n"
+    "chat.require_tokenizer = lambda *given: (select.select([0], [], [], 2), read(*given))[1]\n"
+    "cli.main()",
+)
 STUCK = """
 import time
 from contextlib import asynccontextmanager
@@ -472,7 +482,7 @@ def test_what_is_typed_before_a_prompt_is_not_shown_and_waits_for_it(model: Path
     """While the model is loaded, and while an answer grows. Enter, Ctrl-D and deleted characters
     wait, too.
     """
-    terminal = Terminal(model)
+    terminal = Terminal(model, READING)
     before = terminal.local_flags()
     assert before & termios.ECHO
     terminal.wait_for(b"reading the tokenizer")
@@ -493,7 +503,7 @@ def test_what_is_typed_before_a_prompt_is_not_shown_and_waits_for_it(model: Path
 
 def test_the_terminal_is_as_before_however_a_conversation_ends(model: Path) -> None:
     for number, expected in ((signal.SIGTERM, 130), (signal.SIGINT, 130)):
-        terminal = Terminal(model)
+        terminal = Terminal(model, READING)
         before = terminal.local_flags()
         terminal.wait_for(b"reading the tokenizer")
         terminal.child.send_signal(number)
