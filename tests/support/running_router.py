@@ -1,6 +1,4 @@
-"""A router over a chain of the test's own, with a scheduler that is small unless the test says
-otherwise.
-"""
+"""A router over a chain of the test, with a small scheduler by default."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,9 +34,7 @@ def new_scheduler(
 
 @asynccontextmanager
 async def running(router: Router) -> AsyncIterator[Router]:
-    """Let a router drive its chain within the context. What ends it, but its being cancelled, is
-    raised at the end.
-    """
+    """Run a router within the context. An error that ends it is raised when the context ends."""
     task = asyncio.create_task(router.run())
     try:
         yield router

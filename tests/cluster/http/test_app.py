@@ -85,6 +85,11 @@ class GatedChain:
         return done
 
 
+def _changes(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """Return the parts of a stream's choice, in order."""
+    return [change for event in events for change in event["choices"] if change["index"] == index]
+
+
 @dataclass
 class Harness:
     """An API server, the router behind it, and a client in front of it."""
@@ -251,12 +256,7 @@ async def test_a_stream_says_what_a_plain_answer_says(serve: Serve) -> None:
         assert len({event["id"] for event in (*events, last)}) == 1
         assert (last["choices"], last["usage"]) == ([], plain["usage"])
         for choice in plain["choices"]:
-            own = [
-                change
-                for event in events
-                for change in event["choices"]
-                if change["index"] == choice["index"]
-            ]
+            own = _changes(events, choice["index"])
             assert "".join(change["text"] for change in own) == choice["text"]
             assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [
                 choice["finish_reason"]
@@ -282,12 +282,7 @@ async def test_experts_are_those_that_the_gates_choose_streamed_or_not(serve: Se
         plain = (await harness.post(request_body)).json()
         events = _events(await harness.post(request_body | {"stream": True}))
         for choice in plain["choices"]:
-            own = [
-                change
-                for event in events
-                for change in event["choices"]
-                if change["index"] == choice["index"]
-            ]
+            own = _changes(events, choice["index"])
             reported = {
                 layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)]
                 for layer in (0, 1)
