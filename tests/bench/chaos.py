@@ -210,9 +210,11 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
     began = time.monotonic()
     try:
         figures = await _inject(load, faults, kinds, args)
-    finally:
-        load.is_over = True
-        await running
+    except BaseException:
+        running.cancel()  # its streams may wait for a server that cannot recover
+        raise
+    load.is_over = True
+    await running
     await until(
         lambda: httpx.get(f"{URL}/health").status_code == httpx.codes.OK,
         "the server is not healthy again",

@@ -25,6 +25,8 @@ from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES
 POLL_S = 0.05
 VICTIM_TIMEOUT_S = 180.0  # until a victim has been restarted
 FILLED_S = 3.0
+# of a node that does not start: Ray forks it from this process, where gRPC's threads may end it
+NODE_TRIES = 3
 FILL_FACTOR = 1.5  # times the size of the object store; the excess is spilled
 TITLES = {
     "stage": "ray::StageActor",
@@ -111,7 +113,13 @@ class Faults:
         )
         node.kill_raylet()
         self._cluster.worker_nodes.discard(node)
-        self._cluster.add_node(num_cpus=1, object_store_memory=self._store_bytes)
+        for tries_left in reversed(range(NODE_TRIES)):
+            try:
+                self._cluster.add_node(num_cpus=1, object_store_memory=self._store_bytes)
+                return
+            except Exception:  # what Ray raises if the raylet does not start; it has no own class
+                if not tries_left:
+                    raise
 
 
 def title_of(process: psutil.Process) -> str:
