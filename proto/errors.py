@@ -47,7 +47,7 @@ error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
@@ -58,6 +58,9 @@ ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
 MIN_PREFIX = 4  # characters of a name that is a prefix of a known one
 
 
+MAX_NAME_CHARS = 64  # of a name that may be a misspelling
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: "; did you mean max_tokens?", or "" if no
     name is similar.
@@ -65,8 +68,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     # of several versions the last is the newest
     longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
-    similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
+    similar = longer[-1:] or get_close_matches(name[:MAX_NAME_CHARS], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
+
+
+def intended_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name of which this one is a misspelling, or "": two letters differ, and one
+    in a name of at most five, "tempratur" for "temperature".
+    """
+    if not 3 <= len(name) <= MAX_NAME_CHARS:
+        return ""
+    most = 1 if len(name) <= 5 else 2
+    for other in get_close_matches(name, known, n=3, cutoff=0.6):
+        matches = SequenceMatcher(None, name, other, autojunk=False).get_matching_blocks()
+        num_same = sum(match.size for match in matches)
+        if other != name and max(len(name), len(other)) - num_same <= most:
+            return other
+    return ""
 
 
 # Requirements for a value, by the type of pydantic's error; the braces hold its context. JSON

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/fim/completions"]
+Endpoint = Literal[
+    "/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/v1/responses"
+]
 
 
 class JobState(StrEnum):

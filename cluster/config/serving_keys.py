@@ -80,6 +80,9 @@ class ServingKeys(KeyGroup):
     public_metrics: bool = key(
         False, "Answer /metrics without an API key, for gateways and for Prometheus."
     )
+    strict_requests: bool = key(
+        False, "Refuse requests with fields that the API does not have, instead of ignoring these."
+    )
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = key(
         (),
         "A key that clients must send. May be repeated. It is never shown.",

@@ -77,10 +77,11 @@ MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 class HttpAppConfig:
     """The services, model and limits of an ``HttpApp``.
 
-    ``is_ready`` returns whether tokens can be generated now, ``expert_load`` the tokens routed to
-    each expert so far. ``move_experts``: None if clients may not rebalance experts. ``chat``:
-    renders conversations as prompts. ``extra_routes`` are further endpoints behind the same keys,
-    and ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
+    ``is_ready`` returns whether tokens can be generated now, ``expert_load`` the tokens routed
+    to each expert so far. ``strict_requests``: bodies with unknown fields are refused.
+    ``move_experts``: None if clients may not rebalance experts. ``chat``: renders conversations
+    as prompts. ``extra_routes`` are further endpoints behind the same keys, and
+    ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
     ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
     ``SlowClientMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
     """
@@ -91,6 +92,7 @@ class HttpAppConfig:
     expert_load: Callable[[], Awaitable[MeasuredLoad]]
     max_body_bytes: int
     pacer: Pacer
+    strict_requests: bool = False
     move_experts: MoveExperts | None = None
     chat: ChatTemplate | None = None
     keys: ApiKeys = field(default_factory=ApiKeys)
@@ -111,7 +113,12 @@ class HttpApp:
         self._config, self._model = config, config.model
         # a body of the maximum size fits
         limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
-        self._bodies = BodyReader(limiter, config.max_body_bytes, config.model.counts)
+        self._bodies = BodyReader(
+            limiter,
+            config.max_body_bytes,
+            config.model.counts,
+            refuses_unknown=config.strict_requests,
+        )
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
         self.tokens = TokenEndpoints(
             config.model, config.source, self._chat, self._bodies, config.pacer

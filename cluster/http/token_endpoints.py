@@ -3,8 +3,9 @@ in another format.
 """
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from tramontane.cluster.http.sse import (
     sse_events,
 )
 from tramontane.cluster.http.upload_limiter import BodyLimiter
-from tramontane.proto.errors import OverloadedError
+from tramontane.proto.errors import OverloadedError, ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_message
@@ -44,8 +45,10 @@ from tramontane.router.openai.request_context import (
 from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
+from tramontane.router.structured.request_model import RequestBody
 from tramontane.router.tokenization.chat import ChatTemplate
 
+MAX_WARNING_CHARS = 1024
 T = TypeVar("T")
 Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
 
@@ -55,16 +58,33 @@ class BodyReader:
     too many are being read.
     """
 
-    def __init__(self, limiter: BodyLimiter, max_bytes: int, counts: RequestStats) -> None:
+    def __init__(
+        self,
+        limiter: BodyLimiter,
+        max_bytes: int,
+        counts: RequestStats,
+        *,
+        refuses_unknown: bool = False,
+    ) -> None:
         self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
+        self._refuses_unknown = refuses_unknown
 
     async def parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """See ``BodyLimiter.parse``."""
+        """See ``BodyLimiter.parse``. Raises ParameterError also for an unknown field if the server
+        refuses these.
+        """
         try:
-            return await self._limiter.parse(request, self._max_bytes, parse)
+            parsed = await self._limiter.parse(request, self._max_bytes, parse)
         except OverloadedError as error:
             self._counts.record_refusal(error)
             raise
+        if isinstance(parsed, RequestBody | Conversation):
+            if self._refuses_unknown and parsed.unknown:
+                raise ParameterError(
+                    f"{parsed.unknown} is not a parameter of this endpoint", parsed.unknown
+                )
+            self._counts.ignored_fields += len(parsed.ignored)
+        return parsed
 
 
 class TokenEndpoints:
@@ -125,7 +145,8 @@ class TokenEndpoints:
         """Answer ``POST /v1/messages/count_tokens``."""
         parsed = await self._bodies.parse(request, parse_count_tokens)
         check_model_name(self._model, parsed.model)
-        return JSONResponse((await count_tokens(self._model, self._chat, parsed)).as_json())
+        answer = await count_tokens(self._model, self._chat, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
     async def _complete(
         self,
@@ -137,12 +158,26 @@ class TokenEndpoints:
         arrived_at = time.monotonic()
         resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
         source = self._source_for(request, resumed)
-        parsed = await self._bodies.parse(request, parse)
+        parsed: Body = await self._bodies.parse(request, parse)
         check_model_name(self._model, parsed.model)
         answer = await prepare(parsed, arrived_at, resumed)
-        if not parsed.stream:
-            return await _whole_answer(answer, source, request)
-        return await self._stream(request, answer, source)
+        if parsed.stream:
+            response = await self._stream(request, answer, source)
+        else:
+            response = await _whole_answer(answer, source, request)
+        response.headers.update(warning_header((*parsed.ignored, *self._ignored_settings(parsed))))
+        return response
+
+    def _ignored_settings(self, parsed: RequestBody | Conversation) -> Iterator[str]:
+        """Yield the settings of a request for which this model has no choice."""
+        if isinstance(parsed, ChatRequest) and not self._chat.efforts:
+            if parsed.reasoning_effort is not None:
+                yield "reasoning_effort"
+        elif isinstance(parsed, Conversation) and not self._chat.efforts:
+            if parsed.request.reasoning_effort is not None:
+                yield parsed.name_of("reasoning_effort")
+            if parsed.refuses_thoughts and self._chat.reasoning_format is not None:
+                yield "thinking"
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
         """Make the request's source before its body is read.
@@ -182,6 +217,20 @@ async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: R
     )
     headers = fingerprint_header(answer.generation.fingerprint)
     return Response(body, media_type="application/json", headers=headers)
+
+
+def warning_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the fields of a request that had no effect, at most
+    ``MAX_WARNING_CHARS`` of their names; no header if there are none.
+
+    It is as RFC 9111 had it: 299 is a warning that stays with the response.
+    """
+    if not ignored:
+        return {}
+    names = ", ".join(ignored)
+    written = re.sub(r'[^ -~]|["\\\\]', "?", names[:MAX_WARNING_CHARS])
+    more = "" if len(names) <= MAX_WARNING_CHARS else ", ..."
+    return {"Warning": f'299 - "ignored: {written}{more}"'}
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

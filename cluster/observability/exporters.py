@@ -106,6 +106,7 @@ class RequestMetrics:
             self._inc(table.SUCCESS, number, finished_reason=finished.value)
         for reason, number in counts.refused.items():
             self._inc(table.REFUSED, number, reason=reason)
+        self._inc(table.IGNORED_FIELDS, counts.ignored_fields)
         self._observe(table.FIRST_TOKEN, counts.first_token_s)
         self._observe(table.INTER_TOKEN, counts.inter_token_s)
         self._observe(table.E2E_LATENCY, counts.whole_s)

@@ -205,6 +205,12 @@ SUCCESS = _counter(
 REFUSED = _counter(
     "requests_refused", "requests", "kind reason", "Requests that were refused, by reason."
 )
+IGNORED_FIELDS = _counter(
+    "ignored_fields",
+    "fields",
+    "kind",
+    "Different fields of requests that had no effect, which the Warning header names.",
+)
 TRANSFERS = _counter(
     "hidden_state_transfers",
     "transfers",
@@ -271,6 +277,7 @@ REQUEST_METRICS = (
     GENERATION_TOKENS,
     SUCCESS,
     REFUSED,
+    IGNORED_FIELDS,
 )
 FORMER_METRICS = (SENT_HOPS, SENT_BYTES)
 STAGE_ACTOR_METRICS = (TRANSFERS, TRANSFERRED_BYTES, *FORMER_METRICS)

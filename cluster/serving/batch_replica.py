@@ -40,12 +40,16 @@ from tramontane.router.batch.files import JobStorage
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.chat_apis.conversation import Conversation
+from tramontane.router.chat_apis.responses_answer import prepare_response
+from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.request_context import RequestTokenSource
+from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.workers.weights.checkpoint import CheckpointDigest, short_digest
@@ -143,7 +147,16 @@ class LineExecutor:
         self._check(request)
         return await (await prepare_fim(self.model, request, time.monotonic())).run(self.source)
 
-    def _check(self, request: CompletionRequest | ChatRequest | FimRequest) -> None:
+    async def response(self, body: bytes) -> dict[str, Any]:
+        """Return the response of ``/v1/responses``."""
+        conversation = parse_responses(body)
+        self._check(conversation)
+        prepared = await prepare_response(
+            self.model, self.chat, conversation, time.monotonic(), ResumeState()
+        )
+        return await prepared.run(self.source)
+
+    def _check(self, request: CompletionRequest | ChatRequest | FimRequest | Conversation) -> None:
         if request.stream:
             raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
         check_model_name(self.model, request.model)
@@ -156,6 +169,7 @@ HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, 
             "/v1/completions": LineExecutor.completion,
             "/v1/chat/completions": LineExecutor.chat_completion,
             "/v1/fim/completions": LineExecutor.fim_completion,
+            "/v1/responses": LineExecutor.response,
         }
     )
 )

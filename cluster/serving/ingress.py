@@ -125,6 +125,7 @@ class IngressReplica(GrpcServicer):
             is_ready=self._routers.is_ready,
             expert_load=self._routers.queries.expert_load,
             max_body_bytes=config.max_body_bytes,
+            strict_requests=config.strict_requests,
             pacer=pacer,
             move_experts=self._routers.queries.move_experts if config.move_experts else None,
             chat=load_chat_format(config, model),

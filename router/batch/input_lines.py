@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import from_json
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import RequestError, intended_name
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.units import format_bytes
 from tramontane.router.openai.errors import describe_json_error
@@ -163,7 +163,10 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool)
     def quote(value: object, otherwise: str) -> str:
         return f"{value!r:.80}" if is_quoted else otherwise
 
-    if (url := request.get("url", endpoint)) != endpoint:
+    url = request.get("url", endpoint)
+    # some clients write the whole address, or leave out /v1
+    path = re.sub(r"^https?://[^/]*", "", url) if isinstance(url, str) else ""
+    if path not in (endpoint, endpoint.removeprefix("/v1")):
         found = quote(url, "another one")
         raise RequestError(
             f"url is {found}, but the job's endpoint (--endpoint) is {endpoint}; change one of"
@@ -173,8 +176,11 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool)
         raise RequestError(f"method is {quote(method, 'another one')}; it must be POST")
     if not isinstance(request.get("body"), dict):
         raise RequestError("body must be a JSON object")
-    if unknown := sorted(request.keys() - KEYS):
-        raise RequestError(f"{quote(unknown[0], 'one of its keys')} is not a known key of a line")
+    for key in request.keys() - KEYS:
+        if meant := intended_name(key, KEYS):
+            raise RequestError(
+                f"{quote(key, 'one of its keys')} is not a key of a line; did you mean {meant}?"
+            )
 
 
 def by_prefix(lines: Iterable[Line]) -> list[Line]:

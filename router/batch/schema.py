@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.jobs import Endpoint, JobOptions, JobState
@@ -14,7 +14,7 @@ from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.response_models import Answer
-from tramontane.router.structured.request_model import default_if_null
+from tramontane.router.structured.request_model import NoEffect, RequestBody, default_if_null
 
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000
@@ -29,16 +29,15 @@ STATUS: Mapping[JobState, Status] = {
 }
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(RequestBody):
     """Body of ``POST /v1/batches``. ``keeps_order`` is our extension."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Endpoint
     completion_window: Annotated[Literal["24h"], default_if_null("24h")] = "24h"
-    metadata: Annotated[dict[str, str], default_if_null({})] = {}
+    metadata: Annotated[dict[str, str], default_if_null({})] = Field(default_factory=dict)
     keeps_order: Annotated[bool, default_if_null(True)] = True
+    output_expires_after: NoEffect = None
 
     @property
     def options(self) -> JobOptions:

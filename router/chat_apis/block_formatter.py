@@ -40,7 +40,7 @@ async def prepare_blocks(
             model, template, request, arrived_at, state, BlockRecorder
         )
     except ParameterError as error:
-        raise _renamed(error, template, conversation) from error
+        raise conversation.renamed(error) from error
 
 
 async def encode_conversation(
@@ -57,7 +57,7 @@ async def encode_conversation(
             model, template, request.conversation(), tools, reasoning_effort=effort
         )
     except ParameterError as error:
-        raise _renamed(error, template, conversation) from error
+        raise conversation.renamed(error) from error
 
 
 def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bool:
@@ -75,17 +75,6 @@ def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequ
         if _disables_thoughts(template, conversation)
         else request
     )
-
-
-def _renamed(
-    error: ParameterError, template: ChatTemplate, conversation: Conversation
-) -> ParameterError:
-    if error.parameter == "reasoning_effort" and _disables_thoughts(template, conversation):
-        return ParameterError(
-            "thinking: this model has no setting by which it would not think; leave thinking out",
-            "thinking",
-        )
-    return conversation.renamed(error)
 
 
 class BlockFormatter(AnswerFormatter):

@@ -5,7 +5,7 @@ these APIs.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -19,17 +19,28 @@ from tramontane.router.openai.chat_request import (
     SystemMessage,
     ToolMessage,
     UserMessage,
+    check_continuation,
 )
 from tramontane.router.openai.errors import TYPE_TAG
 from tramontane.router.structured.request_model import (
+    RequestBody,
     RequestModel,
-    refuse_media,
     unsupported_except,
 )
 
 Names = Sequence[tuple[str, str]]
 
 PLACE = re.compile(r"\bmessages\[(\d{1,9})\]")
+
+
+class ClientTool(NamedTuple):
+    """A tool that the client knows by another form than a function of its own name: in a namespace,
+    or custom, with one text as input.
+    """
+
+    name: str
+    namespace: str | None
+    is_custom: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,9 @@ class Conversation:
     refuses_thoughts: bool = False  # the client disables reasoning
     echo: Mapping[str, Any] = field(default_factory=dict)
     echo_bytes: int = 0
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)  # by the function's name
+    ignored: tuple[str, ...] = ()  # this and the next: see ``RequestBody``
+    unknown: str = ""
 
     @property
     def model(self) -> str | None:
@@ -57,6 +71,10 @@ class Conversation:
     def stream(self) -> bool:
         """Whether the answer is streamed."""
         return self.request.stream
+
+    def name_of(self, parameter: str) -> str:
+        """Return the name of a chat's parameter in the client's API."""
+        return str(self.renamed(ParameterError("", parameter)).parameter)
 
     def renamed(self, error: ParameterError) -> ParameterError:
         """Return an error about the client's parameter."""
@@ -80,39 +98,55 @@ class ConversationBuilder:
     messages: list[Message] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
-    def add_text(self, role: str, text: str, place: str) -> None:
+    def add_text(self, role: str, texts: Sequence[str], place: str) -> None:
         """Add a message of a user or of the system."""
         kind = UserMessage if role == "user" else SystemMessage
-        self._add(kind.model_validate({"role": role, "content": text}), place)
+        self._add(kind.model_construct(role=role, content=tuple(texts)), place)
 
     def add_answer(
         self, thought: str, text: str | None, calls: Sequence[AssistantToolCall], place: str
     ) -> None:
         """Add a message of the assistant; ``text`` is None if it has only calls or reasoning."""
-        fields: dict[str, Any] = {"role": "assistant", "tool_calls": tuple(calls)}
-        fields |= {"content": text} if text is not None else {}
-        fields |= {"reasoning_content": thought} if thought else {}
-        self._add(AssistantMessage.model_validate(fields), place)
+        message = AssistantMessage.model_construct(
+            role="assistant",
+            content=() if text is None else (text,),
+            reasoning_content=thought or None,
+            tool_calls=tuple(calls),
+        )
+        self._add(message, place)
 
-    def add_result(self, call_id: str, text: str, place: str, name: str | None = None) -> None:
+    def add_result(
+        self, call_id: str, texts: Sequence[str], place: str, name: str | None = None
+    ) -> None:
         """Add the result of a call. ``name``: of the function, if the client gives it."""
-        self._add(ToolMessage(role="tool", content=text, tool_call_id=call_id, name=name), place)
+        self._add(
+            ToolMessage.model_construct(
+                role="tool", content=tuple(texts), tool_call_id=call_id, name=name
+            ),
+            place,
+        )
 
     def _add(self, message: Message, place: str) -> None:
         self.messages.append(message)
         self.places.append(place)
 
-    def build(self, fields: Mapping[str, Any], names: Names) -> Conversation:
-        """Return the conversation as a request with additional fields."""
+    def build(self, fields: Mapping[str, Any], names: Names, body: RequestBody) -> Conversation:
+        """Return the conversation as a request with additional fields. Raises ParameterError."""
         request = ChatRequest.model_construct(messages=tuple(self.messages), **fields)
-        return Conversation(request, tuple(self.places), names)
+        conversation = Conversation(
+            request, tuple(self.places), names, ignored=body.ignored, unknown=body.unknown
+        )
+        try:
+            check_continuation(request.messages)
+        except ParameterError as error:
+            raise conversation.renamed(error) from None
+        return conversation
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> AssistantToolCall:
     """Return a call of an earlier message."""
-    return AssistantToolCall(
-        id=call_id, type="function", function=FunctionCall(name=name, arguments=arguments)
-    )
+    function = FunctionCall.model_construct(name=name, arguments=arguments)
+    return AssistantToolCall.model_construct(id=call_id, function=function)
 
 
 # The common parts of both APIs' requests: fields that are refused with a reason, and objects chosen
@@ -132,9 +166,7 @@ def refused(reason: str, *allowed: Any) -> BeforeValidator:  # any JSON
     return unsupported_except(*allowed, reason=reason)
 
 
-Caller = Annotated[
-    Any, refused("the server runs no programs, so calls are the model's own", {"type": "direct"})
-]
+OTHER = "other"
 
 
 def typed(name: str) -> Tag:
@@ -144,17 +176,24 @@ def typed(name: str) -> Tag:
     return Tag(f"{TYPE_TAG}{name}")
 
 
-def by_type(default: str = "") -> Discriminator:
-    """Choose one of several objects by its ``type``; ``default``: used without a ``type``."""
+def by_type(*known: str | Sequence[str], default: str = "") -> Discriminator:
+    """Choose one of several objects by its ``type``; ``default``: used without a ``type``.
+
+    Types of one object are given together, and marked as the first of them. An object of a type
+    that is not known is marked as ``OTHER``.
+    """
+    groups = [(names,) if isinstance(names, str) else names for names in known]
+    marks = {name: f"{TYPE_TAG}{names[0]}" for names in groups for name in names}
 
     def tag(value: Any) -> str:
-        name = value.get("type") if isinstance(value, dict) else value.type
-        return f"{TYPE_TAG}{default if name is None else name}"
+        name = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        name = default if name is None else name
+        return marks.get(name, TYPE_TAG + OTHER) if isinstance(name, str) else TYPE_TAG + OTHER
 
     return Discriminator(tag)
 
 
-def known_types(names: Sequence[str], reason: str, default: str = "") -> BeforeValidator:
+def known_types(names: Sequence[str], reason: str) -> BeforeValidator:
     """Refuse objects of other types.
 
     ``reason`` is the message for an object of another type, whose name replaces ``{type}``.
@@ -165,10 +204,9 @@ def known_types(names: Sequence[str], reason: str, default: str = "") -> BeforeV
             return value
         if not isinstance(value, dict):
             raise ValueError(f"it must be an object with a type, one of {', '.join(names)}")
-        name = default if value.get("type") is None else value["type"]
+        name = value.get("type")
         if not name:
             raise ValueError(f"its type is missing, which is one of {', '.join(names)}")
-        refuse_media(name)
         if not isinstance(name, str) or name not in names:
             raise ValueError(
                 reason.replace("{type}", f"{name!r:.40}" if isinstance(name, str) else "it has")

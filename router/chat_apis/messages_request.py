@@ -1,23 +1,22 @@
 """Requests for ``/v1/messages``, Anthropic's Messages API, converted to chats.
 
-Unsupported fields that would change an answer are refused by name. Fields that cannot change it are
-accepted without effect.
+Fields and blocks that this server does not know have no effect. Fields that would change an answer
+are refused by name.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import (
     NO_SEED,
-    Caller,
+    OTHER,
     Conversation,
     ConversationBuilder,
     Effort,
-    ShortText,
     by_type,
     known_types,
     refused,
@@ -46,29 +45,20 @@ from tramontane.router.structured.grammar import (
 )
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
+    NoEffect,
+    OtherObject,
+    RequestBody,
     RequestModel,
     TextParts,
     bounded,
     check_depth,
     default_if_null,
-    unsupported_except,
 )
 
 # Messages of Anthropic's API, converted to messages of a chat.
 
-TEXTS = TextParts(ignored=frozenset({"cache_control", "citations"}))
-USER_BLOCKS = "blocks of the type {type} are not supported here, only text and tool_result"
-ASSISTANT_BLOCKS = (
-    "blocks of the type {type} are not supported here, only text, thinking and tool_use"
-)
+TEXTS = TextParts()
 MAX_INPUT_DEPTH = 64  # of the input of a call
-
-
-class CacheControl(RequestModel):
-    """A hint about caches, without effect."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(RequestModel):
@@ -76,31 +66,24 @@ class TextBlock(RequestModel):
 
     type: Literal["text"]
     text: Text
-    cache_control: CacheControl | None = None
-    citations: list[Any] | None = None
+    cache_control: NoEffect = None
+    citations: NoEffect = None
 
 
-class PlainText(RequestModel):
-    """A text, where only texts are allowed. Its other fields are accepted, without effect."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Any = None
-    citations: Any = None
-
-
-PlainTexts = Annotated[list[PlainText], Field(min_length=1, max_length=MAX_PARTS)]
-JoinedTexts = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | PlainTexts)]
+Parts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+Texts = Annotated[
+    tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
+]
 
 
 class ToolResultBlock(RequestModel):
     """The result of a call. Chat formats lack ``is_error``: the content says it."""
 
     type: Literal["tool_result"]
-    tool_use_id: Text
-    content: JoinedTexts | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    tool_use_id: Annotated[Text, default_if_null("")] = ""
+    content: Texts = ()
+    is_error: NoEffect = None
+    cache_control: NoEffect = None
 
 
 def check_input(value: Any) -> Any:  # any JSON
@@ -114,45 +97,49 @@ class ToolUseBlock(RequestModel):
     """A call that the model has made."""
 
     type: Literal["tool_use"]
-    id: Text
+    id: Annotated[Text, default_if_null("")] = ""
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(check_input)]
-    cache_control: CacheControl | None = None
-    caller: Caller = None
+    input: Annotated[dict[str, Any] | None, AfterValidator(check_input)] = None
+    cache_control: NoEffect = None
+    caller: NoEffect = None
 
 
 class ThinkingBlock(RequestModel):
     """A thought of the model. Thoughts have no signatures here."""
 
     type: Literal["thinking"]
-    thinking: Text
-    signature: str | None = None
+    thinking: Annotated[Text, default_if_null("")] = ""
+    signature: NoEffect = None
 
 
 def _blocks(value: Any) -> Any:
+    """Return a content as blocks; those of other types with their text, or what stands for them."""
+    if value is None:
+        return []
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 UserBlock = Annotated[
-    Annotated[TextBlock, typed("text")] | Annotated[ToolResultBlock, typed("tool_result")],
-    by_type(),
-    known_types(("text", "tool_result"), USER_BLOCKS),
+    Annotated[TextBlock, typed("text")]
+    | Annotated[ToolResultBlock, typed("tool_result")]
+    | Annotated[OtherObject, typed(OTHER)],
+    by_type("text", "tool_result"),
 ]
 AssistantBlock = Annotated[
     Annotated[TextBlock, typed("text")]
     | Annotated[ToolUseBlock, typed("tool_use")]
-    | Annotated[ThinkingBlock, typed("thinking")],
-    by_type(),
-    known_types(("text", "tool_use", "thinking"), ASSISTANT_BLOCKS),
+    | Annotated[ThinkingBlock, typed("thinking")]
+    | Annotated[OtherObject, typed(OTHER)],
+    by_type("text", "tool_use", "thinking"),
 ]
-SomeBlocks = Field(min_length=1, max_length=MAX_PARTS, strict=False, fail_fast=True)
+SomeBlocks = Field(max_length=MAX_PARTS, strict=False, fail_fast=True)
 UserBlocks = Annotated[tuple[UserBlock, ...], SomeBlocks]
 AssistantBlocks = Annotated[tuple[AssistantBlock, ...], SomeBlocks]
 UserContent = Annotated[
-    UserBlocks, BeforeValidator(_blocks, json_schema_input_type=str | UserBlocks)
+    UserBlocks, BeforeValidator(_blocks, json_schema_input_type=str | UserBlocks | None)
 ]
 AssistantContent = Annotated[
-    AssistantBlocks, BeforeValidator(_blocks, json_schema_input_type=str | AssistantBlocks)
+    AssistantBlocks, BeforeValidator(_blocks, json_schema_input_type=str | AssistantBlocks | None)
 ]
 
 
@@ -160,21 +147,21 @@ class UserTurn(RequestModel):
     """A message of the user, which may have results of calls."""
 
     role: Literal["user"]
-    content: UserContent
+    content: UserContent = ()
 
 
 class AssistantTurn(RequestModel):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
-    content: AssistantContent
+    content: AssistantContent = ()
 
 
 class SystemTurn(RequestModel):
     """Instructions within a conversation."""
 
     role: Literal["system"]
-    content: JoinedTexts
+    content: Texts = ()
 
 
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
@@ -193,12 +180,12 @@ Turns = Annotated[
 ]
 
 
-def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
-    """Return the messages of a system prompt and a conversation. Raises ParameterError for contents
-    that no chat has.
+def add_turns(system: Sequence[str], turns: Sequence[Turn]) -> ConversationBuilder:
+    """Return the messages of a system prompt and a conversation. Raises ParameterError for a call
+    whose input is not JSON.
     """
     builder = ConversationBuilder()
-    if system is not None:
+    if system:
         builder.add_text("system", system, "system")
     for index, turn in enumerate(turns):
         place = f"messages[{index}]"
@@ -212,38 +199,24 @@ def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
     return builder
 
 
-def continues_answer(turns: Sequence[Turn]) -> bool:
-    """Return whether the model is to continue the last message. Raises ParameterError if that
-    message is not a plain text.
-    """
-    last, place = turns[-1], f"messages[{len(turns) - 1}]"
-    if not isinstance(last, AssistantTurn):
-        return False
-    if not all(isinstance(block, TextBlock) for block in last.content):
-        raise ParameterError(
-            f"{place}: the model can continue a text only; end with a message of the user", place
-        )
-    return True
-
-
 def _add_user(builder: ConversationBuilder, turn: UserTurn, place: str) -> None:
     """Add runs of texts, as lines, and results in their order."""
     texts: list[str] = []
     for block in turn.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, ToolResultBlock):
+            if texts:
+                builder.add_text("user", texts, place)
+                texts = []
+            builder.add_result(block.tool_use_id, block.content, place)
+        else:
             texts.append(block.text)
-            continue
-        if texts:
-            builder.add_text("user", "\n".join(texts), place)
-            texts = []
-        builder.add_result(block.tool_use_id, block.content or "", place)
-    if texts:
-        builder.add_text("user", "\n".join(texts), place)
+    if texts or not turn.content:
+        builder.add_text("user", texts, place)
 
 
-def _arguments(value: dict[str, Any], place: str) -> str:
+def _arguments(value: dict[str, Any] | None, place: str) -> str:
     try:
-        return to_json(value)
+        return to_json(value or {})
     except ValueError:  # NaN, or a number of thousands of digits
         raise ParameterError(
             f"{place}.input has a number that is not JSON, or is too long", f"{place}.input"
@@ -251,19 +224,16 @@ def _arguments(value: dict[str, Any], place: str) -> str:
 
 
 def _add_assistant(builder: ConversationBuilder, turn: AssistantTurn, place: str) -> None:
+    """Add one message with all thoughts, all texts and all calls."""
     thoughts, texts = list[str](), list[str]()
     calls: list[AssistantToolCall] = []
     for number, block in enumerate(turn.content):
-        here = f"{place}.content[{number}]"
         match block:
             case TextBlock():
-                if calls:
-                    raise ParameterError(
-                        f"{here}: the model's format has no text after a call", here
-                    )
                 texts.append(block.text)
             case ToolUseBlock():
-                calls.append(tool_call(block.id, block.name, _arguments(block.input, here)))
+                arguments = _arguments(block.input, f"{place}.content[{number}]")
+                calls.append(tool_call(block.id, block.name, arguments))
             case ThinkingBlock():
                 thoughts.append(block.thinking)
     if len(calls) > MAX_CALLS:
@@ -277,10 +247,6 @@ NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^stop$", "stop_sequences"),
     (r"^reasoning_effort$", "output_config.effort"),
-)
-SERVER_TOOLS = (
-    "tools of the type {type} are not supported; only tools with an input_schema are, which the"
-    " client runs"
 )
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
@@ -302,13 +268,11 @@ class ToolDefinition(RequestModel):
     description: str | None = None
     input_schema: JsonSchema
     strict: bool | None = None
-    cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
-    allowed_callers: Annotated[Any, unsupported_except(["direct"])] = None
-    defer_loading: Annotated[Any, unsupported_except()] = None
-    input_examples: Annotated[
-        Any, refused("examples are not shown to the model; put them into the description", [])
-    ] = None
+    cache_control: NoEffect = None
+    eager_input_streaming: NoEffect = None
+    allowed_callers: NoEffect = None
+    defer_loading: NoEffect = None
+    input_examples: NoEffect = None
 
     def tool(self) -> Tool:
         """Return the tool in the format of chats."""
@@ -355,14 +319,21 @@ Choice = Annotated[
     | Annotated[AnyChoice, typed("any")]
     | Annotated[ToolChoice, typed("tool")]
     | Annotated[NoneChoice, typed("none")],
-    by_type(),
+    by_type("auto", "any", "tool", "none"),
     known_types(
         ("auto", "any", "tool", "none"),
         "{type} is not supported; it must be auto, any, tool or none",
     ),
 ]
+# Tools that another server runs, or whose schema only its models know, are left out.
 Tools = Annotated[
-    tuple[Annotated[ToolDefinition, known_types(("custom",), SERVER_TOOLS, "custom")], ...],
+    tuple[
+        Annotated[
+            Annotated[ToolDefinition, typed("custom")] | Annotated[OtherObject, typed(OTHER)],
+            by_type("custom", default="custom"),
+        ],
+        ...,
+    ],
     Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
@@ -385,41 +356,27 @@ class Thinking(RequestModel):
     """Whether a model is to think. It does so as it was trained, and no budget ends a thought."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = Field(None, ge=1, lt=2**31)
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: NoEffect = None
+    display: NoEffect = None
 
 
-class Diagnostics(RequestModel):
-    """``diagnostics`` of a request, which ask about caches, without effect."""
-
-    previous_message_id: ShortText | None = None
-
-
-class RequestUser(RequestModel):
-    """``metadata`` of a request, without effect."""
-
-    user_id: ShortText | None = None
-
-
-class CountTokensRequest(RequestModel):
+class CountTokensRequest(RequestBody):
     """Body of ``POST /v1/messages/count_tokens``: a conversation, up to where the model answers."""
 
     model: str | None = None
     messages: Turns
-    system: JoinedTexts | None = None
+    system: Texts = ()
     tools: Tools | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-    context_management: Annotated[
-        Any, refused("this server changes no conversation; leave it out")
-    ] = None
+    cache_control: NoEffect = None
+    context_management: NoEffect = None  # edits that would make the conversation shorter
     mcp_servers: Annotated[Any, refused("this server calls no other servers; leave it out", [])] = (
         None
     )
-    speed: Annotated[Any, unsupported_except("standard")] = None
-    user_profile_id: ShortText | None = None
+    speed: NoEffect = None
+    user_profile_id: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
         """Return fields of the chat."""
@@ -427,7 +384,10 @@ class CountTokensRequest(RequestModel):
         words = {"auto": "auto", "any": "required", "none": "none"}
         return {
             "model": self.model,
-            "tools": tuple(tool.tool() for tool in self.tools) if self.tools else None,
+            "tools": tuple(
+                tool.tool() for tool in self.tools or () if isinstance(tool, ToolDefinition)
+            )
+            or None,
             "tool_choice": (
                 ToolChoiceFunction(type="function", function=FunctionName(name=choice.name))
                 if isinstance(choice, ToolChoice)
@@ -442,8 +402,7 @@ class CountTokensRequest(RequestModel):
 
     def conversation(self) -> Conversation:
         """Return the request as a chat. Raises ParameterError for contents that no chat has."""
-        fields = self.fields() | {"continue_final_message": continues_answer(self.messages)}
-        conversation = add_turns(self.system, self.messages).build(fields, NAMES)
+        conversation = add_turns(self.system, self.messages).build(self.fields(), NAMES, self)
         return replace(
             conversation,
             refuses_thoughts=self.thinking is not None and self.thinking.type == "disabled",
@@ -468,13 +427,13 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, bounded("top_p"), default_if_null(1.0)] = 1.0
     top_k: Annotated[int, bounded("top_k"), default_if_null(0)] = 0
     stream: Annotated[bool, default_if_null(False)] = False
-    metadata: RequestUser | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: ShortText | None = None
-    diagnostics: Diagnostics | None = None
-    container: Annotated[Any, refused("this server runs no code; leave it out")] = None
+    metadata: NoEffect = None
+    service_tier: NoEffect = None
+    inference_geo: NoEffect = None
+    diagnostics: NoEffect = None
+    container: NoEffect = None
     seed: Annotated[Any, refused(NO_SEED)] = None
-    store: Annotated[Any, refused("this server stores no answers; leave it out")] = None
+    store: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
         """Return fields of the chat."""

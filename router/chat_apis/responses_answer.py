@@ -9,7 +9,8 @@ from typing import Any, Literal
 from tramontane.proto.request import FinishReason
 from tramontane.router.chat_apis.block_formatter import BlockFormatter, prepare_blocks
 from tramontane.router.chat_apis.blocks import Block, BlockEvent
-from tramontane.router.chat_apis.conversation import Conversation
+from tramontane.router.chat_apis.conversation import ClientTool, Conversation
+from tramontane.router.chat_apis.responses_items import CUSTOM_INPUT
 from tramontane.router.openai.generation import Generation
 from tramontane.router.openai.response_models import Answer, Bulk, Event, Usage
 from tramontane.router.openai.resume_state import ResumeState
@@ -76,7 +77,20 @@ class OutputCall(Answer):
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+    status: Status
+
+
+class OutputCustomCall(Answer):
+    """A call of a custom tool, whose input is one text."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
     status: Status
 
 
@@ -121,7 +135,7 @@ class ResponsesAnswer(Answer):
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall]
     usage: ResponsesUsage | None
     incomplete_details: IncompleteDetails | None
     error: None
@@ -179,22 +193,37 @@ def item_of(
     status: Status,
     parts: Sequence[dict[str, Any]],
     arguments: str = "",
+    tool: ClientTool | None = None,
 ) -> dict[str, Any]:
-    """Return the item of a block. ``arguments``: of a call, which has no parts."""
+    """Return the item of a block. ``arguments``: of a call, which has no parts. ``tool``: of a call
+    whose form at the client is not that of a function of this name.
+    """
     head = {"id": item_id(answer_id, block), "status": status}
     match block.kind:
         case "call":
-            call = {
-                "type": "function_call",
-                "call_id": block.call_id,
-                "name": block.name,
-                "arguments": arguments,
-            }
-            return {**head, **call}
+            call = {"call_id": block.call_id, "name": block.name if tool is None else tool.name}
+            if tool is not None and tool.namespace is not None:
+                call["namespace"] = tool.namespace
+            if tool is not None and tool.is_custom:
+                written = {"type": "custom_tool_call", "input": custom_input(arguments)}
+            else:
+                written = {"type": "function_call", "arguments": arguments}
+            return {**head, **call, **written}
         case "thought":
             return {**head, "type": "reasoning", "summary": [], "content": list(parts)}
         case _:
             return {**head, "type": "message", "role": "assistant", "content": list(parts)}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of its function; they are returned
+    themselves where they were cut off.
+    """
+    try:
+        text = json.loads(arguments)[CUSTOM_INPUT] if arguments else ""
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else arguments
 
 
 def output_logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -242,7 +271,7 @@ class ResponsesFormatter(BlockFormatter):
 
     def __init__(self, generation: Generation, conversation: Conversation) -> None:
         super().__init__(generation, conversation.echo_bytes)
-        self._echo = conversation.echo
+        self._echo, self._tools = conversation.echo, conversation.client_tools
         self._id = str(generation.head["id"]).partition("-")[2]
         num_tokens, num_blocks = self._choice.num_tokens, len(self._blocks.all)
         self._number = next_number(num_tokens, num_blocks) if generation.has_begun else 0
@@ -294,7 +323,7 @@ class ResponsesFormatter(BlockFormatter):
                 events += self._opening_of(block)
                 continue
             is_scored = block.kind == "text" and bool(scores)
-            if action == "add" or is_scored:
+            if (action == "add" and not self._is_custom(block)) or is_scored:
                 events.append(self._delta(block, "".join(parts), scores if is_scored else []))
                 scores = [] if is_scored else scores
             if action == "close":
@@ -302,7 +331,7 @@ class ResponsesFormatter(BlockFormatter):
         return events
 
     def _opening_of(self, block: Block) -> list[Event]:
-        item = item_of(self._id, block, "in_progress", [])
+        item = item_of(self._id, block, "in_progress", [], tool=self._tools.get(block.name))
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return [added]
@@ -321,7 +350,13 @@ class ResponsesFormatter(BlockFormatter):
 
     def _closing_of(self, block: Block) -> list[Event]:
         content, place, name = block.content, self._place(block), f"{DELTA_NAMES[block.kind]}.done"
-        if block.kind == "call":
+        if self._is_custom(block):  # its input is known when its JSON is complete
+            text, name = custom_input(content), "response.custom_tool_call_input"
+            events = [
+                self._event(f"{name}.delta", **place, delta=text),
+                self._event(f"{name}.done", **place, input=text),
+            ]
+        elif block.kind == "call":
             events = [self._event(name, **place, name=block.name, arguments=content)]
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
@@ -347,7 +382,12 @@ class ResponsesFormatter(BlockFormatter):
         is_cut = block is self._blocks.all[-1] and self._choice.finish is FinishReason.LENGTH
         content = block.content
         parts = [] if block.kind == "call" else [part_of(block, content, logprobs)]
-        return item_of(self._id, block, "incomplete" if is_cut else "completed", parts, content)
+        status: Status = "incomplete" if is_cut else "completed"
+        return item_of(self._id, block, status, parts, content, self._tools.get(block.name))
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._tools.get(block.name) if block.kind == "call" else None
+        return tool is not None and tool.is_custom
 
     @property
     def _status(self) -> Status:

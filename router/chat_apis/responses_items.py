@@ -2,64 +2,59 @@
 conversion to chat messages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import (
-    Caller,
+    OTHER,
+    ClientTool,
     ConversationBuilder,
-    ShortText,
     by_type,
-    known_types,
-    refused,
     tool_call,
     typed,
 )
 from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import Text
+from tramontane.router.openai.response_models import to_json
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
+    NoEffect,
+    OtherObject,
     RequestModel,
     TextParts,
     default_if_null,
-    unsupported_except,
 )
 
-TEXTS = TextParts(
-    ("input_text", "output_text", "text"),
-    frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"}),
-)
-OTHER_ITEMS = (
-    "items of the type {type} are not supported; there are message, function_call,"
-    " function_call_output and reasoning"
-)
+CUSTOM_INPUT = "input"  # the argument of a custom tool
+
+TEXTS = TextParts(("input_text", "output_text", "text", "reasoning_text", "summary_text"))
 
 
 class InputPart(RequestModel):
-    """A text. The further fields of an answer's text, and cache hints, are accepted, without
-    effect.
-    """
+    """A text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Any = None
-    logprobs: Any = None
-    cache_control: Any = None
-    prompt_cache_breakpoint: Any = None
+    annotations: NoEffect = None
+    logprobs: NoEffect = None
+    cache_control: NoEffect = None
+    prompt_cache_breakpoint: NoEffect = None
 
 
-Parts = Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)]
-Content = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | Parts)]
+Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+Texts = Annotated[
+    tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
+]
 
 
 class Item(RequestModel):
     """Base of items. Their ids and states are of answers, and have no effect."""
 
-    id: ShortText | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    id: NoEffect = None
+    status: NoEffect = None
 
 
 class MessageItem(Item):
@@ -67,69 +62,60 @@ class MessageItem(Item):
 
     type: Annotated[Literal["message"], default_if_null("message")] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    phase: Literal["commentary", "final_answer"] | None = None
+    content: Texts = ()
+    phase: NoEffect = None
 
 
-class FunctionCallItem(Item):
-    """A call that the model has made."""
+class CallItem(Item):
+    """A call that the model has made: of a function, or of a custom tool, whose ``input`` is one
+    text.
+    """
 
-    type: Literal["function_call"]
-    call_id: Text
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: Annotated[Text, default_if_null("")] = ""
     name: Text
-    arguments: Text
-    caller: Caller = None
-    namespace: Annotated[Any, unsupported_except()] = None
+    arguments: Annotated[Text, default_if_null("")] = ""
+    input: Text | None = None
+    caller: NoEffect = None
+    namespace: Text | None = None
 
 
-class FunctionCallOutputItem(Item):
+class CallOutputItem(Item):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: Content
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Annotated[Text, default_if_null("")] = ""
+    output: Texts = ()
     name: Text | None = None
-    caller: Caller = None
-    namespace: Annotated[Any, unsupported_except()] = None
-
-
-class ReasoningPart(RequestModel):
-    """The text of a thought."""
-
-    type: Literal["reasoning_text"]
-    text: Text
+    caller: NoEffect = None
+    namespace: NoEffect = None
 
 
 class ReasoningItem(Item):
-    """A thought of the model; its summary has no effect."""
+    """A thought of the model; its summary and what another server has encrypted have no effect."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    content: (
-        Annotated[
-            tuple[ReasoningPart, ...], Field(max_length=MAX_PARTS, strict=False, fail_fast=True)
-        ]
-        | None
-    ) = None
-    encrypted_content: Annotated[
-        Any, refused("this server cannot read it; send the content of the thought")
-    ] = None
+    summary: NoEffect = None
+    content: Texts = ()
+    encrypted_content: NoEffect = None
 
 
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+# Items of other types are calls and results of tools that another server runs, and similar.
 AnyItem = Annotated[
     Annotated[MessageItem, typed("message")]
-    | Annotated[FunctionCallItem, typed("function_call")]
-    | Annotated[FunctionCallOutputItem, typed("function_call_output")]
-    | Annotated[ReasoningItem, typed("reasoning")],
-    by_type("message"),
-    known_types(ITEM_TYPES, OTHER_ITEMS, "message"),
+    | Annotated[CallItem, typed(CALLS[0])]
+    | Annotated[CallOutputItem, typed(OUTPUTS[0])]
+    | Annotated[ReasoningItem, typed("reasoning")]
+    | Annotated[OtherObject, typed(OTHER)],
+    by_type("message", CALLS, OUTPUTS, "reasoning", default="message"),
 ]
 
 
 def _items(value: Any) -> Any:
     if isinstance(value, str):
-        return (MessageItem(role="user", content=value),)
+        return (MessageItem.model_validate({"role": "user", "content": value}),)
     if not isinstance(value, list):
         raise ValueError("it must be a text or a list of items")
     return value
@@ -152,28 +138,33 @@ InputItems = Annotated[
 ]
 
 
-def add_items(instructions: str | None, items: Iterable[AnyItem]) -> ConversationBuilder:
+def add_items(
+    instructions: str | None, items: Iterable[AnyItem], client_tools: Mapping[str, ClientTool]
+) -> ConversationBuilder:
     """Return the messages of instructions and items: a message of the assistant and the calls after
-    it are one.
+    it are one. ``client_tools``: those of the request, by the names that the model sees.
 
-    Raises ParameterError for no messages, and for more calls in a row than a message may have.
+    Raises ParameterError for more calls in a row than a message may have.
     """
-    turn = _AssistantTurn(ConversationBuilder())
-    if instructions is not None:
-        turn.builder.add_text("system", instructions, "instructions")
+    names = {(tool.namespace, tool.name): name for name, tool in client_tools.items()}
+    turn = _AssistantTurn(ConversationBuilder(), names)
+    if instructions:
+        turn.builder.add_text("system", (instructions,), "instructions")
     for index, item in enumerate(items):
         turn.add(item, f"input[{index}]")
     turn.end()
     if not turn.builder.messages:
-        raise ParameterError("input has no message and no call", "input")
+        turn.builder.add_text("user", (), "input")
     return turn.builder
 
 
 class _AssistantTurn:
     """The message of the assistant that is not complete yet, and the messages before it."""
 
-    def __init__(self, builder: ConversationBuilder) -> None:
-        self.builder = builder
+    def __init__(
+        self, builder: ConversationBuilder, names: Mapping[tuple[str | None, str], str]
+    ) -> None:
+        self.builder, self._names = builder, names
         self._clear()
 
     def _clear(self) -> None:
@@ -185,21 +176,26 @@ class _AssistantTurn:
     def add(self, item: AnyItem, place: str) -> None:
         """Add an item."""
         match item:
-            case FunctionCallItem():
+            case CallItem():
                 if len(self._calls) == MAX_CALLS:
                     raise ParameterError(
                         f"{place}: there may be at most {MAX_CALLS} calls in a row", place
                     )
-                self._calls.append(tool_call(item.call_id, item.name, item.arguments))
+                name = self._names.get((item.namespace, item.name), item.name)
+                self._calls.append(tool_call(item.call_id, name, _arguments_of(item)))
             case ReasoningItem():
                 if self._text is not None or self._calls:
                     self.end()
-                self._thoughts += [part.text for part in item.content or ()]
-            case FunctionCallOutputItem():
+                self._thoughts += item.content
+            case CallOutputItem():
                 self.end()
                 self.builder.add_result(item.call_id, item.output, place, item.name)
             case MessageItem():
                 self._add_message(item, place)
+            case OtherObject() if output := item.output:
+                # of a tool that another server has run; its call has no name that the model knows
+                self.end()
+                self.builder.add_result("", (output,), place, item.type)
         is_answer = bool(self._thoughts or self._calls) or self._text is not None
         self._place = (self._place or place) if is_answer else ""
 
@@ -210,7 +206,7 @@ class _AssistantTurn:
             return
         if self._text is not None or self._calls:
             self.end()
-        self._text = item.content
+        self._text = "\n".join(item.content)
 
     def end(self) -> None:
         """Add the assistant's message, if there is one."""
@@ -218,3 +214,8 @@ class _AssistantTurn:
         if thought or self._text is not None or self._calls:
             self.builder.add_answer(thought, self._text, self._calls, self._place)
         self._clear()
+
+
+def _arguments_of(item: CallItem) -> str:
+    """Return the arguments of a call. A custom tool is a function with one text argument."""
+    return item.arguments if item.input is None else to_json({CUSTOM_INPUT: item.input})

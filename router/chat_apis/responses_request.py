@@ -1,29 +1,29 @@
 """Requests for ``/v1/responses``, OpenAI's Responses API, and their conversion to chats.
 
-Unsupported fields that would change an answer are refused by name. Fields that cannot change it are
-accepted without effect.
+Fields, items and tools that this server does not know have no effect. Fields that would change an
+answer are refused by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import (
-    NO_SEED,
+    OTHER,
+    ClientTool,
     Conversation,
     Effort,
     RequestMetadata,
-    ShortText,
     by_type,
     known_types,
     refused,
     typed,
 )
-from tramontane.router.chat_apis.responses_items import InputItems, add_items
-from tramontane.router.openai.completion_request import Text, parse_body
+from tramontane.router.chat_apis.responses_items import CUSTOM_INPUT, InputItems, add_items
+from tramontane.router.openai.completion_request import Seed, Text, parse_body
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
     NAME,
@@ -36,13 +36,16 @@ from tramontane.router.structured.grammar import (
     ToolChoiceFunction,
 )
 from tramontane.router.structured.request_model import (
+    NoEffect,
+    OtherObject,
+    RequestBody,
     RequestModel,
     bounded,
     default_if_null,
-    unsupported_except,
 )
 
 NOT_STORED = "this server stores no answers; send the whole conversation as input"
+MAX_INCLUDED = 64
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 # Parameters of a chat, and their names here.
 NAMES = (
@@ -54,16 +57,6 @@ NAMES = (
     (r"^logprobs$", "top_logprobs"),
     (r"^reasoning_effort$", "reasoning.effort"),
 )
-Include = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]
 
 
 class TextFormat(RequestModel):
@@ -82,7 +75,7 @@ class SchemaFormat(RequestModel):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
-    name: str = Field(pattern=NAME)
+    name: Annotated[str, default_if_null("answer")] = "answer"
     schema_: JsonSchema = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -92,7 +85,7 @@ Format = Annotated[
     Annotated[TextFormat, typed("text")]
     | Annotated[JsonObjectFormat, typed("json_object")]
     | Annotated[SchemaFormat, typed("json_schema")],
-    by_type(),
+    by_type("text", "json_object", "json_schema"),
     known_types(
         ("text", "json_object", "json_schema"),
         "{type} is not supported; it must be text, json_object or json_schema",
@@ -104,12 +97,7 @@ class TextConfig(RequestModel):
     """``text`` of a request."""
 
     format: Format | None = None
-    verbosity: Annotated[
-        Any,
-        refused(
-            "this model cannot be set to be brief or detailed; say it in the instructions", "medium"
-        ),
-    ] = None
+    verbosity: NoEffect = None
 
 
 class FunctionTool(RequestModel):
@@ -120,25 +108,77 @@ class FunctionTool(RequestModel):
     description: str | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
-    allowed_callers: Annotated[Any, unsupported_except(["direct"])] = None
-    defer_loading: Annotated[Any, unsupported_except()] = None
-    output_schema: JsonSchema | None = None
+    allowed_callers: NoEffect = None
+    defer_loading: NoEffect = None
+    output_schema: NoEffect = None
 
-    def tool(self) -> Tool:
-        """Return the tool in the format of chats."""
-        function = Function(
+    def function(self) -> Function:
+        """Return the function as chats have it."""
+        return Function(
             name=self.name,
             description=self.description,
             parameters=self.parameters,
             strict=self.strict,
         )
-        return Tool(type="function", function=function)
+
+
+class InputFormat(RequestModel):
+    """The format of a custom tool's input: any text, or one that follows a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Text | None = None
+
+
+class CustomTool(RequestModel):
+    """A tool whose input is one text. The model sees a function with one argument."""
+
+    type: Literal["custom"]
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    format: InputFormat | None = None
+    allowed_callers: NoEffect = None
+    defer_loading: NoEffect = None
+
+    def function(self) -> Function:
+        """Return the function as chats have it. A regular expression is enforced; another grammar
+        is only described.
+        """
+        text: dict[str, Any] = {"type": "string"}
+        lines = [self.description] if self.description else []
+        if self.format is not None and self.format.definition:
+            if self.format.syntax == "regex":
+                text["pattern"] = f"^(?:{self.format.definition})$"
+            lines.append(
+                f"The {CUSTOM_INPUT} follows this {self.format.syntax} grammar:\n"
+                f"{self.format.definition}"
+            )
+        parameters: dict[str, Any] = {"type": "object", "properties": {CUSTOM_INPUT: text}}
+        parameters |= {"required": [CUSTOM_INPUT], "additionalProperties": False}
+        return Function(name=self.name, description="\n".join(lines) or None, parameters=parameters)
+
+
+ClientFunction = Annotated[
+    Annotated[FunctionTool, typed("function")]
+    | Annotated[CustomTool, typed("custom")]
+    | Annotated[OtherObject, typed(OTHER)],
+    by_type("function", "custom"),
+]
+
+
+class Namespace(RequestModel):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: Text
+    description: NoEffect = None
+    tools: Annotated[tuple[ClientFunction, ...], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChosenFunction(RequestModel):
     """The function that the model has to call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -146,20 +186,17 @@ class ReasoningConfig(RequestModel):
     """``reasoning`` of a request. Summaries are not made: thoughts are returned whole."""
 
     effort: Effort | None = None
-    context: Annotated[
-        Any, refused("thoughts that are sent are shown to the model as its format has them", "auto")
-    ] = None
-    mode: Annotated[Any, refused("this server has one way of thinking", "standard")] = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: NoEffect = None
+    mode: NoEffect = None
+    summary: NoEffect = None
+    generate_summary: NoEffect = None
 
 
-TOOL_TYPES = "tools of the type {type} are not supported; only functions are, which the client runs"
 CHOICES = ("none", "auto", "required")
 
 
 def _check_tool_choice(value: Any) -> Any:
-    is_function = isinstance(value, dict) and value.get("type") == "function"
+    is_function = isinstance(value, dict) and value.get("type") in ("function", "custom")
     if not (is_function or (isinstance(value, str) and value in CHOICES)):
         raise ValueError(
             f'it must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": "..."}}'
@@ -177,13 +214,23 @@ ToolChoice = Annotated[
     Discriminator(_form_of_tool_choice),
     BeforeValidator(_check_tool_choice),
 ]
+# Tools that only another server runs are left out.
 Tools = Annotated[
-    tuple[Annotated[FunctionTool, known_types(("function",), TOOL_TYPES)], ...],
+    tuple[
+        Annotated[
+            Annotated[FunctionTool, typed("function")]
+            | Annotated[CustomTool, typed("custom")]
+            | Annotated[Namespace, typed("namespace")]
+            | Annotated[OtherObject, typed(OTHER)],
+            by_type("function", "custom", "namespace"),
+        ],
+        ...,
+    ],
     Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(RequestBody):
     """Body of ``POST /v1/responses``."""
 
     model: str | None = None
@@ -203,43 +250,31 @@ class ResponsesRequest(RequestModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     reasoning: ReasoningConfig | None = None
-    include: (
-        Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)), fail_fast=True)]
-        | None
-    ) = None
+    include: Annotated[tuple[str, ...], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = (
+        None
+    )
     top_logprobs: Annotated[int | None, bounded("logprobs")] = None
     stream: Annotated[bool, default_if_null(False)] = False
     metadata: RequestMetadata | None = None
-    truncation: Annotated[
-        Any,
-        refused(
-            "this server shortens no conversation; a longer one than the context is refused",
-            "disabled",
-        ),
-    ] = None
-    store: Annotated[
-        Any, refused("this server stores no answers; leave store out or send false")
-    ] = None
-
-    # Without effect on an answer.
-    user: ShortText | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    max_tool_calls: int | None = Field(None, ge=0, lt=2**31)
+    truncation: NoEffect = None  # a conversation longer than the context is refused
+    store: NoEffect = None
+    user: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    service_tier: NoEffect = None
+    max_tool_calls: NoEffect = None
+    client_metadata: NoEffect = None
+    context_management: NoEffect = None  # edits that would make the conversation shorter
 
     background: Annotated[Any, refused(f"{NOT_STORED}, and wait for its answer")] = None
-    context_management: Annotated[
-        Any, refused("this server changes no conversation; leave it out", [])
-    ] = None
     conversation: Annotated[Any, refused(NOT_STORED)] = None
     moderation: Annotated[Any, refused("this server has no moderation; leave it out")] = None
     previous_response_id: Annotated[Any, refused(NOT_STORED)] = None
     prompt: Annotated[Any, refused("this server stores no prompts; send the text as input")] = None
-    seed: Annotated[Any, refused(NO_SEED)] = None
-    stream_options: Annotated[Any, unsupported_except({}, {"include_obfuscation": False})] = None
+    seed: Seed | None = None
+    stream_options: NoEffect = None
 
     @property
     def returns_logprobs(self) -> bool:
@@ -260,17 +295,27 @@ class ResponsesRequest(RequestModel):
         """Return the request as a chat. Raises ParameterError for conversations that a chat cannot
         have.
         """
-        choice = self.tool_choice
+        choice, functions = self.tool_choice, self.functions()
+        client_tools = {
+            name: ClientTool(tool.name, namespace, isinstance(tool, CustomTool))
+            for name, (tool, namespace) in functions.items()
+            if namespace is not None or isinstance(tool, CustomTool)
+        }
         fields: Mapping[str, Any] = {
             "model": self.model,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "seed": self.seed,
             "logprobs": self.returns_logprobs,
             "top_logprobs": self.top_logprobs if self.returns_logprobs else None,
             "stream": self.stream,
             "response_format": self.response_format(),
-            "tools": tuple(tool.tool() for tool in self.tools) if self.tools else None,
+            "tools": tuple(
+                Tool(type="function", function=tool.function().model_copy(update={"name": name}))
+                for name, (tool, _) in functions.items()
+            )
+            or None,
             "tool_choice": ToolChoiceFunction(
                 type="function", function=FunctionName(name=choice.name)
             )
@@ -279,7 +324,26 @@ class ResponsesRequest(RequestModel):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
         }
-        return add_items(self.instructions, self.input).build(fields, NAMES)
+        messages = add_items(self.instructions, self.input, client_tools)
+        return replace(messages.build(fields, NAMES, self), client_tools=client_tools)
+
+    def functions(self) -> dict[str, tuple[FunctionTool | CustomTool, str | None]]:
+        """Return the functions that the model sees, by their names, with their namespaces.
+
+        A function of a namespace has its own name where no other function has it, and otherwise
+        ``namespace.name``.
+        """
+        found: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}
+        for tool in self.tools or ():
+            namespace = tool.name if isinstance(tool, Namespace) else None
+            for each in tool.tools if isinstance(tool, Namespace) else (tool,):
+                if isinstance(each, FunctionTool | CustomTool):
+                    is_taken = namespace is not None and each.name in found
+                    name = f"{namespace}.{each.name}" if is_taken else each.name
+                    if name in found:
+                        raise ParameterError(f"tools: there are two of the name {name!r}", "tools")
+                    found[name] = (each, namespace)
+        return found
 
     def echo(self) -> dict[str, Any]:
         """Return the fields of an answer that repeat the request."""
@@ -300,7 +364,7 @@ class ResponsesRequest(RequestModel):
             "store": False,
             "temperature": self.temperature,
             "text": {"format": written},
-            "tool_choice": {"type": "function", "name": choice.name}
+            "tool_choice": {"type": choice.type, "name": choice.name}
             if isinstance(choice, ChosenFunction)
             else choice or "auto",
             "tools": [
@@ -308,6 +372,8 @@ class ResponsesRequest(RequestModel):
                     key: getattr(tool, key)
                     for key in ("type", "name", "description", "parameters", "strict")
                 }
+                if isinstance(tool, FunctionTool)
+                else tool.model_dump(exclude_none=True)
                 for tool in self.tools or ()
             ],
             "top_logprobs": self.top_logprobs or 0,

@@ -77,6 +77,11 @@ class NoChatTemplate:
         """Always None: reasoning is not supported."""
         return None
 
+    @property
+    def efforts(self) -> Sequence[str]:
+        """Always empty: reasoning is not supported."""
+        return ()
+
     def encode(
         self,
         messages: Sequence[ChatMessage],

@@ -1,22 +1,26 @@
-"""Chat requests: the fields of OpenAI, vLLM and Mistral. Other fields are refused."""
+"""Chat requests: the fields of OpenAI, vLLM and Mistral. Other fields are ignored."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.openai.completion_request import SamplingFields, Text, check_text, parse_body
+from tramontane.router.openai.completion_request import SamplingFields, Text, parse_body
+from tramontane.router.openai.response_models import to_json
 from tramontane.router.structured.grammar import MAX_TOOLS, Constraint, Tool, ToolChoice
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
+    NoEffect,
     RequestModel,
     TextParts,
     bounded,
+    check_text,
     default_if_null,
+    note_ignored,
+    refuse_omitted,
     unsupported_except,
 )
 from tramontane.router.tokenization.chat import (
@@ -30,12 +34,8 @@ from tramontane.router.tokenization.template_chat import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
-# hints about caches
-TEXTS = TextParts(ignored=frozenset({"cache_control", "prompt_cache_breakpoint"}))
+TEXTS = TextParts()
 
-NO_VERBOSITY = (
-    "this model has no setting for it; leave it out, or ask for an answer's length in a message"
-)
 NO_PROMPT_LOGPROBS = (
     "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of"
     " prompts, too"
@@ -47,16 +47,18 @@ NO_SAFETY_PROMPT = (
 
 
 class TextPart(RequestModel):
-    """Part of a message's content. Only texts are supported."""
+    """Part of a message's content. Parts that are not text are left out of a history."""
 
     type: Literal["text"]
     text: str
-    cache_control: Any = None
-    prompt_cache_breakpoint: Any = None
+    cache_control: NoEffect = None
+    prompt_cache_breakpoint: NoEffect = None
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-Content = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | Parts)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[
+    tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
+]
 
 
 class ThinkingPart(RequestModel):
@@ -69,53 +71,43 @@ class ThinkingPart(RequestModel):
     closed: bool = True
 
 
-ThoughtfulParts = Annotated[
-    list[TextPart | ThinkingPart], Field(min_length=1, max_length=MAX_PARTS)
-]
+ThoughtfulParts = Annotated[list[TextPart | ThinkingPart], Field(max_length=MAX_PARTS)]
 
 
-def _thoughtful(value: Any) -> tuple[str | Thought, ...]:
+def _thoughtful(value: Any, info: ValidationInfo) -> tuple[str | Thought, ...]:
     """Return the texts and thoughts of a content; texts without a thought are joined."""
     is_list = isinstance(value, list) and len(value) <= MAX_PARTS
     if not is_list or not any(
         isinstance(part, dict) and part.get("type") == "thinking" for part in value
     ):
-        text = TEXTS.join(value)
-        if not isinstance(text, str):
-            raise PydanticKnownError("string_type")
-        return (check_text(text),)
+        texts = TEXTS.texts(value, info)
+        return ("\n".join(texts),) if texts else ()
     return tuple(
         (
-            _thought(part)
+            _thought(part, info)
             if isinstance(part, dict) and part.get("type") == "thinking"
-            else TEXTS.text_of(part)
+            else TEXTS.text_of(part, info)
         )
         for part in value
     )
 
 
-def _thought(part: dict[str, Any]) -> Thought:
+def _thought(part: dict[str, Any], info: ValidationInfo) -> Thought:
     text = part.get("thinking")
-    text = (
-        "".join(map(TEXTS.text_of, text))
-        if isinstance(text, list) and len(text) <= MAX_PARTS
-        else text
-    )
+    if isinstance(text, list) and len(text) <= MAX_PARTS:
+        text = "".join(TEXTS.text_of(each, info) for each in text)
     closed = part.get("closed", True)
-    if (
-        not part.keys() <= {"type", "thinking", "closed"}
-        or not isinstance(text, str)
-        or not isinstance(closed, bool)
-    ):
+    if not isinstance(text, str) or not isinstance(closed, bool):
         raise ValueError(
             'a thought must be as {"type": "thinking", "thinking": "...", "closed": true}'
         )
+    note_ignored(part, frozenset({"type", "thinking", "closed"}), info)
     return Thought(check_text(text), closed)
 
 
 ThoughtfulContent = Annotated[
     tuple[str | Thought, ...],
-    PlainValidator(_thoughtful, json_schema_input_type=str | ThoughtfulParts),
+    PlainValidator(_thoughtful, json_schema_input_type=str | ThoughtfulParts | None),
 ]
 
 
@@ -123,7 +115,7 @@ class SystemMessage(RequestModel):
     """Instructions for the assistant, which may show by an example how it thinks."""
 
     role: Literal["system", "developer"]
-    content: ThoughtfulContent
+    content: ThoughtfulContent = ()
     name: Text | None = None
 
     def message(self) -> ChatMessage:
@@ -135,29 +127,40 @@ class UserMessage(RequestModel):
     """Message of the user."""
 
     role: Literal["user"]
-    content: Content
+    content: Content = ()
     name: Text | None = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage("user", self.content, name=self.name or "")
+        return ChatMessage("user", "\n".join(self.content), name=self.name or "")
+
+
+def _arguments(value: Any) -> Any:
+    """Return the arguments of an earlier call as JSON: {} for null and "". Their text is not
+    parsed; the chat template does that, and keeps a text that is not JSON.
+    """
+    if value is None or value == "":
+        return "{}"
+    return value if isinstance(value, str) else to_json(value)
 
 
 class FunctionCall(RequestModel):
     """Name and arguments (JSON) of a call."""
 
-    name: Text
-    arguments: Text
+    name: Annotated[Text, default_if_null("")] = ""
+    arguments: Annotated[
+        Text, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None)
+    ] = "{}"
 
 
 class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
-    id: Text
-    type: Annotated[Literal["function"], default_if_null("function")] = "function"
+    id: Annotated[Text, default_if_null("")] = ""
+    type: NoEffect = None
     function: FunctionCall
-    # ignored; Mistral's client sends back the index of a streamed call
-    index: int | None = None
+    # Mistral's client sends back the index of a streamed call
+    index: NoEffect = None
 
 
 class AssistantMessage(RequestModel):
@@ -166,7 +169,7 @@ class AssistantMessage(RequestModel):
     """
 
     role: Literal["assistant"]
-    content: ThoughtfulContent | None = None
+    content: ThoughtfulContent = ()
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
@@ -175,49 +178,41 @@ class AssistantMessage(RequestModel):
     name: Text | None = None
     # Mistral's: the answer continues this message, and includes it
     prefix: Annotated[bool, default_if_null(False)] = False
-    refusal: Annotated[Any, unsupported_except()] = None
-    audio: Annotated[Any, unsupported_except()] = None
-    annotations: Annotated[Any, unsupported_except([])] = None
-    function_call: Annotated[Any, unsupported_except()] = None
-
-    @model_validator(mode="after")
-    def _check_thoughts(self) -> Self:
-        texts = {text for text in (self.reasoning_content, self.reasoning) if text}
-        if len(texts) > 1:
-            raise ValueError(
-                "reasoning_content and reasoning are the same thing, and differ; give one of them"
-            )
-        if texts and any(isinstance(part, Thought) for part in self.content or ()):
-            raise ValueError(
-                "a thought is given twice, as a part of the content and as reasoning; give it once"
-            )
-        return self
+    refusal: Text | None = None
+    audio: NoEffect = None
+    annotations: NoEffect = None
+    function_call: FunctionCall | None = None
 
     def message(self) -> ChatMessage:
-        """Return the message as chat templates take it."""
+        """Return the message as chat templates take it. Of thoughts that are given twice the parts
+        of the content count, then ``reasoning_content``.
+        """
         calls = tuple(
             ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls
         )
+        if self.function_call is not None and not calls:
+            calls = (ToolCall("", self.function_call.name, self.function_call.arguments),)
+        content = self.content or ((self.refusal,) if self.refusal else ())
         reasoning = self.reasoning_content or self.reasoning
-        thoughts = (Thought(reasoning),) if reasoning else ()
-        message = with_thoughts("assistant", (*thoughts, *(self.content or ())), calls)
+        if reasoning and not any(isinstance(part, Thought) for part in content):
+            content = (Thought(reasoning), *content)
+        message = with_thoughts("assistant", content, calls)
         return replace(message, name=self.name or "", is_prefix=self.prefix)
 
 
 class ToolMessage(RequestModel):
     """Result of a tool call."""
 
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: Text
+    role: Literal["tool", "function"]
+    content: Content = ()
+    tool_call_id: Annotated[Text, default_if_null("")] = ""
     name: Text | None = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage(
-            "tool", self.content, tool_call_id=self.tool_call_id, name=self.name or ""
-        )
+        content = "\n".join(self.content)
+        return ChatMessage("tool", content, tool_call_id=self.tool_call_id, name=self.name or "")
 
 
 Message = Annotated[
@@ -270,11 +265,11 @@ class ChatRequest(SamplingFields):
     functions: Annotated[Any, unsupported_except([])] = None
     modalities: Annotated[Any, unsupported_except(["text"])] = None
     moderation: Annotated[Any, unsupported_except()] = None
-    prediction: Annotated[Any, unsupported_except()] = None
+    prediction: NoEffect = None
     prompt_logprobs: Annotated[Any, unsupported_except(reason=NO_PROMPT_LOGPROBS)] = None
     prompt_mode: Annotated[Any, unsupported_except(reason=NO_PROMPT_MODE)] = None
     safe_prompt: Annotated[Any, unsupported_except(reason=NO_SAFETY_PROMPT)] = None
-    verbosity: Annotated[Any, unsupported_except("medium", reason=NO_VERBOSITY)] = None
+    verbosity: NoEffect = None
     web_search_options: Annotated[Any, unsupported_except()] = None
 
     @property
@@ -288,7 +283,7 @@ class ChatRequest(SamplingFields):
     @property
     def continues_message(self) -> bool:
         """Whether the answer continues the last message instead of being a new message."""
-        return continues_last(self.messages, continue_final=self.continue_final_message)
+        return continues_last(self.messages)
 
     def conversation(self) -> list[ChatMessage]:
         """Return the messages as chat templates take them."""
@@ -304,48 +299,56 @@ class ChatRequest(SamplingFields):
         )
 
 
-def continues_last(messages: Sequence[Message], *, continue_final: bool) -> bool:
-    """Return whether the answer continues the last message: by ``continue_final_message``, or
-    because it is a prefix.
-    """
-    return continue_final or (isinstance(messages[-1], AssistantMessage) and messages[-1].prefix)
+def continues_last(messages: Sequence[Message]) -> bool:
+    """Return whether the answer continues the last message: a text or thought of the assistant."""
+    last = messages[-1]
+    if not isinstance(last, AssistantMessage):
+        return False
+    made = last.message()
+    return not made.tool_calls and bool(made.content or made.parts)
 
 
 def conversation(messages: Sequence[Message], *, continue_final: bool) -> list[ChatMessage]:
     """Return the messages as chat templates take them."""
     made = [message.message() for message in messages]
-    return [
-        *made[:-1],
-        replace(made[-1], is_prefix=continues_last(messages, continue_final=continue_final)),
-    ]
+    if continue_final:
+        made[-1] = replace(made[-1], is_prefix=True)
+    return made
 
 
 def check_continuation(
-    messages: Sequence[Message], *, continue_final: bool, opens_answer: bool | None
+    messages: Sequence[Message],
+    *,
+    continue_final: bool = False,
+    opens_answer: bool | None = None,
 ) -> None:
     """Raise ParameterError unless an answer follows the messages, or continues the last one of
-    them.
+    them; and for an image or similar since the last answer, which a text model cannot see.
 
     ``opens_answer``: ``add_generation_prompt``, which is optional and must be consistent.
     """
-    for index, message in enumerate(messages[:-1]):
-        if isinstance(message, AssistantMessage) and message.prefix:
-            raise ParameterError(
-                "prefix is for the last message, which the answer continues",
-                f"messages[{index}].prefix",
-            )
-    if continue_final and not isinstance(messages[-1], AssistantMessage):
+    last = messages[-1]
+    if continue_final and not isinstance(last, AssistantMessage):
         raise ParameterError(
             "continue_final_message is for messages that end with one of the assistant",
             "continue_final_message",
         )
-    continues = continues_last(messages, continue_final=continue_final)
-    if opens_answer is continues:
-        given, is_needed = str(opens_answer).lower(), "false" if continues else "true"
+    is_asked = continue_final or (isinstance(last, AssistantMessage) and last.prefix)
+    if (opens_answer and is_asked) or (opens_answer is False and not continues_last(messages)):
+        given, is_needed = str(opens_answer).lower(), "false" if is_asked else "true"
         raise ParameterError(
             f"add_generation_prompt is {given}; this conversation needs {is_needed}",
             "add_generation_prompt",
         )
+    for index, message in reversed(list(enumerate(messages))):
+        if isinstance(message, AssistantMessage):
+            break
+        if isinstance(message, UserMessage):
+            try:
+                refuse_omitted(message.content)
+            except ValueError as error:
+                name = f"messages[{index}].content"
+                raise ParameterError(f"{name}: {error}", name) from None
 
 
 def _check_prefix(request: ChatRequest) -> None:

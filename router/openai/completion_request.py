@@ -1,27 +1,31 @@
-"""Completion requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
+"""Completion requests: OpenAI's fields and vLLM's extensions. Other fields are ignored."""
 
 import codecs
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from tramontane.proto.errors import ParameterError, describe_value, did_you_mean
+from tramontane.proto.errors import ParameterError, describe_value, intended_name
 from tramontane.proto.request import (
     MAX_BIAS,
     MAX_BIASES,
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from tramontane.router.openai.errors import describe_json_error, fields_at, is_form
+from tramontane.router.openai.errors import describe_json_error, is_form
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.structured.guided import GuidedFields
 from tramontane.router.structured.request_model import (
+    NoEffect,
+    RequestBody,
     RequestModel,
     bounded,
-    check_depth,
+    check_text,
     default_if_null,
+    ignored_fields,
     only_true,
     unsupported_except,
 )
@@ -32,7 +36,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 StopInput = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 LogitBiasInput = Annotated[
     dict[
@@ -45,17 +49,17 @@ LogitBias = tuple[tuple[int, float], ...]
 
 
 def parse_stops(value: Any) -> tuple[str, ...]:
-    """Return stop strings, from one text or several. Raises ValueError."""
+    """Return stop strings, from one text or several; empty ones are left out. Raises ValueError."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or not all(
-        isinstance(stop, str) and stop for stop in stops[: MAX_STOPS + 1]
+        isinstance(stop, str) for stop in stops[: MAX_STOPS + 1]
     ):
-        raise ValueError("it must be a text or a list of texts, none of them empty")
+        raise ValueError("it must be a text or a list of texts")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise ValueError(
             f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each"
         )
-    return tuple(stops)
+    return tuple(filter(None, stops))
 
 
 def _biases(value: Any) -> LogitBias:
@@ -89,7 +93,18 @@ def _bias(key: str, bias: Any) -> float:
     return float(bias)
 
 
-Seed = Annotated[int, bounded("seed")]
+def _wrapped_seed(value: Any) -> Any:
+    """Return a whole number modulo 2**64, from -2**63 on: 2.0 as 2, and 2**64 - 1 as -1. Other
+    values are left to the type's check.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return (value + 2**63) % 2**64 - 2**63 if type(value) is int else value
+
+
+Seed = Annotated[
+    int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int | float)
+]
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
     Field(max_length=MAX_STOP_TOKENS, strict=False, fail_fast=True),
@@ -98,29 +113,20 @@ StopTokens = Annotated[
 CONTROL_TOKENS = "control tokens have no text in answers; return_token_ids returns their ids"
 
 
-class NeutralFields(RequestModel):
-    """Fields that cannot change an answer, of which some are refused because they ask for something
-    else than an answer.
-    """
+class NeutralFields(RequestBody):
+    """Fields that cannot change an answer."""
 
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
-    metadata: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    store: Annotated[
-        Any,
-        unsupported_except(
-            reason="this server does not store answers; leave it out, or send false"
-        ),
-    ] = None
-    spaces_between_special_tokens: bool | None = None
-    request_id: str | None = None
-    priority: Annotated[
-        Any, unsupported_except(0, reason="requests over HTTP have the same priority; leave it out")
-    ] = None
+    user: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    metadata: NoEffect = None
+    service_tier: NoEffect = None
+    store: NoEffect = None
+    spaces_between_special_tokens: NoEffect = None
+    request_id: NoEffect = None
+    priority: NoEffect = None
 
 
 class StreamOptions(RequestModel):
@@ -128,7 +134,7 @@ class StreamOptions(RequestModel):
 
     include_usage: Annotated[bool, default_if_null(False)] = False
     continuous_usage_stats: Annotated[bool, default_if_null(False)] = False
-    include_obfuscation: Annotated[bool | None, unsupported_except()] = None
+    include_obfuscation: NoEffect = None
 
 
 class SamplingFields(NeutralFields, GuidedFields):
@@ -228,6 +234,7 @@ class SamplingFields(NeutralFields, GuidedFields):
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
+MAX_IGNORED = 256  # different fields without effect of one request that are noted
 MAX_ERRORS = 64  # further errors are only counted, because pydantic lists each with its input
 
 LayersInput = Annotated[
@@ -290,17 +297,6 @@ def _layers(value: Any) -> tuple[int, ...]:
     if len(set(layers)) < len(layers):
         raise ValueError("a layer is listed twice")
     return tuple(layers)
-
-
-def check_text(text: str) -> str:
-    """Return a text. Raises ValueError if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            "a text is not valid Unicode (it holds half of a surrogate pair)"
-        ) from None
-    return text
 
 
 def _all_encodable(value: Prompts) -> Prompts:
@@ -386,7 +382,7 @@ def _check_suffix(request: CompletionRequest) -> None:
         )
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
@@ -400,20 +396,48 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         codecs.decode(body, "utf-8")
     except UnicodeDecodeError as error:
         raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
+    noted: set[str] = set()
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body, context=noted)
     except ValidationError as error:
-        raise _to_parameter_error(error, kind) from None
+        raise _to_parameter_error(error) from None
     except RecursionError:
         raise ParameterError("the body is nested too deeply") from None
+    _note_ignored(parsed, noted)
+    return parsed
 
 
-def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> ParameterError:
+def _note_ignored(parsed: RequestBody, noted: set[str]) -> None:
+    """Note the fields of a body that have no effect. Raises ParameterError for one that is probably
+    a misspelling.
+    """
+    unknown = ""
+    checked: set[tuple[type[RequestModel], str]] = set()
+    for model, place, name, is_known in ignored_fields(parsed):
+        kind = type(model), name
+        if kind in checked or len(checked) == MAX_IGNORED:
+            continue
+        checked.add(kind)
+        path = _printable_path((*place, name))
+        if not is_known and (meant := intended_name(name, _names(type(model)))):
+            raise ParameterError(
+                f"{path} is not a parameter of this endpoint; did you mean {meant}?", path
+            )
+        unknown = unknown or ("" if is_known else path)
+        noted.add(re.sub(r"\[\d+\]", "[]", path))
+    parsed.note_ignored(tuple(sorted(noted)), unknown)
+
+
+def _names(kind: type[RequestModel]) -> list[str]:
+    return [field.alias or name for name, field in kind.model_fields.items()]
+
+
+def _to_parameter_error(error: ValidationError) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(
             f"{error.error_count()} things are wrong with the body, too many to describe"
         )
-    problem, *others = error.errors(include_url=False)
+    problem = error.errors(include_url=False)[0]
     name = _printable_path(_path(problem)) or None
     match problem["type"]:
         case "json_invalid":
@@ -421,11 +445,7 @@ def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> Parame
         case _ if name is None:
             return ParameterError("the body must be a JSON object")
         case "missing" | "union_tag_not_found":
-            return ParameterError(f"{name} is missing{_misspelling(problem, others)}", name)
-        case "extra_forbidden":
-            *place, unknown = problem["loc"]
-            likely = did_you_mean(_printable_name(str(unknown)), fields_at(kind, place))
-            return ParameterError(f"{name} is not a parameter of this endpoint{likely}", name)
+            return ParameterError(f"{name} is missing{_misspelling(problem)}", name)
         case "value_error":
             return ParameterError(f"{name}: {problem['ctx']['error']}", name)
         case "union_tag_invalid":
@@ -434,19 +454,12 @@ def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> Parame
             return ParameterError(describe_value(name, _preview(problem["input"]), problem), name)
 
 
-def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
-    """Return the end of the message if the object has an unknown field of a similar name, else
-    "".
-    """
-    *place, name = missing["loc"]
-    for other in others:
-        *other_place, unknown = other["loc"]
-        if (
-            other["type"] == "extra_forbidden"
-            and other_place == place
-            and did_you_mean(str(unknown), [str(name)])
-        ):
-            return f'; unknown field "{_printable_name(str(unknown))}", did you mean "{name}"?'
+def _misspelling(missing: ErrorDetails) -> str:
+    """Return the end of the message if the object has a field of a similar name, else ""."""
+    name, given = str(_path(missing)[-1]), missing["input"]
+    for other in given if isinstance(given, dict) else ():
+        if intended_name(str(other), [name]):
+            return f'; unknown field "{_printable_name(str(other))}", did you mean "{name}"?'
     return ""
 
 

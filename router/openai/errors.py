@@ -3,12 +3,9 @@ request, and readable messages for JSON parser errors.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
-
-from pydantic import BaseModel
 
 from tramontane.proto import errors
 from tramontane.proto.errors import ErrorType
@@ -46,32 +43,6 @@ def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
 UNAVAILABLE = http_error_for(errors.PipelineError())
 
 
-def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
-    """Return the fields of an object at a location of the client's JSON; an empty list if several
-    kinds of objects are possible.
-
-    Args:
-        kind: The model of the body.
-        place: As in pydantic's errors, with the chosen form of messages and ``tool_choice``:
-            ("messages", 0, "user").
-    """
-    shapes = list(_shapes(kind, _schema(kind)))
-    for index, part in enumerate(place):
-        if is_form(place, index):
-            shapes = [
-                shape for shape in shapes if str(part).removeprefix(TYPE_TAG) in _constants(shape)
-            ]
-        else:
-            is_item = isinstance(part, int)
-            found = [
-                each.get("items", {}) if is_item else each.get("properties", {}).get(part, {})
-                for each in shapes
-            ]
-            shapes = [shape for each in found for shape in _shapes(kind, each)]
-    objects = [shape["properties"] for shape in shapes if "properties" in shape]
-    return list(objects[0]) if len(objects) == 1 else []
-
-
 def is_form(place: Sequence[str | int], index: int) -> bool:
     """Return whether a part of a location is the union member that pydantic chose, which is not in
     the client's JSON.
@@ -83,29 +54,6 @@ def is_form(place: Sequence[str | int], index: int) -> bool:
     return index == {"messages": 2, "tool_choice": 1}.get(str(place[0])) or str(
         place[index]
     ).startswith(TYPE_TAG)
-
-
-@cache
-def _schema(kind: type[BaseModel]) -> dict[str, Any]:
-    return kind.model_json_schema()
-
-
-def _shapes(kind: type[BaseModel], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the alternatives of a schema, without references."""
-    if "$ref" in schema:
-        schema = _schema(kind)["$defs"][schema["$ref"].rpartition("/")[2]]
-    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    if "properties" in schema or not alternatives:
-        yield schema
-    else:
-        for each in alternatives:
-            yield from _shapes(kind, each)
-
-
-def _constants(shape: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values of fields that have only these: the role of a message."""
-    for field in shape.get("properties", {}).values():
-        yield from (field["const"],) if "const" in field else field.get("enum", ())
 
 
 # Problems of a text that is not JSON, by the beginning of the parser's message.

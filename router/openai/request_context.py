@@ -129,7 +129,7 @@ class RequestStats:
         self.clock = clock
         self.refused = dict.fromkeys(REFUSALS.values(), 0)
         self.finished = dict.fromkeys(FinishReason, 0)
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.ignored_fields = 0
         self.first_token_s, self.inter_token_s = SampleBuffer(), SampleBuffer()
         self.whole_s, self.queue_s = SampleBuffer(), SampleBuffer()
 

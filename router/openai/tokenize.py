@@ -11,7 +11,7 @@ from tramontane.router.openai.completion_request import MAX_TOKEN_ID, Text
 from tramontane.router.openai.json_limits import MAX_ITEMS
 from tramontane.router.openai.response_models import Answer
 from tramontane.router.openai.served_model import ServedModel, offload_if_large
-from tramontane.router.structured.request_model import RequestModel, default_if_null
+from tramontane.router.structured.request_model import RequestBody, default_if_null
 from tramontane.router.tokenization.chat import VARIABLES, ChatTemplate, ReasoningEffort
 from tramontane.router.tokenization.template_chat import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(RequestBody):
     """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant
     answers or continues.
     """
@@ -49,7 +49,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: Annotated[bool, default_if_null(False)] = False
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(RequestBody):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None

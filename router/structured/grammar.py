@@ -399,8 +399,12 @@ def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) ->
         ]
     else:
         rules = ["calls: call+" if parallel else "calls: call"]
+        call_id = ""
+        if tool_format.call_id is not None:
+            call_id = " id?"
+            rules += [f"id: <[{tool_format.call_id}]> CALL_ID", "CALL_ID: /[a-zA-Z0-9]{9}/"]
         each = [
-            f'<[{tool_format.calls}]> " "? "{name}" <[{tool_format.args}]> " "? args{i}'
+            f'<[{tool_format.calls}]> " "? "{name}"{call_id} <[{tool_format.args}]> " "? args{i}'
             for i, name in names
         ]
     return [*rules, "call: " + " | ".join(each)]

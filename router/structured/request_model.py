@@ -1,13 +1,14 @@
-"""The base of client requests, and validators of fields that a client may send and that have no
-effect.
+"""The base of client requests, the fields of a request that are ignored, and validators of fields
+that a client may send and that have no effect.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo
 
 from tramontane.proto.request import SAMPLING_BOUNDS
 
@@ -16,9 +17,74 @@ UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
 class RequestModel(BaseModel):
-    """Base of client requests: values are not converted, and other fields are refused."""
+    """Base of client requests: values are not converted; unknown fields are kept apart."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class RequestBody(RequestModel):
+    """A whole body, and which of its fields have no effect."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+    _unknown: str = PrivateAttr("")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Paths of all fields without effect, each once, without positions: ``messages[].id``."""
+        return self._ignored
+
+    @property
+    def unknown(self) -> str:
+        """Path of the first field that this server does not know, "" if it knows all."""
+        return self._unknown
+
+    def note_ignored(self, ignored: tuple[str, ...], unknown: str) -> None:
+        """Set both, once the body is parsed."""
+        self._ignored, self._unknown = ignored, unknown
+
+
+NO_EFFECT = "no effect"
+NoEffect = Annotated[Any, NO_EFFECT]  # a known field that cannot change an answer
+
+
+class IgnoredField(NamedTuple):
+    """A field without effect, of the object at ``place``: ("messages", 0). ``is_known``: it is a
+    field of the model.
+    """
+
+    model: RequestModel
+    place: tuple[str | int, ...]
+    name: str
+    is_known: bool
+
+
+def ignored_fields(
+    model: RequestModel, place: tuple[str | int, ...] = ()
+) -> Iterator[IgnoredField]:
+    """Yield every field of a request, at every depth, that is not null and has no effect."""
+    if isinstance(model, OtherObject):
+        if isinstance(model.text, Omitted) and not model.output:
+            yield IgnoredField(model, place, f"type={model.type}", is_known=True)
+        return
+    for name, value in (model.__pydantic_extra__ or {}).items():
+        if value is not None:
+            yield IgnoredField(model, place, name, is_known=False)
+    without_effect = _no_effect_fields(type(model))
+    for name, value in model.__dict__.items():
+        if isinstance(value, RequestModel):
+            yield from ignored_fields(value, (*place, name))
+        elif isinstance(value, tuple) and value and isinstance(value[0], RequestModel):
+            for index, item in enumerate(value):
+                yield from ignored_fields(item, (*place, name, index))
+        elif value is not None and name in without_effect:
+            yield IgnoredField(model, place, name, is_known=True)
+
+
+@cache
+def _no_effect_fields(kind: type[RequestModel]) -> frozenset[str]:
+    return frozenset(
+        name for name, field in kind.model_fields.items() if NO_EFFECT in field.metadata
+    )
 
 
 def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # any JSON
@@ -86,10 +152,10 @@ def _literal_type(value: Any) -> Any:
     return Literal[value]
 
 
-# Contents that are a text or a list of parts, in every API: text parts become one text, other parts
-# are refused.
+# Contents that are a text or a list of parts, in every API: text parts become one text, and what is
+# not text is left out.
 
-MAX_PARTS = 128
+MAX_PARTS = 4096
 MEDIA: Mapping[str, str] = MappingProxyType(  # by the type of a part or block
     {
         **dict.fromkeys(
@@ -102,40 +168,143 @@ MEDIA: Mapping[str, str] = MappingProxyType(  # by the type of a part or block
         "search_result": "search results",
     }
 )
+OMITTED: Mapping[str, str] = MappingProxyType(
+    {
+        "images": "image",
+        "recordings of sound": "recording",
+        "videos": "video",
+        "files": "file",
+        "documents": "document",
+        "search results": "search result",
+    }
+)
 
 
-def refuse_media(kind: object) -> None:
-    """Raise ValueError if content of this type is not text but an image, a file or similar."""
-    if isinstance(kind, str) and kind in MEDIA:
-        raise ValueError(f"the model serves text only; {MEDIA[kind]} are not supported")
+def _document_text(part: Mapping[str, Any]) -> str | None:
+    """Return the text of a document whose source is plain text; None for other sources."""
+    source = part.get("source")
+    data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+    return data if isinstance(data, str) else None
+
+
+def _search_text(part: Mapping[str, Any]) -> str | None:
+    """Return the title and the texts of a search result as lines; None for other contents."""
+    found = part.get("content")
+    parts = found if isinstance(found, list) else []
+    lines = [part.get("title"), *(each.get("text") for each in parts if isinstance(each, dict))]
+    texts = [line for line in lines if isinstance(line, str)]
+    return "\n".join(texts) if texts else None
+
+
+# Parts that contain a text of their own, by their type.
+NESTED: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = MappingProxyType(
+    {"document": _document_text, "search_result": _search_text}
+)
+
+
+class Omitted(str):
+    """The text that stands for a part that is not text: "[image omitted]"."""
+
+    __slots__ = ("kind",)
+    kind: str  # the type of the part
+
+    @classmethod
+    def of(cls, kind: str) -> "Omitted":
+        """Return the text that stands for a part of this type."""
+        made = cls(f"[{OMITTED[MEDIA[kind]] if kind in MEDIA else f'{kind:.40}'} omitted]")
+        made.kind = kind
+        return made
+
+
+def refuse_omitted(texts: tuple[str, ...]) -> None:
+    """Raise ValueError if one of the texts stands for a part that is not text."""
+    for text in texts:
+        if isinstance(text, Omitted):
+            raise ValueError(
+                f"the model serves text only; {MEDIA[text.kind]} are not supported"
+                if text.kind in MEDIA
+                else f"parts of the type {text.kind!r:.40} are not supported, only text is"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """The text parts of one API, by their ``types``. ``ignored``: further fields that they may
-    have, without effect.
+    """The text parts of one API, by their ``types``. ``hints``: further fields that they may have,
+    which are known to have no effect.
     """
 
     types: tuple[str, ...] = ("text",)
-    ignored: frozenset[str] = frozenset()
+    hints: frozenset[str] = frozenset()
 
-    def join(self, value: Any) -> Any:  # any JSON
-        """Return a list of parts as lines of one text, and any other value unchanged. Raises
-        ValueError.
-        """
+    def texts(self, value: Any, info: ValidationInfo) -> tuple[str, ...]:  # any JSON
+        """Return the texts of a text, a list of parts, or null. Raises ValueError."""
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (check_text(value),)
         if not isinstance(value, list):
-            return value
-        if not value or len(value) > MAX_PARTS:
-            raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
-        return "\n".join(map(self.text_of, value))
+            raise ValueError("it must be a text or a list of parts")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"a list of parts may have at most {MAX_PARTS}")
+        return tuple(self.text_of(part, info) for part in value)
 
-    def text_of(self, part: Any) -> str:
-        """Return the text of a part. Raises ValueError for another one."""
+    def join(self, value: Any, info: ValidationInfo) -> str:  # any JSON
+        """Return the texts of a content as lines of one text. Raises ValueError."""
+        return "\n".join(self.texts(value, info))
+
+    def text_of(self, part: Any, info: ValidationInfo | None = None) -> str:
+        """Return the text of a part, ``Omitted`` if it is not text. Raises ValueError for what is
+        not a part.
+        """
         kind = part.get("type") if isinstance(part, dict) else None
-        refuse_media(kind)
-        if not isinstance(kind, str) or kind not in self.types:
-            raise ValueError(f"only parts of the type {' or '.join(self.types)} are supported")
-        text = part.get("text")
-        if not part.keys() <= {"type", "text", *self.ignored} or not isinstance(text, str):
-            raise ValueError(f'a part must be as {{"type": "{kind}", "text": "..."}}')
-        return text
+        if not isinstance(kind, str):
+            raise ValueError('a part must be an object with a type, {"type": "text", ...}')
+        if kind in NESTED and (text := NESTED[kind](part)) is not None:
+            return check_text(text)
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in self.types and kind != "refusal":
+            return Omitted.of(kind)
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise ValueError(f'a part must be as {{"type": "{kind}", "{name}": "..."}}')
+        if len(part) > 2:
+            note_ignored(part, frozenset({"type", name}) | self.hints, info)
+        return check_text(text)
+
+
+def check_text(text: str) -> str:
+    """Return a text. Raises ValueError if it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "a text is not valid Unicode (it holds half of a surrogate pair)"
+        ) from None
+    return text
+
+
+def note_ignored(
+    part: Mapping[str, Any], known: frozenset[str], info: ValidationInfo | None
+) -> None:
+    """Add the unknown fields of a part to those that the request's context collects."""
+    if info is not None and isinstance(info.context, set):
+        given = (name for name, value in part.items() if value is not None and name not in known)
+        info.context.update(f"{info.field_name}[].{name}" for name in given)
+
+
+class OtherObject(RequestModel):
+    """An object of a type that an API has and that is not a text, or not only one."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        """The text of a document or similar, otherwise ``Omitted``."""
+        part = {"type": self.type, **(self.__pydantic_extra__ or {})}
+        return TextParts(()).text_of(part)
+
+    @property
+    def output(self) -> str:
+        """The text of a result in ``output``, "" if it has none."""
+        output = (self.__pydantic_extra__ or {}).get("output")
+        return output if isinstance(output, str) else ""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.proto.errors import RequestError
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -95,14 +95,16 @@ def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model calls tools: the ids of the control tokens [TOOL_CALLS] and [ARGS].
+    """How a model calls tools: the ids of the control tokens [TOOL_CALLS], [ARGS] and [CALL_ID].
 
     Without ``args``: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]. With it, for each call:
-    [TOOL_CALLS]f[ARGS]{...}.
+    [TOOL_CALLS]f[ARGS]{...}. With ``call_id`` the model may name the call's id:
+    [TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{...}.
     """
 
     calls: int
     args: int | None = None
+    call_id: int | None = None
 
 
 class ChatTemplate(Protocol):
@@ -120,6 +122,11 @@ class ChatTemplate(Protocol):
         """The model's markers of reasoning; None for a format without reasoning."""
         ...
 
+    @property
+    def efforts(self) -> Sequence[str]:
+        """The values of ``reasoning_effort`` that the model knows; empty if it has no setting."""
+        ...
+
     def encode(
         self,
         messages: Sequence[ChatMessage],
@@ -128,26 +135,26 @@ class ChatTemplate(Protocol):
         *,
         reasoning_effort: str | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to the beginning of the assistant's answer. Raises RequestError if
-        the format does not support the conversation.
+        """Return token ids up to the beginning of the assistant's answer, after the repairs of
+        ``history``. Raises RequestError if the format does not support the conversation.
 
         ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much
-        the model is to think, None for its default. Raises ParameterError for variables and efforts
-        that the format does not support.
+        the model is to think, None for its default; see ``supported_effort``. Raises ParameterError
+        for variables that the format does not support.
         """
         ...
 
 
-def check_effort(effort: str | None, known: Sequence[str]) -> None:
-    """Raise ParameterError if the effort is not among the known efforts of the model."""
-    if effort is None or effort in known:
-        return
-    reason = (
-        f"this model knows {', '.join(known)}"
-        if known
-        else "this model's format has no such setting; leave it out"
-    )
-    raise ParameterError(f"reasoning_effort is {effort!r}; {reason}", "reasoning_effort")
+def supported_effort(effort: str | None, known: Sequence[str]) -> str | None:
+    """Return the effort that a model knows: the nearest one, the higher of two. None, the model's
+    default, for a model that knows none: "medium" of ("none", "high") becomes "high".
+    """
+    order = get_args(ReasoningEffort)
+    if effort is None or effort in known or effort not in order:
+        return effort if effort in known else None
+    at = order.index(effort)
+    ranks = [order.index(each) for each in known if each in order]
+    return order[min(ranks, key=lambda rank: (abs(rank - at), -rank))] if ranks else None
 
 
 @dataclass(frozen=True, slots=True)

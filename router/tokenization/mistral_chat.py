@@ -3,17 +3,23 @@ text.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from mistral_common.exceptions import MistralCommonException
-from mistral_common.protocol.instruct.normalize import get_normalizer
-from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort
-from mistral_common.protocol.instruct.validator import ValidationMode, get_validator
+from mistral_common.protocol.instruct import messages as mistral
+from mistral_common.protocol.instruct.chunk import TextChunk, ThinkChunk
+from mistral_common.protocol.instruct.normalize import InstructRequestNormalizer, get_normalizer
+from mistral_common.protocol.instruct.request import (
+    ChatCompletionRequest,
+    InstructRequest,
+    ReasoningEffort,
+)
+from mistral_common.protocol.instruct.tool_calls import FunctionCall, Tool
+from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
 from mistral_common.tokens.tokenizers import instruct
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
-from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
@@ -26,16 +32,54 @@ from tramontane.router.tokenization.chat import (
     Thought,
     ToolFormat,
     ToolSpec,
-    check_effort,
     message_texts,
+    supported_effort,
 )
+from tramontane.router.tokenization.history import HistoryFormat, repair_history
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import THINK_MARKERS, validate_text
 
+
+class _TextBeforeCalls:
+    """Writes an answer with a text and calls as the model has written it: the calls after the
+    text. mistral-common writes these from version 7 on and refuses them before.
+    """
+
+    def encode_assistant_message(
+        self, message: mistral.AssistantMessage, is_before_last_user_message: bool
+    ) -> list[int]:
+        encode: Callable[[mistral.AssistantMessage, bool], list[int]]
+        encode = super().encode_assistant_message  # type: ignore[misc]
+        if not (message.content and message.tool_calls):
+            return encode(message, is_before_last_user_message)
+        # Version 2 leaves out the calls before the last message of the user.
+        calls = encode(message.model_copy(update={"content": None}), is_before_last_user_message)
+        text = message.model_copy(update={"tool_calls": None, "prefix": bool(calls)})
+        return encode(text, is_before_last_user_message) + calls
+
+    def _validate_tool_results(self, request: Any) -> None:
+        """Allow several results of one answer, each in a block of its own, in version 2, too."""
+
+
+class _InstructTokenizerV2(_TextBeforeCalls, instruct.InstructTokenizerV2[Any, Any, Any]):
+    pass
+
+
+class _InstructTokenizerV3(_TextBeforeCalls, instruct.InstructTokenizerV3[Any, Any, Any]):
+    pass
+
+
+class _TextBeforeCallsNormalizer(InstructRequestNormalizer[Any, Any, Any, Any, Any]):
+    _allow_tool_call_and_content = True
+
+
+Message = (
+    mistral.UserMessage | mistral.AssistantMessage | mistral.ToolMessage | mistral.SystemMessage
+)
 FORMATS = {
     TokenizerVersion.v1: instruct.InstructTokenizerV1,
-    TokenizerVersion.v2: instruct.InstructTokenizerV2,
-    TokenizerVersion.v3: instruct.InstructTokenizerV3,
+    TokenizerVersion.v2: _InstructTokenizerV2,
+    TokenizerVersion.v3: _InstructTokenizerV3,
     TokenizerVersion.v7: instruct.InstructTokenizerV7,
     TokenizerVersion.v11: instruct.InstructTokenizerV11,
     TokenizerVersion.v13: instruct.InstructTokenizerV13,
@@ -57,11 +101,20 @@ class MistralChatTemplate:
 
     def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
         version = tokenizer.version
-        self._mistral: MistralTokenizer[Any, Any, Any, Any, Any] = MistralTokenizer(
-            FORMATS[version](tokenizer),
-            get_validator(version, ValidationMode.serving),
-            get_normalizer(version, tokenizer.model_settings_builder),
+        self._tokenizer: instruct.InstructTokenizerBase[Any, Any, Any] = FORMATS[version](tokenizer)
+        self._normalizer: InstructRequestNormalizer[Any, Any, Any, Any, Any] = (
+            get_normalizer(version, tokenizer.model_settings_builder)
+            if version >= TokenizerVersion.v7
+            else _TextBeforeCallsNormalizer(
+                mistral.UserMessage,
+                mistral.AssistantMessage,
+                mistral.ToolMessage,
+                mistral.SystemMessage,
+                InstructRequest[Message, Tool],
+                None,
+            )
         )
+        self._history = HistoryFormat(self._thinking_roles(), self.tool_format is not None)
 
     @classmethod
     def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
@@ -82,24 +135,24 @@ class MistralChatTemplate:
     @property
     def tool_format(self) -> ToolFormat | None:
         """None in version 1, which has no tools. From version 11 on each call has its own control
-        tokens.
+        tokens, in version 11 also for its id.
         """
-        tokenizer = self._mistral.instruct_tokenizer.tokenizer
-        if tokenizer.version < TokenizerVersion.v2:
+        tokenizer = self._tokenizer.tokenizer
+        version, token_id = tokenizer.version, tokenizer.get_special_token
+        if version < TokenizerVersion.v2:
             return None
-        args = (
-            tokenizer.get_special_token("[ARGS]")
-            if tokenizer.version >= TokenizerVersion.v11
-            else None
+        return ToolFormat(
+            token_id("[TOOL_CALLS]"),
+            token_id("[ARGS]") if version >= TokenizerVersion.v11 else None,
+            token_id("[CALL_ID]") if version == TokenizerVersion.v11 else None,
         )
-        return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """None unless the tokenizer has Mistral's markers of reasoning; tokenizers of version 13
         and later may have them.
         """
-        tokenizer, (begin, end) = self._mistral.instruct_tokenizer.tokenizer, THINK_MARKERS[0]
+        tokenizer, (begin, end) = self._tokenizer.tokenizer, THINK_MARKERS[0]
         if not (tokenizer.is_special(begin) and tokenizer.is_special(end)):
             return None
         return ReasoningFormat(
@@ -107,11 +160,11 @@ class MistralChatTemplate:
         )
 
     @property
-    def _efforts(self) -> list[str]:
+    def efforts(self) -> Sequence[str]:
         """The supported values of ``reasoning_effort``; from version 15 on the tokenizer's file may
         list some.
         """
-        builder = self._mistral.instruct_tokenizer.tokenizer.model_settings_builder
+        builder = self._tokenizer.tokenizer.model_settings_builder
         efforts = builder and builder.reasoning_effort
         return [str(each) for each in efforts.values] if efforts else []
 
@@ -134,50 +187,35 @@ class MistralChatTemplate:
                 " Mistral's own, which has no variables; leave it out",
                 VARIABLES,
             )
-        check_effort(reasoning_effort, self._efforts)
-        self._check_thoughts(messages)
-        written: list[Any] = [
-            _to_mistral_message(message, f"messages[{index}]")
-            for index, message in enumerate(messages)
-        ]
+        effort = supported_effort(reasoning_effort, self.efforts)
+        history = repair_history(messages, self._history)
         try:
-            # The model's name is required and has no effect.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
-                model="model",
-                messages=written,
+                messages=list(map(_to_mistral_message, history)),
                 tools=list(map(_known_fields, tools)) or None,
-                reasoning_effort=(
-                    None if reasoning_effort is None else ReasoningEffort(reasoning_effort)
-                ),
+                reasoning_effort=None if effort is None else ReasoningEffort(effort),
             )
             with validate_text(
                 *message_texts(messages), json.dumps(list(tools), ensure_ascii=False)
             ):
-                return tuple(self._mistral.encode_chat_completion(request).tokens)
-        except ValidationError as error:
-            # ("messages", 0, "user", ...)
-            field, index = error.errors(include_url=False, include_input=False)[0]["loc"][:2]
-            raise RequestError(
-                f"the model's format has no such conversation; look at {field}[{index}]"
-            ) from error
-        except MistralCommonException as error:
+                # mistral-common's validator would refuse much that its formats can write.
+                normalized = self._normalizer.from_chat_completion_request(request)
+                return tuple(self._tokenizer.encode_instruct(normalized).tokens)
+        except (ValidationError, MistralCommonException, RecursionError) as error:
             raise RequestError(
                 f"the model's format has no such conversation: {' '.join(str(error).split()):.300}"
             ) from error
 
-    def _check_thoughts(self, messages: Sequence[ChatMessage]) -> None:
-        """Raise RequestError for a thought in a format that cannot write it: before version 13, or
-        without the markers.
+    def _thinking_roles(self) -> frozenset[Role]:
+        """Return whose messages may have thoughts: none before version 13 or without the markers,
+        and system messages only in version 13.
         """
-        version = self._mistral.instruct_tokenizer.tokenizer.version
-        if version >= TokenizerVersion.v13 and self.reasoning_format is not None:
-            return
-        thoughtful = next((index for index, message in enumerate(messages) if message.parts), None)
-        if thoughtful is not None:
-            raise RequestError(
-                f"messages[{thoughtful}] has a thought, and this model's format has none; leave the"
-                " thought out"
-            )
+        version = self._tokenizer.tokenizer.version
+        if version < TokenizerVersion.v13 or self.reasoning_format is None:
+            return frozenset()
+        if version > TokenizerVersion.v13:
+            return frozenset(("assistant",))
+        return frozenset(("assistant", "system"))
 
 
 def _known_fields(tool: ToolSpec) -> Any:  # as mistral-common's Tool needs them
@@ -188,34 +226,36 @@ def _known_fields(tool: ToolSpec) -> Any:  # as mistral-common's Tool needs them
     }
 
 
-def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
-    """Return a message in OpenAI's format. Raises RequestError if its role does not exist."""
-    if message.role not in get_args(Role):
-        raise RequestError(
-            f"{name}.role is {message.role!r:.60}; it must be one of"
-            f" {', '.join(map(repr, get_args(Role)))}"
-        )
-    written: dict[str, Any] = {
-        "role": message.role,
-        "content": [_chunk(part) for part in message.parts] or message.content,
-    }
-    if message.tool_calls:
-        written["content"] = written["content"] or None
-        calls = [
-            (call.id, {"name": call.name, "arguments": call.arguments})
-            for call in message.tool_calls
-        ]
-        written["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": function} for call_id, function in calls
-        ]
-    if message.role == "tool":
-        written["tool_call_id"] = message.tool_call_id
-    if message.is_prefix:
-        written["prefix"] = True
-    return written
+def _to_mistral_message(message: ChatMessage) -> Message:
+    """Return mistral-common's object. Raises RequestError if the role does not exist."""
+    content: Any = [_chunk(part) for part in message.parts] or message.content
+    match message.role:
+        case "system":
+            return mistral.SystemMessage(content=content)
+        case "user":
+            return mistral.UserMessage(content=content)
+        case "assistant":
+            calls = [
+                MistralToolCall(
+                    id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments)
+                )
+                for call in message.tool_calls
+            ]
+            return mistral.AssistantMessage(
+                content=content or None, tool_calls=calls or None, prefix=message.is_prefix
+            )
+        case "tool":
+            return mistral.ToolMessage(
+                content=content, tool_call_id=message.tool_call_id, name=message.name or None
+            )
+        case _:
+            raise RequestError(
+                f"a message has the role {message.role!r:.60}; it must be one of"
+                f" {', '.join(map(repr, get_args(Role)))}"
+            )
 
 
-def _chunk(part: str | Thought) -> dict[str, Any]:
+def _chunk(part: str | Thought) -> TextChunk | ThinkChunk:
     if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "thinking", "thinking": part.text, "closed": part.closed}
+        return TextChunk(text=part)
+    return ThinkChunk(thinking=part.text, closed=part.closed)

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, NoReturn, get_args
 
@@ -25,8 +26,15 @@ from tramontane.router.tokenization.chat import (
     Thought,
     ToolFormat,
     ToolSpec,
-    check_effort,
     message_texts,
+    supported_effort,
+)
+from tramontane.router.tokenization.history import (
+    HistoryFormat,
+    alternate_roles,
+    parsed_arguments,
+    repair_history,
+    system_in_user_text,
 )
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
@@ -113,10 +121,15 @@ class JinjaChatTemplate:
         # stands where a message ends that is to be continued
         self._end_mark = secrets.token_hex(16)
         self.tool_format, self.reasoning_format = tool_format, reasoning_format
-        self._efforts = get_args(ReasoningEffort) if EFFORT in template else ()
+        self.efforts: Sequence[str] = get_args(ReasoningEffort) if EFFORT in template else ()
         self._knows_parts = (
             "reasoning_content" not in template
             and re.search(r"""['"]thinking['"]""", template) is not None
+        )
+        self._history = HistoryFormat(
+            frozenset(("assistant", "system") if self._knows_parts else ("assistant",)),
+            has_tools="tool_calls" in template,
+            has_mistral_ids=False,
         )
 
     def encode(
@@ -132,8 +145,8 @@ class JinjaChatTemplate:
 
         Raises ParameterError for ``variables`` that the server sets itself.
         """
-        check_effort(reasoning_effort, self._efforts)
-        own = self._names if reasoning_effort is None else {**self._names, EFFORT: reasoning_effort}
+        effort = supported_effort(reasoning_effort, self.efforts)
+        own = self._names if effort is None else {**self._names, EFFORT: effort}
         given = variables or {}
         if taken := [name for name in given if name in RESERVED or name in own]:
             raise ParameterError(
@@ -143,19 +156,28 @@ class JinjaChatTemplate:
         with validate_text(
             *message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)
         ):
-            protected = [
-                self._protect(message, f"messages[{index}]")
-                for index, message in enumerate(messages)
-            ]
-            is_prefix = bool(messages) and messages[-1].is_prefix
-            if is_prefix:
-                self._mark_end(protected[-1])
-            names, written = (
-                {**self._tokens.protect(given), **own},
-                self._tokens.protect(list(tools)) or None,
-            )
-            rendered = render(self._template, protected, names, written, opens_answer=not is_prefix)
-            return self._tokens.encode(self._up_to_mark(rendered) if is_prefix else rendered)
+            names = {**self._tokens.protect(given), **own}
+            written = self._tokens.protect(list(tools)) or None
+            history = repair_history(messages, self._history)
+            try:
+                return self._encode(history, names, written)
+            except TemplateRefusalError as refusal:
+                # The template does not say why: roles, their order and ids of calls are usual.
+                for repair in (alternate_roles, system_in_user_text):
+                    with suppress(TemplateRefusalError):
+                        return self._encode(repair(history), names, written)
+                raise refusal
+
+    def _encode(
+        self, messages: Sequence[ChatMessage], names: Mapping[str, Any], tools: list[Any] | None
+    ) -> tuple[int, ...]:
+        """Return the token ids of messages. Raises TemplateRefusalError."""
+        protected = list(map(self._protect, messages))
+        is_prefix = messages[-1].is_prefix
+        if is_prefix:
+            self._mark_end(protected[-1])
+        rendered = render(self._template, protected, names, tools, opens_answer=not is_prefix)
+        return self._tokens.encode(self._up_to_mark(rendered) if is_prefix else rendered)
 
     def _mark_end(self, written: dict[str, Any]) -> None:
         """Add the mark to the end of a message, whose content is a text, or parts if the template
@@ -177,26 +199,19 @@ class JinjaChatTemplate:
             )
         return before
 
-    def _protect(self, message: ChatMessage, name: str) -> dict[str, Any]:
-        """Return a message as templates expect it, with protected texts and parsed arguments.
-        ``name`` is for errors.
-        """
+    def _protect(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message as templates expect it, with protected texts and parsed arguments."""
         content = self._tokens.protect(message.content, in_answer=message.role == "assistant")
         written: dict[str, Any] = {"role": message.role, "content": content}
         if message.parts and self._knows_parts:
             written["content"] = list(map(self._part, message.parts))
-        elif message.parts and message.role == "assistant":
+        elif message.parts:
             written |= dict.fromkeys(
                 ("reasoning_content", "reasoning"), self._tokens.protect(message.thoughts)
             )
-        elif message.parts:
-            raise RequestError(
-                f"{name} has a thought, which the model's chat template knows only in answers;"
-                " leave it out"
-            )
         if message.tool_calls:
             calls = [
-                (call.id, {"name": call.name, "arguments": _parse_arguments(call.arguments)})
+                (call.id, {"name": call.name, "arguments": parsed_arguments(call.arguments)})
                 for call in message.tool_calls
             ]
             written["tool_calls"] = [
@@ -223,11 +238,8 @@ class JinjaChatTemplate:
         }
 
 
-def _parse_arguments(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        raise RequestError("the arguments of a tool call are not JSON") from None
+class TemplateRefusalError(RequestError):
+    """A chat template does not write a conversation."""
 
 
 def compile_template(template: str) -> Template:
@@ -252,7 +264,7 @@ def render(
     opens_answer: bool = True,
 ) -> str:
     """Render a conversation, with ``opens_answer`` up to where the assistant answers. Raises
-    RequestError.
+    TemplateRefusalError.
     """
     try:
         return template.render(
@@ -271,7 +283,7 @@ def render(
         AttributeError,
         RecursionError,
     ) as error:
-        raise RequestError(
+        raise TemplateRefusalError(
             f"the model's chat template does not take this conversation: {error}"
         ) from error
 

@@ -11,21 +11,19 @@ The deltas of a call are OpenAI's: the first has its id and name, all have piece
 instead of ``stop``.
 """
 
-import hashlib
 import itertools
 import re
 import secrets
-import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
+from tramontane.router.tokenization.history import ID_LENGTH, ID_LETTERS, MISTRAL_ID, derived_id
 from tramontane.router.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 # precedes a call's arguments in a list
 HEAD = re.compile(r'[\[\s,}]*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*')
-ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 def new_call_id() -> str:
@@ -38,12 +36,7 @@ def call_ids(answer_id: str) -> Callable[[], str]:
     ingress makes the same ids.
     """
     numbers = itertools.count()
-
-    def next_id() -> str:
-        digest = hashlib.sha256(f"{answer_id} {next(numbers)}".encode()).digest()
-        return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:ID_LENGTH])
-
-    return next_id
+    return lambda: derived_id(f"{answer_id} {next(numbers)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +80,9 @@ class ToolCallParser:
         self._tokenizer, self._format, self._new_id = tokenizer, tool_format, new_id
         self._decoder: IncrementalDecoder | None = None
         self._rest = ""  # decoded and not yet returned
+        self._name: str | None = None  # of the call whose id is being written
         self._object: _JsonObjectScanner | None = None  # None outside of arguments
+        self._ids: set[str] = set()
         self.num_calls = 0
 
     @property
@@ -99,17 +94,27 @@ class ToolCallParser:
         """Return the new parts of calls from this token."""
         if token_id == self._format.calls:
             self._decoder, self._rest, self._object = self._tokenizer.decoder(), "", None
+            self._name = None
+        elif self._decoder is not None and token_id == self._format.call_id:
+            self._name, self._rest = self._rest.strip(), ""
         elif self._decoder is not None and token_id == self._format.args:
-            name, self._rest = self._rest.strip(), ""
-            return self._start_call(name)
+            written, self._rest = self._rest.strip(), ""
+            return self._start_call(self._name or written, written if self._name else "")
         elif self._decoder is not None:
             self._rest += self._decoder.push(token_id)
         return self._drain()
 
-    def _start_call(self, name: str) -> list[CallDelta]:
+    def _start_call(self, name: str, call_id: str = "") -> list[CallDelta]:
+        """Begin a call. ``call_id``: as the model has written it, used if it is a new one of
+        Mistral's.
+        """
         self._object = _JsonObjectScanner()
         self.num_calls += 1
-        return [CallDelta(self.num_calls - 1, "", self._new_id(), name)]
+        derived = self._new_id()
+        if not MISTRAL_ID.fullmatch(call_id) or call_id in self._ids:
+            call_id = derived
+        self._ids.add(call_id)
+        return [CallDelta(self.num_calls - 1, "", call_id, name)]
 
     def _drain(self) -> list[CallDelta]:
         deltas: list[CallDelta] = []

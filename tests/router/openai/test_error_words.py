@@ -20,7 +20,7 @@ from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.client.messages import PARAMETERS
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest, parse_body
-from tramontane.router.openai.errors import describe_json_error, fields_at
+from tramontane.router.openai.errors import describe_json_error
 from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -623,16 +623,6 @@ def test_what_is_not_at_a_place_is_not_suggested_there(
     with pytest.raises(ParameterError) as refused:
         parse_body(kind, json.dumps(REQUESTS[kind] | changes).encode())
     assert str(refused.value) == f"{name} is not a parameter of this endpoint"
-
-
-def test_of_one_of_several_objects_no_field_is_certain() -> None:
-    """Of messages without their role."""
-    assert fields_at(ChatRequest, ("messages", 0)) == []
-    assert fields_at(ChatRequest, ("messages", 0, "system")) == fields_at(
-        ChatRequest, ("messages", 0, "developer")
-    )
-    assert "tool_call_id" in fields_at(ChatRequest, ("messages", 0, "tool"))
-    assert fields_at(ChatRequest, ("logit_bias",)) == []
 
 
 def test_a_kind_of_error_that_is_not_known_is_not_described_in_other_words_than_ours() -> None:
