@@ -1,6 +1,7 @@
 """Streamed responses: server-sent events, with a rate of writes that all streams share."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -10,7 +11,11 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.common.load_meter import FULL_LOAD, Load
-from tramontane.cluster.http.errors import error_shape, format_event, log_and_respond
+from tramontane.cluster.http.errors import (
+    error_shape,
+    format_event,
+    log_and_respond,
+)
 from tramontane.cluster.http.failover import MESSAGE_UPDATES, SCOPE_RESUME
 from tramontane.proto.errors import TramontaneError
 from tramontane.router.openai.formatter import AnswerFormatter
@@ -145,7 +150,12 @@ async def sse_events(
             yield SseChunk(ready, generation.take_updates(), is_last=True)
         except TramontaneError as error:
             body = bytes(log_and_respond(error, request_id, path).body)
-            yield SseChunk(error_shape(path).event(body, answer.next_number), [], is_last=True)
+            last = error_shape(path).event(body, answer.next_number)
+            failed = answer.failure(json.loads(body).get("error", {}))
+            last += b"".join(
+                format_event(to_json(each.data).encode(), each.name) for each in failed
+            )
+            yield SseChunk(last, [], is_last=True)
 
 
 async def _write(

@@ -419,7 +419,8 @@ class CountTokensRequest(RequestBody):
 class MessagesRequest(CountTokensRequest):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: Annotated[int, bounded("max_tokens")]
+    # 0: the prompt is computed, so that it is in the cache, and there is no answer
+    max_tokens: int = Field(ge=0, lt=2**31)
     stop_sequences: Annotated[
         tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)
     ] = Field((), strict=False)

@@ -17,7 +17,7 @@ from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
 
-Status = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class LogprobBase(Answer):
@@ -309,6 +309,14 @@ class ResponsesFormatter(BlockFormatter):
                 response=self._response(status, [self._item(b) for b in self._blocks.all]),
             )
         ]
+
+    def failure(self, error: Mapping[str, Any]) -> list[Event]:
+        """Return the event with the response that has failed. ``error``: OpenAI's object."""
+        self._number += 1  # of the event of the error
+        response = self._response("failed", [self._item(block) for block in self._blocks.all])
+        code = error.get("code") or "server_error"
+        response["error"] = {"code": code, "message": error.get("message")}
+        return [self._event("response.failed", response=response)]
 
     def events_of(
         self, steps: Sequence[BlockEvent], logprobs: Mapping[str, Any] | None

@@ -288,8 +288,14 @@ async def _to_generation(
     return GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         n=request.n,
-        sampling=replace(request.to_sampling_params(max_tokens), logprobs=num_top, grammar=grammar),
+        sampling=replace(
+            # routers always generate a token
+            request.to_sampling_params(max(max_tokens, 1)),
+            logprobs=num_top,
+            grammar=grammar,
+        ),
         seed=request.given_seed,
+        scores_only=not max_tokens,
         returns_token_ids=request.return_token_ids,
         includes_usage=request.includes_usage,
         counts_in_chunks=request.counts_in_chunks,

@@ -51,6 +51,10 @@ class AnswerFormatter(ABC):
         stream.
         """
 
+    def failure(self, _error: Mapping[str, Any]) -> list[Event]:
+        """Return the events after that of an error, which ends a stream: none in most APIs."""
+        return []
+
     @property
     def next_number(self) -> int:
         """Number of the next event, where the API numbers events."""
