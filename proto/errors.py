@@ -47,7 +47,7 @@ error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
@@ -73,18 +73,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def intended_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name of which this one is a misspelling, or "": two letters differ, and one
-    in a name of at most five, "tempratur" for "temperature".
+    """Return the known name of which this one is a misspelling, or "": at most two letters are
+    changed, added or left out, and one in a name of at most five ("tempratur": temperature).
     """
     if not 3 <= len(name) <= MAX_NAME_CHARS:
         return ""
     most = 1 if len(name) <= 5 else 2
-    for other in get_close_matches(name, known, n=3, cutoff=0.6):
-        matches = SequenceMatcher(None, name, other, autojunk=False).get_matching_blocks()
-        num_same = sum(match.size for match in matches)
-        if other != name and max(len(name), len(other)) - num_same <= most:
-            return other
-    return ""
+    similar = get_close_matches(name, known, n=3, cutoff=0.6)
+    return next((each for each in similar if 0 < _edit_distance(name, each) <= most), "")
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Return how many letters are changed, added or left out (Levenshtein's distance): 3 between
+    "thread" and "stream". The time is the product of the lengths.
+    """
+    row = list(range(len(other) + 1))
+    for index, letter in enumerate(one, start=1):
+        before, row[0] = row[0], index
+        for at, its in enumerate(other, start=1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (letter != its))
+    return row[-1]
 
 
 # Requirements for a value, by the type of pydantic's error; the braces hold its context. JSON

@@ -37,6 +37,7 @@ from tramontane.router.openai.served_model import (
 )
 from tramontane.router.structured.grammar import (
     NO_TOOLS,
+    Function,
     ThoughtRules,
     Tool,
     build_grammar,
@@ -58,6 +59,8 @@ from tramontane.router.tokenization.reasoning_parser import (
 )
 from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
 
+# without the unknown fields that a client may have sent
+TOOL_FIELDS = {"type": True, "function": set(Function.model_fields)}
 CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
 
 
@@ -372,5 +375,5 @@ def _encode_large(
             check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
         if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
             check_elements(message.content.encode(), "the result of a tool", "messages")
-    specs = [tool.model_dump(exclude_none=True) for tool in tools]
+    specs = [tool.model_dump(include=TOOL_FIELDS, exclude_none=True) for tool in tools]
     return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)
