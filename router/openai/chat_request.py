@@ -96,7 +96,8 @@ def _thought(part: dict[str, Any], info: ValidationInfo) -> Thought:
     text = part.get("thinking")
     if isinstance(text, list) and len(text) <= MAX_PARTS:
         text = "".join(TEXTS.text_of(each, info) for each in text)
-    closed = part.get("closed", True)
+    text = "" if text is None else text
+    closed = True if part.get("closed") is None else part["closed"]
     if not isinstance(text, str) or not isinstance(closed, bool):
         raise ValueError(
             'a thought must be as {"type": "thinking", "thinking": "...", "closed": true}'
@@ -158,7 +159,7 @@ class AssistantToolCall(RequestModel):
 
     id: Annotated[Text, default_if_null("")] = ""
     type: NoEffect = None
-    function: FunctionCall
+    function: Annotated[FunctionCall, default_if_null(FunctionCall())] = FunctionCall()
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
 

@@ -264,7 +264,7 @@ class TextParts:
         name = "refusal" if kind == "refusal" else "text"
         if kind not in self.types and kind != "refusal":
             return Omitted.of(kind)
-        text = part.get(name)
+        text = "" if part.get(name) is None else part[name]
         if not isinstance(text, str):
             raise ValueError(f'a part must be as {{"type": "{kind}", "{name}": "..."}}')
         if len(part) > 2:
