@@ -112,7 +112,7 @@ def _wrapped_seed(value: Any) -> Any:
 
 
 Seed = Annotated[
-    int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int | float)
+    int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int)
 ]
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],

@@ -306,7 +306,9 @@ def note_ignored(
     for name, value in part.items():
         if value is None or name in known:
             continue
-        if _note(name, info, is_known=name in hints) and (meant := intended_name(name, known)):
+        if _note(name, info, is_known=name in hints) and (
+            meant := intended_name(name, (*known, *hints))
+        ):
             raise ValueError(f"{name!a} is not a field of a part; did you mean {meant}?")
 
 
