@@ -96,7 +96,7 @@ def test_unknown_fields_of_a_line_are_counted_or_refused(path: Endpoint) -> None
     assert model.counts.ignored_fields == 2
     source = ScriptedSource(SAYS)
     strict = LineExecutor(model, CHAT_FORMAT, source, refuses_unknown=True)
-    with pytest.raises(ParameterError, match="^colour is not a parameter of this endpoint$"):
+    with pytest.raises(ParameterError, match=r"^colour is not a parameter of this endpoint$"):
         asyncio.run(HANDLERS[path](strict, body))
     assert source.requested == []
     known = json.dumps(BODIES[path] | {"user": "me", "colour": None}).encode()
