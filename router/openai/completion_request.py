@@ -111,9 +111,7 @@ def _wrapped_seed(value: Any) -> Any:
     return (value + 2**63) % 2**64 - 2**63 if type(value) is int else value
 
 
-Seed = Annotated[
-    int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int)
-]
+Seed = Annotated[int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int)]
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
     Field(max_length=MAX_STOP_TOKENS, strict=False, fail_fast=True),
