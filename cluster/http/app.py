@@ -40,7 +40,7 @@ from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddlew
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
-from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints
+from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints, warning_header
 from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
@@ -236,13 +236,15 @@ class HttpApp:
         """Answer ``POST /tokenize``."""
         parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
         check_model_name(self._model, parsed.model)
-        return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
+        answer = await tokenize(self._model, self._chat, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
     async def detokenize(self, request: Request) -> Response:
         """Answer ``POST /detokenize``."""
         parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
         check_model_name(self._model, parsed.model)
-        return JSONResponse((await detokenize(self._model, parsed)).as_json())
+        answer = await detokenize(self._model, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:

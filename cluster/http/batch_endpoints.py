@@ -18,12 +18,14 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
+from tramontane.cluster.http.token_endpoints import warning_header
 from tramontane.cluster.http.upload_limiter import BodyLimiter
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
 from tramontane.router.batch.files import PIECE, FileRecord
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.store import StoredJob
+from tramontane.router.openai.errors import unknown_parameter
 from tramontane.router.openai.response_models import Answer
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,14 @@ class BatchEndpoints:
     of its own API key only.
     """
 
-    def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
+    def __init__(
+        self,
+        service: BatchService,
+        bodies: BodyLimiter | None = None,
+        *,
+        refuses_unknown: bool = False,
+    ) -> None:
+        self._refuses_unknown = refuses_unknown
         self._shared_service, self._limits, self._bodies = (
             service,
             service.limits,
@@ -204,10 +213,14 @@ class BatchEndpoints:
         returns the same job.
         """
         parsed = await self._bodies.parse(request, MAX_BATCH_BODY, schema.parse_batch)
+        if self._refuses_unknown and parsed.unknown:
+            raise unknown_parameter(parsed.unknown)
         key = request.headers.get("idempotency-key")
-        return self._batch(
+        response = self._batch(
             await self._service(request).submit_file(parsed.input_file_id, parsed.options, key)
         )
+        response.headers.update(warning_header(parsed.ignored))
+        return response
 
     async def list_batches(self, request: Request) -> Response:
         """Answer ``GET /v1/batches``."""

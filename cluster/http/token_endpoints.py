@@ -22,7 +22,7 @@ from tramontane.cluster.http.sse import (
     sse_events,
 )
 from tramontane.cluster.http.upload_limiter import BodyLimiter
-from tramontane.proto.errors import OverloadedError, ParameterError
+from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_message
@@ -33,6 +33,7 @@ from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.errors import unknown_parameter
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.json_limits import run_off_loop
@@ -80,9 +81,7 @@ class BodyReader:
             raise
         if isinstance(parsed, RequestBody | Conversation):
             if self._refuses_unknown and parsed.unknown:
-                raise ParameterError(
-                    f"{parsed.unknown} is not a parameter of this endpoint", parsed.unknown
-                )
+                raise unknown_parameter(parsed.unknown)
             self._counts.ignored_fields += len(parsed.ignored)
         return parsed
 
@@ -146,7 +145,7 @@ class TokenEndpoints:
         parsed = await self._bodies.parse(request, parse_count_tokens)
         check_model_name(self._model, parsed.model)
         answer = await count_tokens(self._model, self._chat, parsed)
-        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
+        return JSONResponse(answer.as_json(), headers=warning_header(self._ignored(parsed)))
 
     async def _complete(
         self,
@@ -161,12 +160,21 @@ class TokenEndpoints:
         parsed: Body = await self._bodies.parse(request, parse)
         check_model_name(self._model, parsed.model)
         answer = await prepare(parsed, arrived_at, resumed)
+        ignored = self._ignored(parsed)
         if parsed.stream:
             response = await self._stream(request, answer, source)
         else:
             response = await _whole_answer(answer, source, request)
-        response.headers.update(warning_header((*parsed.ignored, *self._ignored_settings(parsed))))
+        response.headers.update(warning_header(ignored))
         return response
+
+    def _ignored(self, parsed: RequestBody | Conversation) -> Sequence[str]:
+        """Return the fields of a request that have no effect, and count those that this model
+        ignores.
+        """
+        of_model = tuple(self._ignored_settings(parsed))
+        self._model.counts.ignored_fields += len(of_model)
+        return (*parsed.ignored, *of_model)
 
     def _ignored_settings(self, parsed: RequestBody | Conversation) -> Iterator[str]:
         """Yield the settings of a request for which this model has no choice."""

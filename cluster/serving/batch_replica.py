@@ -47,6 +47,7 @@ from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.errors import unknown_parameter
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.resume_state import ResumeState
@@ -118,12 +119,13 @@ class SingleNodeBatchService(BatchService):
 @dataclass(frozen=True, slots=True)
 class LineExecutor:
     """Computes the response to one line of a batch job, with a model, its chat template and a
-    source of tokens.
+    source of tokens. ``refuses_unknown``: lines with unknown fields fail.
     """
 
     model: ServedModel
     chat: ChatTemplate
     source: TokenSource
+    refuses_unknown: bool = False
 
     async def completion(self, body: bytes) -> dict[str, Any]:
         """Return the response of ``/v1/completions``."""
@@ -159,6 +161,9 @@ class LineExecutor:
     def _check(self, request: CompletionRequest | ChatRequest | FimRequest | Conversation) -> None:
         if request.stream:
             raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
+        if self.refuses_unknown and request.unknown:
+            raise unknown_parameter(request.unknown)
+        self.model.counts.ignored_fields += len(request.ignored)
         check_model_name(self.model, request.model)
 
 
@@ -246,6 +251,7 @@ class BatchReplica:
             EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export
         )
         self._model, self._chat = model, load_chat_format(config, model)
+        self._refuses_unknown = config.strict_requests
         settings = job_settings(config)
         self._service = BatchService(settings)
         self._database = Database(settings.database)
@@ -286,6 +292,7 @@ class BatchReplica:
             self._model,
             self._chat,
             RequestTokenSource(self._routers, Identity(0, tenant), priority=BATCH_PRIORITY),
+            self._refuses_unknown,
         )
         return await HANDLERS[endpoint](executor, json.dumps(body).encode())
 

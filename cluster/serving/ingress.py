@@ -115,7 +115,7 @@ class IngressReplica(GrpcServicer):
     ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         extra_routes = [
-            *BatchEndpoints(self._batches, bodies).routes(),
+            *BatchEndpoints(self._batches, bodies, refuses_unknown=config.strict_requests).routes(),
             *ActivityEndpoint(self._routers.queries.activity).routes(),
             *MetricsEndpoint(self._routers.queries.activity, model.name).routes(),
         ]

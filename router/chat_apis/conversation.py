@@ -84,7 +84,9 @@ class Conversation:
             if is_found:
                 message = message if given == "messages" else message.replace(given, name, 1)
                 return ParameterError(PLACE.sub(self._place, message), name)
-        return ParameterError(PLACE.sub(self._place, message), error.parameter)
+        return ParameterError(
+            PLACE.sub(self._place, message), PLACE.sub(self._place, given) or None
+        )
 
     def _place(self, found: re.Match[str]) -> str:
         index = int(found[1])

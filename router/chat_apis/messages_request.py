@@ -53,11 +53,11 @@ from tramontane.router.structured.request_model import (
     bounded,
     check_depth,
     default_if_null,
+    no_effect_fields,
 )
 
 # Messages of Anthropic's API, converted to messages of a chat.
 
-TEXTS = TextParts()
 MAX_INPUT_DEPTH = 64  # of the input of a call
 
 
@@ -70,6 +70,7 @@ class TextBlock(RequestModel):
     citations: NoEffect = None
 
 
+TEXTS = TextParts(hints=no_effect_fields(TextBlock))
 Parts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
 Texts = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)

@@ -26,11 +26,10 @@ from tramontane.router.structured.request_model import (
     RequestModel,
     TextParts,
     default_if_null,
+    no_effect_fields,
 )
 
 CUSTOM_INPUT = "input"  # the argument of a custom tool
-
-TEXTS = TextParts(("input_text", "output_text", "text", "reasoning_text", "summary_text"))
 
 
 class InputPart(RequestModel):
@@ -44,6 +43,10 @@ class InputPart(RequestModel):
     prompt_cache_breakpoint: NoEffect = None
 
 
+TEXTS = TextParts(
+    ("input_text", "output_text", "text", "reasoning_text", "summary_text"),
+    no_effect_fields(InputPart),
+)
 Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 Texts = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)

@@ -19,6 +19,7 @@ from tramontane.router.structured.request_model import (
     bounded,
     check_text,
     default_if_null,
+    no_effect_fields,
     note_ignored,
     refuse_omitted,
     unsupported_except,
@@ -34,7 +35,6 @@ from tramontane.router.tokenization.template_chat import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
-TEXTS = TextParts()
 
 NO_PROMPT_LOGPROBS = (
     "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of"
@@ -55,6 +55,7 @@ class TextPart(RequestModel):
     prompt_cache_breakpoint: NoEffect = None
 
 
+TEXTS = TextParts(hints=no_effect_fields(TextPart))
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 Content = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
@@ -102,7 +103,7 @@ def _thought(part: dict[str, Any], info: ValidationInfo) -> Thought:
         raise ValueError(
             'a thought must be as {"type": "thinking", "thinking": "...", "closed": true}'
         )
-    note_ignored(part, frozenset({"type", "thinking", "closed"}), info)
+    note_ignored(part, ("type", "thinking", "closed"), frozenset(), info)
     return Thought(check_text(text), closed)
 
 

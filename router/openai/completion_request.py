@@ -2,7 +2,8 @@
 
 import codecs
 import re
-from collections.abc import Iterable
+from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
@@ -15,11 +16,19 @@ from tramontane.proto.request import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from tramontane.router.openai.errors import describe_json_error, is_form
+from tramontane.router.openai.errors import (
+    describe_json_error,
+    is_form,
+    preview,
+    printable_name,
+    printable_path,
+)
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.structured.guided import GuidedFields
 from tramontane.router.structured.request_model import (
+    MAX_IGNORED,
     NoEffect,
+    NotedFields,
     RequestBody,
     RequestModel,
     bounded,
@@ -102,9 +111,7 @@ def _wrapped_seed(value: Any) -> Any:
     return (value + 2**63) % 2**64 - 2**63 if type(value) is int else value
 
 
-Seed = Annotated[
-    int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int | float)
-]
+Seed = Annotated[int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int)]
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
     Field(max_length=MAX_STOP_TOKENS, strict=False, fail_fast=True),
@@ -231,10 +238,8 @@ class SamplingFields(NeutralFields, GuidedFields):
         )
 
 
-MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
-MAX_IGNORED = 256  # different fields without effect of one request that are noted
 MAX_ERRORS = 64  # further errors are only counted, because pydantic lists each with its input
 
 LayersInput = Annotated[
@@ -396,7 +401,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         codecs.decode(body, "utf-8")
     except UnicodeDecodeError as error:
         raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
-    noted: set[str] = set()
+    noted: NotedFields = {}
     try:
         parsed = kind.model_validate_json(body, context=noted)
     except ValidationError as error:
@@ -407,27 +412,34 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     return parsed
 
 
-def _note_ignored(parsed: RequestBody, noted: set[str]) -> None:
+def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
     """Note the fields of a body that have no effect. Raises ParameterError for one that is probably
     a misspelling.
     """
-    unknown = ""
+    unknown, noted = "", set[str]()
     checked: set[tuple[type[RequestModel], str]] = set()
     for model, place, name, is_known in ignored_fields(parsed):
         kind = type(model), name
         if kind in checked or len(checked) == MAX_IGNORED:
             continue
         checked.add(kind)
-        path = _printable_path((*place, name))
+        path = printable_path((*place, name))
         if not is_known and (meant := intended_name(name, _names(type(model)))):
             raise ParameterError(
                 f"{path} is not a parameter of this endpoint; did you mean {meant}?", path
             )
         unknown = unknown or ("" if is_known else path)
         noted.add(re.sub(r"\[\d+\]", "[]", path))
+    fields = type(parsed).model_fields
+    within = next((f"{name}[]." for name in ("input", "messages") if name in fields), "")
+    for given, is_known in of_parts.items():
+        path = printable_name(given if given.partition("[")[0] in fields else within + given)
+        unknown = unknown or ("" if is_known else path)
+        noted.add(path)
     parsed.note_ignored(tuple(sorted(noted)), unknown)
 
 
+@cache
 def _names(kind: type[RequestModel]) -> list[str]:
     return [field.alias or name for name, field in kind.model_fields.items()]
 
@@ -438,7 +450,7 @@ def _to_parameter_error(error: ValidationError) -> ParameterError:
             f"{error.error_count()} things are wrong with the body, too many to describe"
         )
     problem = error.errors(include_url=False)[0]
-    name = _printable_path(_path(problem)) or None
+    name = printable_path(_path(problem)) or None
     match problem["type"]:
         case "json_invalid":
             return ParameterError(f"the body is not JSON: {describe_json_error(problem['msg'])}")
@@ -449,17 +461,17 @@ def _to_parameter_error(error: ValidationError) -> ParameterError:
         case "value_error":
             return ParameterError(f"{name}: {problem['ctx']['error']}", name)
         case "union_tag_invalid":
-            return ParameterError(describe_value(name, _preview(_tag(problem)), problem), name)
+            return ParameterError(describe_value(name, preview(_tag(problem)), problem), name)
         case _:
-            return ParameterError(describe_value(name, _preview(problem["input"]), problem), name)
+            return ParameterError(describe_value(name, preview(problem["input"]), problem), name)
 
 
 def _misspelling(missing: ErrorDetails) -> str:
     """Return the end of the message if the object has a field of a similar name, else ""."""
     name, given = str(_path(missing)[-1]), missing["input"]
-    for other in given if isinstance(given, dict) else ():
+    for other in islice(given, MAX_IGNORED) if isinstance(given, dict) else ():
         if intended_name(str(other), [name]):
-            return f'; unknown field "{_printable_name(str(other))}", did you mean "{name}"?'
+            return f'; unknown field "{printable_name(str(other))}", did you mean "{name}"?'
     return ""
 
 
@@ -476,31 +488,3 @@ def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
 def _tag(problem: ErrorDetails) -> Any:
     """Return the client's value of the field that selects the type of a message."""
     return problem["input"][problem["ctx"]["discriminator"].strip("'")]
-
-
-def _preview(value: Any) -> str:
-    """Return the first 60 characters without formatting a value of megabytes; null, true and false
-    are as JSON has them.
-    """
-    match value:
-        case None | True | False:
-            return {None: "null", True: "true", False: "false"}[value]
-        case list():
-            return "a list of 1 item" if len(value) == 1 else f"a list of {len(value)} items"
-        case dict():
-            return "an object"
-        case _:
-            start = value[:60] if isinstance(value, str) else value
-            return f"{start!r:.60}"
-
-
-def _printable_path(path: Iterable[str | int]) -> str:
-    """Return a path as OpenAI writes it: ``messages[0].role``."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{_printable_name(part)}" for part in path)
-    return "".join(parts).removeprefix(".")
-
-
-def _printable_name(part: str) -> str:
-    """Return a client's name for a parameter in one short printable line."""
-    name = "".join(char if char.isprintable() else "?" for char in part[:MAX_NAME_CHARS])
-    return name or '""'

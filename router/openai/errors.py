@@ -3,7 +3,7 @@ request, and readable messages for JSON parser errors.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from tramontane.proto.errors import ErrorType
 from tramontane.router.openai.response_models import Error, ErrorDetails
 
 TYPE_TAG = "type="
+MAX_NAME_CHARS = 64
 
 
 def error_body(
@@ -38,6 +39,11 @@ class HttpErrorSpec:
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
     """Return the description of an error in a response."""
     return HttpErrorSpec(error.http_status, error.openai_type, error.parameter, error.openai_code)
+
+
+def unknown_parameter(path: str) -> errors.ParameterError:
+    """Return the error for a field that no API has, where such fields are refused."""
+    return errors.ParameterError(f"{path} is not a parameter of this endpoint", path)
 
 
 UNAVAILABLE = http_error_for(errors.PipelineError())
@@ -102,3 +108,31 @@ def describe_json_error(message: str) -> str:
     if text.startswith("expected value") and (line, column) == ("1", "1"):
         reason = "a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"
+
+
+def preview(value: Any) -> str:
+    """Return the first 60 characters without formatting a value of megabytes; null, true and false
+    are as JSON has them.
+    """
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case list():
+            return "a list of 1 item" if len(value) == 1 else f"a list of {len(value)} items"
+        case dict():
+            return "an object"
+        case _:
+            start = value[:60] if isinstance(value, str) else value
+            return f"{start!r:.60}"
+
+
+def printable_path(path: Iterable[str | int]) -> str:
+    """Return a path as OpenAI writes it: ``messages[0].role``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
+def printable_name(part: str) -> str:
+    """Return a client's name for a parameter in one short printable line."""
+    name = "".join(char if char.isprintable() else "?" for char in part[:MAX_NAME_CHARS])
+    return name or '""'

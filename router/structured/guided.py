@@ -14,7 +14,12 @@ from tramontane.router.structured.grammar import (
     ResponseFormat,
     check_numbers,
 )
-from tramontane.router.structured.request_model import RequestModel, check_depth, unsupported_except
+from tramontane.router.structured.request_model import (
+    NoEffect,
+    RequestModel,
+    check_depth,
+    unsupported_except,
+)
 
 MAX_CHOICES = 1024
 
@@ -55,8 +60,8 @@ class StructuredOutputs(RequestModel):
     structural_tag: Annotated[Any, unsupported_except()] = None
     disable_additional_properties: Annotated[Any, unsupported_except()] = None
     whitespace_pattern: Whitespace = None
-    disable_any_whitespace: bool | None = None  # ignored: there is at most one space in a place
-    disable_fallback: bool | None = None  # ignored: there is one backend
+    disable_any_whitespace: NoEffect = None  # there is at most one space in a place
+    disable_fallback: NoEffect = None  # there is one backend
 
 
 class GuidedFields(RequestModel):
@@ -70,7 +75,7 @@ class GuidedFields(RequestModel):
     guided_json_object: bool | None = None
     guided_grammar: Grammar = None
     guided_whitespace_pattern: Whitespace = None
-    guided_decoding_backend: str | None = None  # ignored: there is one
+    guided_decoding_backend: NoEffect = None  # there is one
 
 
 def answer_constraint(request: GuidedFields) -> ResponseFormat | Constraint | None:

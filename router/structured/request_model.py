@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo
 
+from tramontane.proto.errors import MAX_NAME_CHARS, intended_name
 from tramontane.proto.request import SAMPLING_BOUNDS
 
 MAX_DEPTH = 32  # of an object that may have any fields
+MAX_IGNORED = 256  # different fields without effect of one request that are noted
 UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
@@ -69,7 +71,7 @@ def ignored_fields(
     for name, value in (model.__pydantic_extra__ or {}).items():
         if value is not None:
             yield IgnoredField(model, place, name, is_known=False)
-    without_effect = _no_effect_fields(type(model))
+    without_effect = no_effect_fields(type(model))
     for name, value in model.__dict__.items():
         if isinstance(value, RequestModel):
             yield from ignored_fields(value, (*place, name))
@@ -81,7 +83,8 @@ def ignored_fields(
 
 
 @cache
-def _no_effect_fields(kind: type[RequestModel]) -> frozenset[str]:
+def no_effect_fields(kind: type[RequestModel]) -> frozenset[str]:
+    """Return the known fields of a model that have no effect."""
     return frozenset(
         name for name, field in kind.model_fields.items() if NO_EFFECT in field.metadata
     )
@@ -261,14 +264,16 @@ class TextParts:
             raise ValueError('a part must be an object with a type, {"type": "text", ...}')
         if kind in NESTED and (text := NESTED[kind](part)) is not None:
             return check_text(text)
-        name = "refusal" if kind == "refusal" else "text"
-        if kind not in self.types and kind != "refusal":
+        if kind == "refusal" and isinstance(part.get(kind), str):
+            return check_text(part[kind])
+        if kind not in self.types:
+            _note(f"type={kind:.40}", info, is_known=True)
             return Omitted.of(kind)
-        text = "" if part.get(name) is None else part[name]
+        text = "" if part.get("text") is None else part["text"]
         if not isinstance(text, str):
-            raise ValueError(f'a part must be as {{"type": "{kind}", "{name}": "..."}}')
+            raise ValueError(f'a part must be as {{"type": "{kind}", "text": "..."}}')
         if len(part) > 2:
-            note_ignored(part, frozenset({"type", name}) | self.hints, info)
+            note_ignored(part, ("type", "text"), self.hints, info)
         return check_text(text)
 
 
@@ -283,13 +288,38 @@ def check_text(text: str) -> str:
     return text
 
 
+# Fields of parts that have no effect, by their path: whether they are known. The context in which a
+# body is validated, because parts become texts.
+NotedFields = dict[str, bool]
+
+
 def note_ignored(
-    part: Mapping[str, Any], known: frozenset[str], info: ValidationInfo | None
+    part: Mapping[str, Any],
+    known: tuple[str, ...],
+    hints: frozenset[str],
+    info: ValidationInfo | None,
 ) -> None:
-    """Add the unknown fields of a part to those that the request's context collects."""
-    if info is not None and isinstance(info.context, set):
-        given = (name for name, value in part.items() if value is not None and name not in known)
-        info.context.update(f"{info.field_name}[].{name}" for name in given)
+    """Note the fields of a part except ``known`` ones. Raises ValueError for a misspelling.
+
+    ``hints``: fields that are known to have no effect.
+    """
+    for name, value in part.items():
+        if value is None or name in known:
+            continue
+        if _note(name, info, is_known=name in hints) and (
+            meant := intended_name(name, (*known, *hints))
+        ):
+            raise ValueError(f"{name!a} is not a field of a part; did you mean {meant}?")
+
+
+def _note(name: str, info: ValidationInfo | None, *, is_known: bool) -> bool:
+    """Note a field of a part. Returns whether it is unknown and was not noted before."""
+    if info is None or not isinstance(info.context, dict) or len(info.context) >= MAX_IGNORED:
+        return False
+    path = f"{info.field_name}[].{name[:MAX_NAME_CHARS]}"
+    is_new = path not in info.context
+    info.context[path] = is_known
+    return is_new and not is_known
 
 
 class OtherObject(RequestModel):

@@ -201,7 +201,9 @@ class MistralChatTemplate:
                 # mistral-common's validator would refuse much that its formats can write.
                 normalized = self._normalizer.from_chat_completion_request(request)
                 return tuple(self._tokenizer.encode_instruct(normalized).tokens)
-        except (ValidationError, MistralCommonException, RecursionError) as error:
+        except ValidationError as error:  # whose words are about mistral-common's classes
+            raise RequestError("the model's format has no such conversation") from error
+        except (MistralCommonException, RecursionError) as error:
             raise RequestError(
                 f"the model's format has no such conversation: {' '.join(str(error).split()):.300}"
             ) from error

@@ -86,6 +86,7 @@ KEYS = {
     "dashboard": "--F",
     "move_experts": "-SF",
     "public_metrics": "-SF",
+    "strict_requests": "-SF",
     "api_key": "--F",
     "api_key_file": "-SF",
     "replicas": "-SF",

@@ -642,7 +642,7 @@ async def test_another_model_does_not_exist(serve: Serve) -> None:
         ({"logit_bias": {str(ARGS.vocab_size): 1}}, "logit_bias"),
         ({"min_tokens": 9}, "min_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
+        ({"max_token": 5}, "max_token"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -405,7 +405,7 @@ def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> Non
             (400, post("/v1/batches", json=batch | {"completion_window": "1h"})),
             (400, post("/v1/batches", json=batch | {"metadata": {"a": 1}})),
             (400, post("/v1/batches", json=batch | {"metadata": {"a": "x" * 513}})),
-            (400, post("/v1/batches", json=batch | {"unknown": 1})),
+            (400, post("/v1/batches", json=batch | {"metadatas": {}})),
             (400, post("/v1/batches", json=batch | {"input_file_id": empty})),
             (404, post("/v1/batches", json=batch | {"input_file_id": "none"})),
             (404, server.http.get("/v1/batches/none")),

@@ -2,7 +2,8 @@
 cannot be honored.
 
 ``client_bodies.json`` has the bodies of requests with the client's version. "recorded": the client
-sent it to a server that records. "read": written after the client's source.
+sent it to a server that records. "read": written after the client's source. "ignored": a field that
+has no effect and that the response names.
 """
 
 import asyncio
@@ -40,12 +41,14 @@ CHAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 SAYS = TOKENIZER.encode(SAID)[1:]
 
 
-def _post(path: str, body: dict[str, Any]) -> tuple[int, str]:
-    async def scenario() -> tuple[int, str]:
+def _post(path: str, body: dict[str, Any]) -> tuple[int, str, str]:
+    """The status, the text and the warning of the response."""
+
+    async def scenario() -> tuple[int, str, str]:
         app = http_app_for(ScriptedSource(SAYS), MODEL, chat=CHAT).app()
         async with client_for(app) as client:
             response = await client.post(path, json=body)
-            return response.status_code, response.text
+            return response.status_code, response.text, response.headers.get("warning", "")
 
     return asyncio.run(scenario())
 
@@ -64,12 +67,13 @@ def test_the_bodies_name_no_place_of_the_machine_that_recorded_them() -> None:
 
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"].partition(" ")[0])
 def test_a_body_is_answered_or_refused_for_its_reason(sent: dict[str, Any]) -> None:
-    status, text = _post(sent["path"], sent["body"])
+    status, text, warning = _post(sent["path"], sent["body"])
     if "refused" in sent:
         assert status == 400, text
         assert sent["reason"] in check_error(text.encode(), param=sent["refused"])["message"]
         return
     assert status == 200, text
+    assert sent.get("ignored", "") in warning
     if sent["body"].get("stream"):
         events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
         assert events.pop() == "[DONE]"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from http_fuzz import check_error
 from mistral_common.protocol.fim.request import FIMRequest
@@ -35,13 +36,13 @@ class Answered:
     ) -> None:
         self.source = source or ScriptedSource(SAYS)
 
-        async def scenario() -> tuple[int, str]:
+        async def scenario() -> tuple[int, str, httpx.Headers]:
             fields: dict[str, Any] = {"model": MODEL, "chat": CHAT_FORMAT} | settings
             async with client_for(http_app_for(self.source, **fields).app()) as client:
                 response = await client.post(path, json=body)
-                return response.status_code, response.text
+                return response.status_code, response.text, response.headers
 
-        self.status, self.text = asyncio.run(scenario())
+        self.status, self.text, self.headers = asyncio.run(scenario())
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -136,7 +137,11 @@ def test_a_final_message_is_continued_and_not_repeated() -> None:
     assert Answered(CHAT, body, ScriptedSource(SAYS[1:])).choice["message"][
         "content"
     ] == TOKENIZER.decode(SAYS[1:])
-    assert Answered(CHAT, {"messages": messages}).status == 400
+    begun = [
+        Answered(CHAT, given, ScriptedSource(SAYS[1:])).source.requested[0][0].prompt_ids
+        for given in (body, {"messages": messages}, body | {"continue_final_message": None})
+    ]
+    assert begun[0] == begun[1] == begun[2], "a last message of the assistant is always continued"
 
 
 @pytest.mark.parametrize(
@@ -167,15 +172,6 @@ def test_the_tokens_of_a_conversation_that_is_continued_are_those_of_its_chat(
     [
         (HELLO | {"continue_final_message": True}, "continue_final_message"),
         (HELLO | {"add_generation_prompt": False}, "add_generation_prompt"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": "a", "prefix": True},
-                    *HELLO["messages"],
-                ]
-            },
-            "messages[0].prefix",
-        ),
         ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
     ],
@@ -230,31 +226,8 @@ def _says(part: dict[str, Any]) -> dict[str, Any]:
         (CHAT, _says({"type": "input_audio"}), "recordings of sound"),
         (CHAT, _says({"type": "document_url", "document_url": "x"}), "files"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images"),
-        (
-            RESPONSES,
-            {
-                "input": [
-                    {
-                        "type": "function_call_output",
-                        "call_id": "a",
-                        "output": [{"type": "input_file"}],
-                    }
-                ]
-            },
-            "files",
-        ),
         (MESSAGES, _says({"type": "image", "source": {"type": "base64"}}), "images"),
         (MESSAGES, _says({"type": "document"}), "documents"),
-        (
-            MESSAGES,
-            _says({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
-            "images",
-        ),
-        (
-            MESSAGES,
-            HELLO | {"max_tokens": 5, "system": [{"type": "search_result"}]},
-            "search results",
-        ),
         (
             MESSAGES + "/count_tokens",
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -271,19 +244,52 @@ def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(
     assert message.endswith(f": the model serves text only; {media} are not supported"), message
 
 
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (RESPONSES, {"input": [OUTPUT]}, "file"),
+        (
+            MESSAGES,
+            _says({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
+            "image",
+        ),
+        (
+            MESSAGES,
+            HELLO | {"max_tokens": 5, "system": [{"type": "search_result"}]},
+            "search result",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "tool", "content": [{"type": "input_audio"}]}]},
+            "recording",
+        ),
+    ],
+)
+def test_what_is_no_text_and_not_of_the_user_has_a_name(
+    path: str, body: dict[str, Any], text: str
+) -> None:
+    answered = Answered(path, body)
+    assert answered.status == 200, answered.text
+    assert f"[{text} omitted]" in TOKENIZER.decode(answered.source.requested[0][0].prompt_ids)
+    assert "[].type=" in answered.headers["warning"]
+
+
 def test_other_parts_are_refused_by_their_types() -> None:
+    """Where they are what the user has just said."""
+    refused = "messages[0].content: parts of the type 'refusal' are not supported, only text is"
+    assert refused in Answered(CHAT, _says({"type": "refusal"})).text
+    other = {"input": [{"role": "user", "content": [{"type": "reasoning"}]}]}
     assert (
-        "only parts of the type text are supported"
-        in Answered(CHAT, _says({"type": "refusal"})).text
+        "input[0].content: parts of the type 'reasoning' are not supported"
+        in Answered(RESPONSES, other).text
     )
-    answered = Answered(
-        RESPONSES, {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}
-    )
-    assert "only parts of the type input_text or output_text or text are supported" in answered.text
-    assert (
-        'a part must be as {\\"type\\"'
-        in Answered(CHAT, _says({"type": "text", "text": "a", "other": 1})).text
-    )
+    text = {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}
+    assert Answered(RESPONSES, text).status == 200
+    unknown = Answered(CHAT, _says({"type": "text", "text": "a", "other": 1}))
+    assert unknown.headers["warning"] == '299 - "ignored: messages[].content[].other"'
 
 
 def test_hints_about_caches_change_no_prompt() -> None:

@@ -376,14 +376,14 @@ async def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
         ours, chats = (specs[0].prompt_ids for specs in source.requested[-2:])
         assert ours == chats
         assert THINK in ours
-        for kind, status in (("enabled", 200), ("disabled", 400)):
+        for kind, warning in (("enabled", ""), ("disabled", '299 - "ignored: thinking"')):
             for path in ("/v1/messages", "/v1/messages/count_tokens"):
                 given = {
                     key: body[key] for key in body if path == "/v1/messages" or key != "max_tokens"
                 }
                 answer = await http.post(path, json=given | {"thinking": {"type": kind}})
-                assert answer.status_code == status, path
-                assert status == 200 or "thinking: this model has no setting" in answer.text
+                assert answer.status_code == 200, path
+                assert answer.headers.get("warning", "") == warning
 
 
 @pytest.mark.parametrize("effort", [None, "high"])
@@ -444,58 +444,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0]",
+        "messages[0].content: the model serves text only; images are not supported",
     ),
-    ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages[1]"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}
-            ]
-        },
-        "conversation",
-    ),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         "output_config.format.schema",
     ),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"container": "a"}, "container"),
-    ({"n": 2}, "n"),
     ({"seed": 1}, "seed: this API has none"),
-    ({"store": True}, "store: this server stores no answers"),
-    ({"speed": "fast"}, "speed"),
-    ({"context_management": {"edits": []}}, "context_management"),
     ({"temperature": -0.1}, "temperature"),
     ({"stop_sequences": "a"}, "stop_sequences"),
-    ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
-    (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "content": [USE | {"caller": {"type": "code_execution_20260120"}}],
-                }
-            ]
-        },
-        "caller",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}
-            ]
-        },
-        "messages[0].content[0]",
-    ),
+    ({"stop_sequence": ["a"]}, "stop_sequence is not a parameter of this endpoint; did you mean"),
+    ({"tools": [WEATHER | {"input_shema": {}}]}, "tools[0].input_shema is not a parameter"),
 ]
 
 
@@ -552,6 +517,75 @@ ACCEPTED: list[dict[str, Any]] = [
         ]
     },
 ]
+
+
+def _ended_by(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*HELLO, {"role": "assistant", "content": [*blocks]}, *HELLO]
+
+
+IGNORED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"stop_sequences": [""]}, ""),
+    (
+        {},
+        {"tools": [{"type": "web_search_20250305", "name": "a"}]},
+        "tools[].type=web_search_20250305",
+    ),
+    ({}, {"output_config": {"effort": "high"}}, "output_config.effort"),
+    ({}, {"container": "a", "n": 2, "store": True}, "container, n, store"),
+    ({}, {"speed": "fast"}, "speed"),
+    ({}, {"context_management": {"edits": []}}, "context_management"),
+    (
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER | {"input_examples": [{}], "max_characters": 5}]},
+        "tools[].input_examples, tools[].max_characters",
+    ),
+    (
+        {"messages": _ended_by(USE)},
+        {"messages": _ended_by(USE | {"caller": {"type": "code_execution_20260120"}})},
+        "messages[].content[].caller",
+    ),
+    (
+        {"messages": _ended_by({"type": "text", "text": "a"})},
+        {
+            "messages": _ended_by(
+                {"type": "redacted_thinking", "data": ""}, {"type": "text", "text": "a"}
+            )
+        },
+        "messages[].content[].type=redacted_thinking",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plain", "more", "ignored"), IGNORED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_no_effect_is_ignored_and_named(
+    server: ListeningServer, plain: Any, more: Any, ignored: str, stream: bool
+) -> None:
+    basis = {"messages": HELLO, "max_tokens": 5, "stream": stream}
+    for body in (plain, more):
+        response = _post(server, basis | body)
+        assert response.status_code == 200, response.text
+    assert response.headers.get("warning", "") == (f'299 - "ignored: {ignored}"' if ignored else "")
+    assert server.prompts[0] == server.prompts[1]
+    first, second = (specs[0].sampling for specs in server.source.requested)
+    assert replace(second, seed=first.seed) == first
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*HELLO, {"role": "assistant", "content": [USE]}],
+        [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}],
+        [*HELLO, {"role": "assistant", "content": []}, *HELLO],
+        [{"role": "user"}],
+        [*HELLO, {"role": "system", "content": "a"}, *HELLO],
+    ],
+)
+def test_no_history_is_refused(server: ListeningServer, messages: Any) -> None:
+    response = _post(server, {"messages": messages, "max_tokens": 5})
+    assert response.status_code == 200, response.text
+    counted = _post(server, {"messages": messages}, "/v1/messages/count_tokens")
+    assert counted.json() == {"input_tokens": len(server.prompts[0])}
 
 
 @pytest.mark.parametrize("more", ACCEPTED)

@@ -4,6 +4,7 @@ server has of OpenAI's.
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -357,33 +358,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {
             "messages": [
-                {"role": "assistant", "content": "a"},
-                {"role": "assistant", "content": "a"},
-            ]
-        },
-        "messages",
-    ),
-    (
-        {
-            "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ]
         },
         "messages[0].content",
     ),
-    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
-    (
-        {"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HELLO]},
-        "messages[0].prefix",
-    ),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"safe_prompt": True}, "safe_prompt"),
-    ({"store": True}, "store"),
     ({"stop_token_ids": [TOKENIZER.vocab_size]}, "stop_token_ids"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_json": "{"}, "guided_json"),
@@ -391,7 +376,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "guided_choice"),
     ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice"),
     ({"messages": [{"role": "narrator", "content": "a"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "a"}] * 2049}, "messages"),
     ({"n": 0}, "n"),
@@ -405,10 +389,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    ({"prompt": "a"}, "prompt"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"prompt_mode": "reasoning"}, "prompt_mode"),
+    ({"functions": [{"name": "f"}]}, "functions"),
 ]
 
 
@@ -431,20 +417,22 @@ def test_invalid_requests(
             {"max_token": 5},
             "max_token is not a parameter of this endpoint; did you mean max_tokens?",
         ),
-        ({"qqqq": 5}, "qqqq is not a parameter of this endpoint"),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
             (
                 "messages[0].role is 'robot'; it must be one of 'system', 'developer', 'user',"
-                " 'assistant', 'tool'"
+                " 'assistant', 'tool', 'function'"
             ),
         ),
         ({"messages": [{"content": "a"}]}, "messages[0].role is missing"),
         (
             {"messages": [{"role": "user", "contnet": "a"}]},
-            'messages[0].content is missing; unknown field "contnet", did you mean "content"?',
+            "messages[0].contnet is not a parameter of this endpoint; did you mean content?",
         ),
-        ({"messages": [{"role": "user"}], "contnet": "a"}, "messages[0].content is missing"),
+        (
+            {"messages": [{"content": "a", "rol": "user"}]},
+            'messages[0].role is missing; unknown field "rol", did you mean "role"?',
+        ),
     ],
 )
 def test_a_mistake_is_described_in_the_clients_words(
@@ -455,6 +443,72 @@ def test_a_mistake_is_described_in_the_clients_words(
             "/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes
         )
     assert refused.value.body["message"] == message  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({"verbosity": "low"}, "verbosity"),
+        ({"store": True}, "store"),
+        ({"prompt": "a"}, "prompt"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"qqqq": 5, "null": None}, "qqqq"),
+        ({"contnet": "a"}, "contnet"),
+        ({"service_tier": "gold", "user": {"a": 1}}, "service_tier, user"),
+        ({"messages": [HELLO[0], HELLO[1] | {"id": 7}]}, "messages[].id"),
+        ({"messages": [HELLO[0] | {"id": 7}, HELLO[1] | {"id": 7}]}, "messages[].id"),
+        ({"stop": ["", ""], "seed": 2**70, "tools": None, "logprobs": None}, ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_no_effect_is_ignored_and_named(
+    server: ListeningServer, client: OpenAI, changes: dict[str, Any], ignored: str, stream: bool
+) -> None:
+    for more in ({}, changes):
+        raw = client.chat.completions.with_raw_response.create(
+            model="tiny", messages=HELLO, stream=stream, extra_body=more
+        )
+        raw.parse()
+    assert raw.headers.get("warning", "") == (f'299 - "ignored: {ignored}"' if ignored else "")
+    assert server.prompts[0] == server.prompts[1]
+    plain, same = (specs[0].sampling for specs in server.source.requested)
+    assert replace(same, seed=plain.seed) == plain
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": None}],
+        [{"role": "user"}],
+        [{"role": "assistant", "content": "a", "prefix": True}, *HELLO],
+        [{"role": "tool", "content": "a", "tool_call_id": "call_1"}, *HELLO],
+        [{"role": "function", "name": "f", "content": "a"}, *HELLO],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, *HELLO],
+        [{"role": "assistant", "reasoning_content": "a", "content": "b"}, *HELLO],
+    ],
+)
+def test_no_history_is_refused(server: ListeningServer, client: OpenAI, messages: Any) -> None:
+    raw = client.chat.completions.with_raw_response.create(model="tiny", messages=messages)
+    assert raw.parse().choices
+    assert "warning" not in raw.headers
+
+
+def test_an_image_of_an_earlier_question_is_a_text(server: ListeningServer, client: OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "What?"}, image]}
+    answered = {"role": "assistant", "content": "A cat."}
+    messages: Any = [asked, answered, *HELLO[1:]]
+    raw = client.chat.completions.with_raw_response.create(model="tiny", messages=messages)
+    assert raw.headers["warning"] == '299 - "ignored: messages[].content[].type=image_url"'
+    written = TOKENIZER.decode(server.prompts[0])
+    assert "What?\n[image omitted]" in written
+    assert "AAAA" not in written
+    for last in ([asked], [asked, *HELLO[1:]], [*messages, asked]):
+        with pytest.raises(openai.BadRequestError, match="images are not supported"):
+            client.chat.completions.create(model="tiny", messages=last)
+    assert len(server.prompts) == 1
 
 
 def test_a_body_that_is_too_large(client: OpenAI) -> None:

@@ -1018,10 +1018,10 @@ REFUSED_BODIES = {
     b'{"prompt": "O", "temperature": -Infinity}': "temperature is -inf",
     b'{"prompt": "O", "temperature": -0.1}': "temperature is -0.1",
     b'{"prompt": "O", "top_p": 1e999}': "top_p is inf",
+    b'{"prompt": "O", "seed": 1.5}': "seed is 1.5; it must be a whole number",
+    b'{"prompt": "O", "stop": [1]}': "stop: it must be a text or a list of texts",
     b'{"prompt": "O", "stream": "yes"}': "stream is 'yes'; it must be true or false",
-    b'{"prompt": "O", "temperatur\\n": 1}': (
-        "temperatur? is not a parameter of this endpoint; did you mean temperature?"
-    ),
+    b'{"prompt": "O", "strea\\u0000m": 1}': "strea?m is not a parameter of this endpoint",
     b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
     b'{"prompt": "\\ud800"}': (
         "the body is not JSON: an escape \\u is cut off, or half of a surrogate pair"

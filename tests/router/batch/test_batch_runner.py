@@ -61,7 +61,10 @@ BAD = [
     b'{"custom_id": "x", "body": []}\n',
     request("x", 1, url="/v1/embeddings"),
     request("x", 1, method="GET"),
-    request("x", 1, more=1),
+    request("x", 1, custom_ids=1),
+    request("x", 1, url="http://a/v1/embeddings"),
+    request("x", 1, url="completions"),
+    request("x", 1, url=["/v1/completions"]),
     request("x", "long" * 600),
     b"[" * 1500 + b"\n",
     GOOD,  # for the second time
@@ -188,6 +191,16 @@ def test_bad_lines_are_reported_by_number_and_affect_no_other(
     assert all(message.startswith(f"line {line}: ") for line, message in bad.items())
     if keeps_order:
         assert [line for line, *_ in reported] == sorted(line for line, *_ in reported)
+
+
+@in_event_loop
+async def test_a_url_may_be_whole_or_without_v1_and_unknown_keys_are_ignored(
+    harness: BatchHarness,
+) -> None:
+    urls = ["/v1/completions", "/completions", "https://api.example.com/v1/completions"]
+    lines = [request(f"r{i}", i, url=url, more={"a": 1}) for i, url in enumerate(urls)]
+    job = await harness.service().submit(pieces(b"".join(lines)), JobOptions())
+    assert (job.num_lines, job.num_invalid) == (3, 0)
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])

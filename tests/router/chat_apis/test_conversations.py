@@ -102,11 +102,10 @@ def _deep(depth: int) -> Any:
 
 
 BAD: list[tuple[Any, str]] = [
-    ([USE, TEXT], "messages[0].content[1]"),
     ([USE | {"input": {"a": float("nan")}}], "messages[0].content[0].input"),
     ([USE | {"input": _deep(70)}], "messages[0].content[0].input"),
     ([USE | {"input": "{}"}], "messages[0].content[0].input"),
-    ([{"type": "tool_result", "tool_use_id": "a"}], "messages[0].content[0]"),
+    ([USE | {"name": None}], "messages[0].content[0].name"),
 ]
 
 
@@ -147,13 +146,91 @@ def test_calls_in_a_row_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("content", [None, []])
-def test_thoughts_of_nothing_are_no_conversation(content: Any) -> None:
-    with pytest.raises(ParameterError, match="no message"):
-        parse_responses(
-            json.dumps(
-                {"input": [{"type": "reasoning", "summary": [], "content": content}]}
-            ).encode()
-        )
+def test_thoughts_of_nothing_are_a_conversation_of_an_empty_question(content: Any) -> None:
+    conversation = parse_responses(
+        json.dumps({"input": [{"type": "reasoning", "summary": [], "content": content}]}).encode()
+    )
+    [message] = [each.message() for each in conversation.request.messages]
+    assert (message.role, message.content, message.parts) == ("user", "", ())
+
+
+def test_texts_after_calls_and_results_of_the_assistant_stay_in_an_answer() -> None:
+    """Other servers run tools of their own, whose calls and results are in one answer."""
+    ran = [
+        {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "a", "content": []},
+    ]
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [USE, TEXT, *ran, TEXT]},
+        {"role": "user", "content": "a"},
+    ]
+    conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
+    message = conversation.request.messages[1].message()
+    assert (message.content, [call.name for call in message.tool_calls]) == ("a\na", ["f"])
+    assert conversation.ignored == (
+        "messages[].content[].type=server_tool_use",
+        "messages[].content[].type=web_search_tool_result",
+    )
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+
+
+def test_an_image_is_refused_in_the_last_question_and_has_a_name_before_it() -> None:
+    """Also in the result of a tool, which the client may not be able to send otherwise."""
+    asked, said = {"role": "user", "content": [TEXT, IMAGE]}, {"role": "assistant", "content": "b"}
+    result = {"type": "tool_result", "tool_use_id": USE["id"], "content": [TEXT, IMAGE]}
+    turns = [
+        asked,
+        said,
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [result, TEXT]},
+    ]
+    conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
+    messages = [message.message() for message in conversation.request.messages]
+    assert [message.content for message in messages] == [
+        *("a\n[image omitted]", "b", "c", "", "a\n[image omitted]", "a"),
+    ]
+    assert "messages[].content[].type=image" in conversation.ignored
+    for refused_turns, place in (([asked], 0), ([asked, said, asked], 2), ([asked, asked], 1)):
+        with pytest.raises(ParameterError, match="serves text only; images are not") as refused:
+            parse_messages(json.dumps({"messages": refused_turns, "max_tokens": 1}).encode())
+        assert refused.value.parameter == f"messages[{place}].content"
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "refusal"}, None),
+        ({"type": "refusal", "refusal": 5}, None),
+        ({"type": "refusal", "refusal": "no"}, "no"),
+        (
+            {
+                "type": "document",
+                "source": {"type": "text", "media_type": "text/plain", "data": "d"},
+            },
+            "d",
+        ),
+        (
+            {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "u"}]},
+            "t\nu",
+        ),
+        ({"type": "document", "source": {"type": "url"}}, None),
+    ],
+)
+def test_a_block_of_another_type_is_its_text_or_is_refused(
+    block: dict[str, Any], text: str | None
+) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [block]}], "max_tokens": 1})
+    if text is None:
+        with pytest.raises(ParameterError, match="not supported") as refused:
+            parse_messages(body.encode())
+        assert refused.value.parameter == "messages[0].content"
+    else:
+        [message] = parse_messages(body.encode()).request.messages
+        assert message.message().content == text
 
 
 def test_an_error_names_the_place_of_the_client() -> None:

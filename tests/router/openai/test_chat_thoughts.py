@@ -19,6 +19,7 @@ from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.response_models import ChatAnswer, to_json
 from tramontane.router.openai.resume_state import ResumeState
+from tramontane.router.tokenization.chat import Thought
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser
 
 HELLO = {"messages": [{"role": "user", "content": "17 * 23?"}]}
@@ -330,12 +331,6 @@ def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
 @pytest.mark.parametrize(
     ("message", "complaint", "parameter"),
     [
-        ({"reasoning": "a", "reasoning_content": "b"}, "the same thing, and differ", "messages[1]"),
-        (
-            {"reasoning": "a", "content": [{"type": "thinking", "thinking": "b"}]},
-            "given twice",
-            "messages[1]",
-        ),
         (
             {"content": [{"type": "thinking", "thinking": 5}]},
             "a thought must be as",
@@ -348,18 +343,8 @@ def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
             "messages[1].content",
         ),
         (
-            {"content": [{"type": "thinking", "thinking": "a", "x": 1}]},
-            "a thought must be as",
-            "messages[1].content",
-        ),
-        (
-            {"content": [{"type": "thinking", "thinking": "a"}, {"type": "image"}]},
-            "images are not supported",
-            "messages[1].content",
-        ),
-        (
-            {"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]},
-            "images are not supported",
+            {"content": [{"type": "thinking", "thinking": "a", "close": True}]},
+            "'close' is not a field of a part; did you mean closed",
             "messages[1].content",
         ),
         ({"reasoning": 5}, "it must be a text", "messages[1].reasoning"),
@@ -380,11 +365,50 @@ def test_thoughts_that_make_no_sense_are_refused(
     assert refused.value.parameter == parameter
 
 
-def test_an_effort_is_refused_where_the_model_knows_none() -> None:
-    with pytest.raises(
-        ParameterError, match="reasoning_effort is 'high'; this model's format has no such setting"
-    ) as refused:
-        _whole(thinking_model("tekken"), (), {"reasoning_effort": "high"})
-    assert refused.value.parameter == "reasoning_effort"
+@pytest.mark.parametrize(
+    ("message", "thoughts", "content"),
+    [
+        ({"reasoning": "a", "reasoning_content": "b"}, "b", "a"),
+        ({"reasoning": "b", "reasoning_content": ""}, "b", "a"),
+        (
+            {"reasoning": "a", "content": [{"type": "thinking", "thinking": "b", "closed": None}]},
+            "b",
+            "",
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": "a"}, {"type": "image"}]},
+            "a",
+            "[image omitted]",
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]},
+            "[image omitted]",
+            "",
+        ),
+    ],
+)
+def test_of_what_an_earlier_answer_has_twice_one_counts_and_what_is_not_text_has_a_name(
+    message: dict[str, Any], thoughts: str, content: str
+) -> None:
+    messages = [HELLO["messages"][0], {"role": "assistant", "content": "a"} | message]
+    made = parse_chat(to_json({"messages": messages}).encode()).conversation()[1]
+    assert (made.thoughts, made.content) == (thoughts, content)
+    assert all(part.closed for part in made.parts if isinstance(part, Thought))
+
+
+def test_an_unknown_field_of_a_thought_is_ignored() -> None:
+    content = [{"type": "thinking", "thinking": "a", "x": 1, "y": None}]
+    messages = [HELLO["messages"][0], {"role": "assistant", "content": content}]
+    parsed = parse_chat(to_json({"messages": messages}).encode())
+    assert parsed.ignored == ("messages[].content[].x",)
+
+
+def test_an_effort_has_no_effect_where_the_model_knows_none() -> None:
+    thinker = thinking_model("tekken")
+    answers = [
+        _whole(thinker, thinker.say("<think>a</think>b"), more)["choices"]
+        for more in ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "none"})
+    ]
+    assert answers[0] == answers[1] == answers[2]
     with pytest.raises(ParameterError, match="it must be 'none', 'minimal'"):
         parse_chat(to_json(HELLO | {"reasoning_effort": "much"}).encode())

@@ -3,6 +3,8 @@ happens.
 """
 
 import json
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tramontane.proto.errors import ParameterError
+from tramontane.proto.errors import ParameterError, intended_name
+from tramontane.router.openai import completion_request
+from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -21,29 +25,30 @@ from tramontane.router.openai.completion_request import (
     parse_completion,
 )
 from tramontane.router.openai.errors import error_body
+from tramontane.router.structured import request_model
+from tramontane.router.structured.request_model import MAX_IGNORED, no_effect_fields
 
 LONGEST_MESSAGE = 300
+MAX_PARSED_DEPTH = 190  # deeper, the parser of JSON refuses a body
+USER = {"role": "user", "content": "a"}
 FIELDS = sorted(CompletionRequest.model_fields)
+NEUTRAL = sorted(no_effect_fields(CompletionRequest))
+WITHOUT_EFFECT = (*NEUTRAL, "unknown")
 NULLABLE = [name for name in FIELDS if name != "prompt"]
 UNSUPPORTED = {
     "best_of": (1, 1.0),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
-    "priority": (0,),
-    **dict.fromkeys(
-        ("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search", "store"), ()
-    ),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search"), ()),
     **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern"), ()),
 }
 WITH_EFFECT = {
     "best_of": (2, 0, True, "1"),
     "length_penalty": (2, True),
     "bad_words": (["x"], True),
-    "priority": (1, True),
     "allowed_token_ids": ([1],),
     "truncate_prompt_tokens": (5,),
     "use_beam_search": (True,),
-    "store": (True,),
     "guided_grammar": ("start: /a/",),
     "guided_whitespace_pattern": ("[ ]",),
 }
@@ -95,11 +100,73 @@ def test_of_many_mistakes_only_the_first_is_looked_at(case: str) -> None:
     _check_message(explained.value)
 
 
-def test_many_unknown_parameters_are_counted_and_not_named() -> None:
-    assert str(_refused_fields(**{f"x{i}": 1 for i in range(100)})).startswith(
-        "100 things are wrong"
+def test_of_many_unknown_parameters_few_are_noted_and_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A body may have 32,000: each comparison takes as long as parsing a hundred of them."""
+    compared = list[str]()
+
+    def watched(name: str, known: Iterable[str]) -> str:
+        compared.append(name)
+        return intended_name(name, known)
+
+    monkeypatch.setattr(completion_request, "intended_name", watched)
+    monkeypatch.setattr(request_model, "intended_name", watched)
+    unknown = {f"x{i}": 1 for i in range(32_000)}
+    for body in (
+        {"prompt": "a"} | unknown,
+        {"prompt": "a", "stream_options": unknown, "stream": True},
+    ):
+        compared.clear()
+        parsed = parse_completion(json.dumps(body).encode())
+        assert len(compared) == len(set(compared)) == len(parsed.ignored) == MAX_IGNORED
+    part = {"type": "text", "text": "a"} | unknown
+    compared.clear()
+    chat = parse_body(ChatRequest, json.dumps({"messages": [USER | {"content": [part]}]}).encode())
+    assert len(compared) == len(set(compared)) == len(chat.ignored) == MAX_IGNORED
+
+
+def test_of_an_unknown_parameter_at_many_places_one_is_noted_and_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = list[str]()
+    monkeypatch.setattr(
+        completion_request, "intended_name", lambda name, _: compared.append(name) or ""
     )
-    assert _refused_fields(**{f"x{i}": 1 for i in range(3)}).parameter == "x0"
+    messages = [USER | {"colour": "red"}] * 2000
+    parsed = parse_body(ChatRequest, json.dumps({"messages": messages}).encode())
+    assert compared == ["colour"]
+    assert (parsed.ignored, parsed.unknown) == (("messages[].colour",), "messages[0].colour")
+
+
+def test_few_names_are_compared_letter_by_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of two names of sixty letters takes a thousandth of a second."""
+    compared = list[str]()
+
+    class Watched(SequenceMatcher[str]):
+        def set_seq1(self, a: Sequence[str]) -> None:
+            compared.extend([str(a)] * bool(a))  # it begins with an empty one
+            super().set_seq1(a)
+
+    monkeypatch.setattr("difflib.SequenceMatcher", Watched)
+    known = ["a" * 63 + letter for letter in "bcdefghijk"]
+    for name in ("ab" * 32, "x" * 64, "a" * 30, "temperature"):
+        assert intended_name(name, known) == ""
+    assert compared == []
+    assert intended_name("a" * 64, known) in known
+    assert compared
+
+
+def test_of_many_fields_few_are_compared_with_one_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = list[str]()
+    monkeypatch.setattr(
+        completion_request, "intended_name", lambda name, _: compared.append(name) or ""
+    )
+    body = json.dumps({f"x{i}": 1 for i in range(32_000)}).encode()
+    assert str(_refused(body)) == "prompt is missing"
+    assert len(compared) == MAX_IGNORED
 
 
 def test_what_is_wrong_is_not_written_out() -> None:
@@ -206,8 +273,20 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
         ("top_k", 2**31 - 1, 2**31 - 1),
         ("seed", -(2**63), -(2**63)),
         ("seed", 2**63 - 1, 2**63 - 1),
+        ("seed", 2**63, -(2**63)),
+        ("seed", 2**64 - 1, -1),
+        ("seed", 2**64 + 7, 7),
+        ("seed", -(2**63) - 1, 2**63 - 1),
+        ("seed", int("9" * 4000), (int("9" * 4000) + 2**63) % 2**64 - 2**63),
+        ("seed", 7.0, 7),
+        ("seed", -7.0, -7),
+        ("seed", 2.0**64, 0),
+        ("random_seed", 2**64 + 7, 7),
         ("n", 128, 128),
         ("stop", "END", ("END",)),
+        ("stop", "", ()),
+        ("stop", ["", ""], ()),
+        ("stop", ["a", "", "b"], ("a", "b")),
         ("stop", [], ()),
         ("stop", ["x"] * MAX_STOPS, ("x",) * MAX_STOPS),
         ("stop", "x" * MAX_STOP_CHARS, ("x" * MAX_STOP_CHARS,)),
@@ -280,9 +359,10 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
         ("top_k", -2),
         ("top_k", 2**31),
         ("top_k", 1.5),
-        ("seed", 2**63),
-        ("seed", -(2**63) - 1),
         ("seed", "7"),
+        ("seed", 1.5),
+        ("seed", True),
+        ("seed", [7]),
         ("n", 0),
         ("n", 129),
         ("n", -1),
@@ -322,13 +402,12 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
         ("logprobs", ""),
         ("prompt_logprobs", -1),
         ("prompt_logprobs", 21),
-        ("stop", ""),
-        ("stop", ["a", ""]),
         ("stop", [1]),
         ("stop", [None]),
         ("stop", 1),
         ("stop", {}),
         ("stop", ["x"] * (MAX_STOPS + 1)),
+        ("stop", [""] * (MAX_STOPS + 1)),
         ("stop", "x" * (MAX_STOP_CHARS + 1)),
         ("echo", 1),
         ("stream", "true"),
@@ -348,7 +427,6 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
         ("return_experts", [1, 2, 1]),
         ("model", 7),
         ("model", ["demo"]),
-        ("user", {"name": "somebody"}),
         ("stream_options", []),
         ("stream_options", True),
     ],
@@ -390,10 +468,17 @@ def test_a_missing_prompt_is_named() -> None:
         assert str(_refused(body)) == f"prompt is missing{hint}"
 
 
-def test_an_unknown_parameter_is_named() -> None:
+def test_a_misspelt_parameter_is_named_with_what_is_meant() -> None:
     error = _refused_fields(max_token=5)
     assert error.parameter == "max_token"
-    assert "not a parameter" in str(error)
+    assert str(error) == "max_token is not a parameter of this endpoint; did you mean max_tokens?"
+
+
+def test_an_unknown_parameter_is_ignored_and_named() -> None:
+    parsed = _parsed(qqqq={"a": [1]}, null=None)
+    assert (parsed.ignored, parsed.unknown) == (("qqqq",), "qqqq")
+    assert parsed.model_dump(exclude={"qqqq", "null"}) == _parsed().model_dump()
+    assert (_parsed().ignored, _parsed().unknown) == ((), "")
 
 
 def test_stream_options_without_a_stream_are_refused() -> None:
@@ -401,24 +486,28 @@ def test_stream_options_without_a_stream_are_refused() -> None:
     assert _refused_fields(stream=False, stream_options={}).parameter == "stream_options"
 
 
-def test_an_unknown_or_unsupported_stream_option_is_named() -> None:
-    assert (
-        _refused_fields(stream=True, stream_options={"usage": True}).parameter
-        == "stream_options.usage"
-    )
+def test_an_unknown_stream_option_is_ignored_and_a_wrong_one_is_named() -> None:
+    unknown = _parsed(stream=True, stream_options={"usage": True})
+    assert unknown.ignored == ("stream_options.usage",)
+    assert unknown.unknown == "stream_options.usage"
+    assert not unknown.includes_usage
     assert (
         _refused_fields(stream=True, stream_options={"include_usage": 1}).parameter
         == "stream_options.include_usage"
     )
-    obfuscation = _refused_fields(stream=True, stream_options={"include_obfuscation": True})
-    assert obfuscation.parameter == "stream_options.include_obfuscation"
-    assert _parsed(stream=True, stream_options={"include_obfuscation": False}).stream
+    assert (
+        _refused_fields(stream=True, stream_options={"include_usages": True}).parameter
+        == "stream_options.include_usages"
+    )
+    for value in (True, False):
+        known = _parsed(stream=True, stream_options={"include_obfuscation": value})
+        assert (known.ignored, known.unknown) == (("stream_options.include_obfuscation",), "")
 
 
 def test_the_lists_of_these_tests_know_every_unsupported_parameter() -> None:
     unsupported = {
         name for name, field in CompletionRequest.model_fields.items() if field.annotation is Any
-    }
+    }.difference(NEUTRAL)
     assert unsupported == set(UNSUPPORTED) == set(WITH_EFFECT)
 
 
@@ -453,7 +542,6 @@ def test_an_unsupported_parameter_with_an_effect_is_refused_by_name(
         ({"add_special_tokens": False}, "add_special_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
-        ({"service_tier": "gold"}, "service_tier"),
         ({"guided_json": 5}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
@@ -476,12 +564,25 @@ def test_fields_without_effect_are_accepted() -> None:
         guided_decoding_backend="xgrammar",
     )  # fmt: skip
     assert request.suffix is None
+    assert request.ignored == (
+        *("guided_decoding_backend", "metadata", "prompt_cache_key", "safety_identifier"),
+        *("service_tier", "spaces_between_special_tokens", "store", "user"),
+    )
     assert (
         _parsed(random_seed=7).given_seed
         == _parsed(seed=7).given_seed
         == _parsed(seed=7, random_seed=7).given_seed
+        == _parsed(seed=7, random_seed=7 + 2**64).given_seed
         == 7
     )
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+@pytest.mark.parametrize("value", [True, 0, "", [], {}, {"name": "somebody"}, [[None]], "gold"])
+def test_any_value_is_ignored_where_none_has_an_effect(field: str, value: object) -> None:
+    parsed = _parsed(**{field: value})
+    assert parsed.ignored == (field,)
+    assert parsed.model_dump(exclude={field}) == _parsed().model_dump(exclude={field})
 
 
 # Bodies that are not requests at all
@@ -565,19 +666,25 @@ def test_what_is_no_number_is_refused_by_name(field: str, number: str) -> None:
         "max_tokens",
         "top_p",
         "top_k",
-        "seed",
         "n",
         "best_of",
         "min_tokens",
         "prompt",
         "stop",
-        "user",
+        "model",
     ],
 )
 def test_a_huge_number_is_refused_by_name_and_not_recited(
     field: str, sign: str, digits: int
 ) -> None:
     assert _refused_text(field, sign + "9" * digits).parameter == field
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+@pytest.mark.parametrize("number", ["9" * 4299, "-1e999", "NaN"])
+def test_a_number_without_effect_may_be_any(field: str, number: str) -> None:
+    body = f'{{"prompt": "a", "{field}": {number}}}'.encode()
+    assert parse_completion(body).ignored == (field,)
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "unknown"])
@@ -593,12 +700,23 @@ def test_a_number_of_sixty_thousand_digits_may_be_zero_and_one_of_more_is_refuse
         parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 100_000))
 
 
+NESTING = [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("field", [*FIELDS, "unknown"])
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+@pytest.mark.parametrize(("opening", "closing"), NESTING)
 @pytest.mark.parametrize("levels", [100, 10_000])
-def test_deep_nesting_is_refused(field: str, opening: str, closing: str, levels: int) -> None:
-    _refused_text(field, opening * levels + "1" + closing * levels)
+def test_deep_nesting_is_refused_unless_it_has_no_effect(
+    field: str, opening: str, closing: str, levels: int
+) -> None:
+    nested = opening * levels + "1" + closing * levels
+    depth = levels * len(closing)
+    if field in WITHOUT_EFFECT and depth < MAX_PARSED_DEPTH:
+        parsed = parse_completion(f'{{"prompt": "a", "{field}": {nested}}}'.encode())
+        assert parsed.ignored == (field,)
+    else:
+        _refused_text(field, nested)
     _refused_text(field, opening * levels)
 
 
@@ -612,20 +730,32 @@ def test_a_long_value_is_not_recited() -> None:
     assert _refused_fields(stream_options=["x" * 100_000]).parameter == "stream_options"
 
 
-@pytest.mark.parametrize(
-    "name", ["", "a\nb", "a\r\nb", "\x1b[31m", "\u2028", "z" * 100_000, "a.b", "None"]
-)
-def test_a_strange_name_is_refused_in_one_short_line(name: str) -> None:
-    message = str(_refused_fields(**{name: 1}))
-    assert "not a parameter" in message
-    assert name == "None" or "None" not in message
+STRANGE_NAMES = {
+    **{"": '""', "a\nb": "a?b", "a\r\nb": "a??b", "\x1b[31m": "?[31m", "\u2028": "?"},
+    **{"z" * 100_000: "z" * 64, "a.b": "a.b", "None": "None", "x[7]": "x[]", "\u00e9": "\u00e9"},
+}
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "z" * 100_000])
-def test_a_strange_name_within_stream_options_is_refused_in_one_short_line(name: str) -> None:
-    parameter = _refused_fields(stream=True, stream_options={name: 1}).parameter
-    assert parameter is not None
-    assert parameter.startswith("stream_options")
+@pytest.mark.parametrize("name", STRANGE_NAMES)
+def test_a_strange_name_is_ignored_and_named_in_one_short_line(name: str) -> None:
+    assert _parsed(**{name: 1}).ignored == (STRANGE_NAMES[name],)
+    within = _parsed(stream=True, stream_options={name: 1})
+    assert within.ignored == (f"stream_options.{STRANGE_NAMES[name]}",)
+    assert within.unknown.isprintable()
+    part = {"type": "text", "text": "a", name: 1}
+    chat = parse_body(ChatRequest, json.dumps({"messages": [USER | {"content": [part]}]}).encode())
+    [noted] = chat.ignored
+    assert noted.isprintable()
+    assert noted.startswith("messages[].content[].")
+    assert len(noted) <= 100
+
+
+@pytest.mark.parametrize("name", ["strea\nm", "stre\x1bam", "temp\u2028erature"])
+def test_a_strange_misspelling_is_refused_in_one_short_line(name: str) -> None:
+    error = _refused_fields(**{name: 1})
+    assert "; did you mean " in str(error)
+    assert error.parameter is not None
+    assert error.parameter.isprintable()
 
 
 def test_errors_have_openais_shape() -> None:

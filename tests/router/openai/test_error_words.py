@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tramontane.proto.errors import ParameterError, describe_value
+from tramontane.proto.errors import ParameterError, describe_value, intended_name
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.input_lines import InputLine, parse_line
 from tramontane.router.batch.schema import BatchRequest
@@ -23,6 +23,7 @@ from tramontane.router.openai.completion_request import CompletionRequest, parse
 from tramontane.router.openai.errors import describe_json_error
 from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from tramontane.router.structured.request_model import RequestBody, no_effect_fields
 
 SAMPLING: dict[str, Any] = {
     **{
@@ -43,7 +44,7 @@ SAMPLING: dict[str, Any] = {
         "service_tier": "auto",
         "request_id": "a",
     },
-    "prompt_cache_options": {"mode": "explicit"},
+    **{"prompt_cache_options": {"mode": "explicit"}, "store": True, "priority": 1},
     **{
         "guided_json": {"type": "object"},
         "guided_regex": "a",
@@ -54,6 +55,8 @@ SAMPLING: dict[str, Any] = {
     "structured_outputs": {
         **{"json": {"type": "object"}, "regex": "a", "choice": ["a"], "json_object": True},
         **{"disable_any_whitespace": True, "disable_fallback": True},
+        **{"grammar": None, "structural_tag": None, "whitespace_pattern": None},
+        "disable_additional_properties": None,
     },
     **{
         "model": "m",
@@ -62,7 +65,11 @@ SAMPLING: dict[str, Any] = {
         "n": 1,
         "stop": ["a"],
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {
+            "include_usage": True,
+            "continuous_usage_stats": True,
+            "include_obfuscation": True,
+        },
     },
     **{
         "temperature": 1.0,
@@ -91,7 +98,10 @@ SAMPLING: dict[str, Any] = {
 }
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"name": "f", "arguments": "{}"}
+CALL = {"id": "1", "type": "function", "index": 0, "function": CALLED}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+CACHED_PART = {**CACHED, "prompt_cache_breakpoint": {"mode": "explicit"}}
 MESSAGES = [
     {
         "role": "system",
@@ -99,49 +109,68 @@ MESSAGES = [
             {"type": "text", "text": "a"},
             {"type": "thinking", "thinking": "a", "closed": False},
         ],
+        "name": "a",
     },
-    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "user", "content": [{"type": "text", "text": "a", **CACHED_PART}], "name": "a"},
     {
-        "role": "assistant",
-        "content": "a",
-        "reasoning_content": "a",
-        "reasoning": "a",
-        "tool_calls": [CALL],
+        **{"role": "assistant", "content": "a", "refusal": "a", "prefix": True, "name": "a"},
+        **{"reasoning_content": "a", "reasoning": "a", "tool_calls": [CALL]},
+        **{"function_call": CALLED, "audio": {"id": "a"}, "annotations": [{"type": "a"}]},
     },
     {"role": "tool", "content": "a", "tool_call_id": "1", "name": "f"},
 ]
 NEUTRAL = dict.fromkeys(
     ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), "a"
 )
+DIRECT = {"caller": {"type": "direct"}, "namespace": "a"}
+OF_ANSWERS = {"id": "a", "status": "completed"}
+OUTPUT_PART = {
+    **{"type": "output_text", "text": "a", "annotations": [{"type": "a"}]},
+    **{"logprobs": [], **CACHED_PART},
+}
 ITEMS = [
     {
-        "role": "developer",
-        "type": "message",
-        "id": "a",
-        "status": "completed",
-        "phase": "commentary",
-        "content": "a",
+        **{"role": "developer", "type": "message", "phase": "commentary", "content": "a"},
+        **OF_ANSWERS,
     },
-    {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+    {"role": "assistant", "content": [OUTPUT_PART]},
     {
-        "type": "reasoning",
-        "id": "a",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "a"}],
+        **{"type": "reasoning", "summary": [{"type": "summary_text"}], "encrypted_content": "a"},
+        **{"content": [{"type": "reasoning_text", "text": "a"}], **OF_ANSWERS},
     },
-    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-    {"type": "function_call_output", "call_id": "1", "output": "a", "name": "f"},
+    {
+        **{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        **{"input": "a", **DIRECT, **OF_ANSWERS},
+    },
+    {
+        **{"type": "function_call_output", "call_id": "1", "output": "a", "name": "f"},
+        **{**DIRECT, **OF_ANSWERS},
+    },
 ]
-CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+OFFERED = {"allowed_callers": ["direct"], "defer_loading": True}
+OUR_FUNCTION = {
+    **{"type": "function", **FUNCTION, "output_schema": {"type": "object"}, **OFFERED},
+}
+CUSTOM = {
+    **{"type": "custom", "name": "c", "description": "d", **OFFERED},
+    "format": {"type": "grammar", "syntax": "regex", "definition": "a"},
+}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "d", "tools": [OUR_FUNCTION]}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": False, **CACHED}
 TURNS = [
     {"role": "system", "content": "a"},
-    {"role": "user", "content": [{"type": "text", "text": "a", "citations": [], **CACHED}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "a", "citations": [{"type": "a"}], **CACHED}],
+    },
     {
         "role": "assistant",
         "content": [
-            {"type": "thinking", "thinking": "a", "signature": ""},
-            {"type": "tool_use", "id": "1", "name": "f", "input": {}, **CACHED},
+            {"type": "thinking", "thinking": "a", "signature": "a"},
+            {
+                **{"type": "tool_use", "id": "1", "name": "f", "input": {}, **CACHED},
+                "caller": {"type": "direct"},
+            },
         ],
     },
     {"role": "user", "content": [RESULT]},
@@ -154,7 +183,7 @@ DEFINITION = {
         "input_schema": {"type": "object"},
         "strict": True,
     },
-    **{"eager_input_streaming": True, **CACHED},
+    **{"eager_input_streaming": True, "input_examples": [{"a": 1}], **CACHED, **OFFERED},
 }
 COUNTED: dict[str, Any] = {
     **{
@@ -163,6 +192,8 @@ COUNTED: dict[str, Any] = {
         "system": "a",
         "tools": [DEFINITION],
         "user_profile_id": "a",
+        "context_management": {"edits": []},
+        "speed": "fast",
         **CACHED,
     },
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
@@ -194,6 +225,7 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
             "continue_final_message": True,
             "add_generation_prompt": True,
         }
+        | {"verbosity": "low", "prediction": {"type": "content"}}
     ),
     CompletionRequest: (
         SAMPLING
@@ -234,14 +266,19 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
             "top_logprobs": 1,
             "stream": True,
         }
-        | {"tools": [{"type": "function", **FUNCTION, "output_schema": {"type": "object"}}]}
+        | {"tools": [OUR_FUNCTION, CUSTOM, NAMESPACE]}
+        | {"truncation": "auto", "store": True, "client_metadata": {"a": "b"}, "seed": 1}
+        | {"context_management": [{"type": "a"}], "stream_options": {}}
         | {
             "tool_choice": {"type": "function", "name": "f"},
             "metadata": {"a": "b"},
             "prompt_cache_options": {"mode": "explicit"},
         }
         | {
-            "reasoning": {"effort": "low", "summary": "auto", "generate_summary": "auto"},
+            "reasoning": {
+                **{"effort": "low", "summary": "auto", "generate_summary": "auto"},
+                **{"context": "auto", "mode": "pro"},
+            },
             "service_tier": "auto",
             "max_tool_calls": 1,
         }
@@ -253,7 +290,8 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
                     "schema": {"type": "object"},
                     "description": "d",
                     "strict": True,
-                }
+                },
+                "verbosity": "low",
             }
         }
     ),
@@ -273,13 +311,77 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
             "service_tier": "auto",
             "inference_geo": "a",
             "diagnostics": {"previous_message_id": "a"},
+            "container": "a",
+            "store": True,
         }
     ),
     BatchRequest: {
         **{"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"},
-        **{"metadata": {"a": "b"}, "keeps_order": True},
+        **{"metadata": {"a": "b"}, "keeps_order": True, "output_expires_after": {"seconds": 1}},
     },
 }
+# What a client sends under these names is its own: no fields of ours are in it.
+CLIENTS_OWN = {
+    *("schema", "parameters", "logit_bias", "metadata", "guided_json", "json", "input_schema"),
+    *("chat_template_kwargs", "output_schema", "prompt_cache_options", "cache_control"),
+    *("prompt_cache_breakpoint", "annotations", "citations", "audio", "caller", "summary"),
+    *("context_management", "diagnostics", "input_examples", "client_metadata", "prediction"),
+    "output_expires_after",
+}
+OF_PARTS = ("cache_control", "prompt_cache_breakpoint")
+IGNORED_SAMPLING = {
+    *NEUTRAL,
+    *("prompt_cache_options", "metadata", "service_tier", "store", "request_id", "priority"),
+    *("spaces_between_special_tokens", "guided_decoding_backend"),
+    *("structured_outputs.disable_any_whitespace", "structured_outputs.disable_fallback"),
+    "stream_options.include_obfuscation",
+}
+IGNORED_MESSAGES = {
+    *(f"messages[].content[].{name}" for name in OF_PARTS),
+    *(f"messages[].{name}" for name in ("audio", "annotations")),
+    *(f"messages[].tool_calls[].{name}" for name in ("type", "index")),
+}
+IGNORED_COUNTED = {
+    *("user_profile_id", "context_management", "speed", "cache_control"),
+    *("thinking.budget_tokens", "thinking.display"),
+    *(
+        f"tools[].{name}"
+        for name in ("eager_input_streaming", "input_examples", "cache_control", *OFFERED)
+    ),
+    *(
+        f"messages[].content[].{name}"
+        for name in ("cache_control", "citations", "signature", "caller", "is_error")
+    ),
+}
+IGNORED: dict[type[BaseModel], set[str]] = {
+    ChatRequest: {*IGNORED_SAMPLING, *IGNORED_MESSAGES, "verbosity", "prediction"},
+    CompletionRequest: IGNORED_SAMPLING,
+    TokenizeRequest: IGNORED_MESSAGES,
+    DetokenizeRequest: set(),
+    FimRequest: IGNORED_SAMPLING,
+    ResponsesRequest: {
+        *NEUTRAL,
+        *("prompt_cache_options", "service_tier", "max_tool_calls", "truncation", "store"),
+        *("client_metadata", "context_management", "stream_options", "text.verbosity"),
+        *(f"reasoning.{name}" for name in ("summary", "generate_summary", "context", "mode")),
+        *(f"tools[].{name}" for name in ("output_schema", *OFFERED, "description")),
+        *(
+            f"input[].{name}"
+            for name in ("id", "status", "phase", "summary", "encrypted_content", "caller")
+        ),
+        "input[].namespace",
+        *(f"input[].content[].{name}" for name in ("annotations", "logprobs", *OF_PARTS)),
+    },
+    CountTokensRequest: IGNORED_COUNTED,
+    MessagesRequest: {
+        *IGNORED_COUNTED,
+        *("metadata", "service_tier", "inference_geo", "diagnostics", "container", "store"),
+    },
+    BatchRequest: {"output_expires_after"},
+}
+# In these requests a content of parts is a text once it is parsed.
+PART = {"text": "a", "colour": "red", "size": None, **CACHED}
+HAVE_PARTS = (ChatRequest, TokenizeRequest, ResponsesRequest)
 ABSENT = object()
 WRONG = [
     *(
@@ -336,10 +438,9 @@ EXPECTED_TYPES = {
         "string_too_long",
         "too_short",
     ),
-    *("string_too_short", "list_type"),
+    "string_too_short",
     *(
         "missing",
-        "extra_forbidden",
         "literal_error",
         "union_tag_invalid",
         "union_tag_not_found",
@@ -396,13 +497,82 @@ def _as_openai_writes(path: tuple[str | int, ...]) -> str:
     )
 
 
-def test_the_requests_of_these_tests_have_every_field_with_an_effect() -> None:
+def _at(whole: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        whole = whole[key]
+    return whole
+
+
+def _objects(whole: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """Every object within a request, with its place."""
+    for path in _paths(whole):
+        if isinstance(owner := _at(whole, path), dict):
+            yield path, owner
+
+
+def _body(whole: Any) -> bytes:
+    return json.dumps(whole).encode()
+
+
+def test_the_requests_of_these_tests_have_every_field_that_is_not_refused() -> None:
     for kind, whole in REQUESTS.items():
-        kind.model_validate_json(json.dumps(whole))
-        supported = {
-            name for name, field in kind.model_fields.items() if field.annotation is not Any
+        parse_body(kind, _body(whole))
+        taken = {
+            name
+            for name, field in kind.model_fields.items()
+            if field.annotation is not Any or name in no_effect_fields(kind)
         }
-        assert set(whole) == supported, kind
+        assert set(whole) == taken, kind
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_the_requests_of_these_tests_have_every_object_of_the_schema_whole(
+    kind: type[RequestBody],
+) -> None:
+    """Else what holds of every field within them would hold of few fields."""
+    objects = [owner for _, owner in _objects(REQUESTS[kind])]
+    described = kind.model_json_schema().get("$defs", {})
+    for name, schema in described.items():
+        fields = schema.get("properties", {})
+        if not fields.keys() - {"type", "disable_parallel_tool_use"}:
+            continue  # forms that have no field but their name
+        types = [fields[key] for key in ("type", "role") if key in fields]
+        words = {word for each in types for word in each.get("enum", [each.get("const")])} - {None}
+        assert any(
+            fields.keys() <= owner.keys()
+            and (not words or words & {owner.get("type"), owner.get("role")})
+            for owner in objects
+        ), name
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_null_is_not_given_at_every_depth(kind: type[RequestBody]) -> None:
+    """A field that may be left out may be null, and a field that must be there may not."""
+    whole = REQUESTS[kind]
+    for path in _paths(whole):
+        if not path or isinstance(path[-1], int) or not CLIENTS_OWN.isdisjoint(path[:-1]):
+            continue
+        without, null = (_outcome(kind, _with(whole, path, value)) for value in (ABSENT, None))
+        assert without == null, _as_openai_writes(path)
+
+
+def _outcome(kind: type[RequestBody], whole: Any) -> Any:
+    """What a body is parsed to and which of its fields are ignored; None if it is refused."""
+    try:
+        parsed = parse_body(kind, _body(whole))
+    except ParameterError:
+        return None
+    return parsed.__dict__, parsed.ignored
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_every_field_without_effect_is_named_as_ignored_and_no_other_field_is(
+    kind: type[RequestBody],
+) -> None:
+    parsed = parse_body(kind, _body(REQUESTS[kind]))
+    assert set(parsed.ignored) == IGNORED[kind]
+    assert list(parsed.ignored) == sorted(IGNORED[kind])
+    assert parsed.unknown == ""
 
 
 def test_nothing_that_pydantic_says_reaches_a_client() -> None:
@@ -451,12 +621,22 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         (
             ChatRequest,
             {"messages": [*MESSAGES, {"role": "user", "content": 5}]},
-            "messages[4].content is 5; it must be a text",
+            "messages[4].content: it must be a text or a list of parts",
         ),
         (
             ChatRequest,
-            {"messages": [MESSAGES[0], MESSAGES[2] | {"tool_calls": [CALL | {"type": "tool"}]}]},
-            "messages[1].tool_calls[0].type is 'tool'; it must be 'function'",
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "messages[0].content: a part must be an object with a type, {",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            'messages[0].content: a part must be as {"type": "text", "text": "..."}',
+        ),
+        (
+            ChatRequest,
+            {"messages": [MESSAGES[0], MESSAGES[2] | {"tool_calls": [{"function": 5}]}]},
+            "messages[1].tool_calls[0].function is 5; it must be an object",
         ),
         (
             ChatRequest,
@@ -484,8 +664,9 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
             "repetition_penalty is 0; it must be at least 0.01",
         ),
         (ChatRequest, {"n": 129}, "n is 129; it must be at most 128"),
-        (ChatRequest, {"seed": 2**63}, f"seed is {2**63}; it must be below {2**63}"),
-        (CompletionRequest, {"user": {"a": 1}}, "user is an object; it must be a text"),
+        (ChatRequest, {"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        (ChatRequest, {"n": -1}, "n is -1; it must be at least 1"),
+        (CompletionRequest, {"model": {"a": 1}}, "model is an object; it must be a text"),
         (DetokenizeRequest, {"tokens": [1, -1]}, "tokens[1] is -1; it must be at least 0"),
         (BatchRequest, {"metadata": {"a": 1}}, "metadata.a is 1; it must be a text"),
         (
@@ -495,13 +676,13 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ResponsesRequest,
-            {"input": [*ITEMS, {"type": "web_search_call"}]},
-            "input[5]: items of the type 'web_search_call' are ",
+            {"input": [*ITEMS, {"type": "function_call"}]},
+            "input[5].name is missing",
         ),
         (
             ResponsesRequest,
-            {"input": [*ITEMS, {"type": "message", "role": "user"}]},
-            "input[5].content is missing",
+            {"input": [*ITEMS, 5]},
+            "input[5] is 5; it must be an object",
         ),
         (
             MessagesRequest,
@@ -510,11 +691,13 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             MessagesRequest,
-            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
-            (
-                "messages[0].content[0]: blocks of the type 'tool_use' are not supported here, only"
-                " text and tool_result"
-            ),
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0].name is missing",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content is 5; it must be a list",
         ),
         (
             MessagesRequest,
@@ -557,41 +740,35 @@ def test_every_parameter_that_grpc_lacks_is_named_as_such() -> None:
     assert [name for name in sorted(lacking) if not re.search(rf"`{name}\b", page + table)] == []
 
 
-CLIENTS_OWN = {
-    "schema",
-    "parameters",
-    "logit_bias",
-    "metadata",
-    "guided_json",
-    "json",
-    "chat_template_kwargs",
-    "content",
-    "input_schema",
-    "output_schema",
-    "prompt_cache_options",
-}  # objects without fields of ours; content has other words
-
-
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_a_misspelt_field_gets_the_field_of_its_place(kind: type[BaseModel]) -> None:
-    """At every place of every request."""
-    for path in _paths(REQUESTS[kind]):
-        owner: Any = REQUESTS[kind]
-        for key in path:
-            owner = owner[key]
-        for field in owner if isinstance(owner, dict) and CLIENTS_OWN.isdisjoint(path) else ():
+def test_a_misspelt_field_is_refused_with_the_field_of_its_place(kind: type[RequestBody]) -> None:
+    """At every place of every request. A name of three letters at most has no misspellings: in one
+    of five only one letter may differ.
+    """
+    num_refused = 0
+    for path, owner in _objects(REQUESTS[kind]):
+        for field in owner if CLIENTS_OWN.isdisjoint(path) else ():
             name = _as_openai_writes((*path, f"{field}_x"))
+            body = _body(_with(REQUESTS[kind], path, owner | {f"{field}_x": 1}))
+            if len(field) <= 3:
+                assert re.sub(r"\[\d+\]", "[]", name) in parse_body(kind, body).ignored
+                continue
             with pytest.raises(ParameterError) as refused:
-                parse_body(
-                    kind,
-                    json.dumps(_with(REQUESTS[kind], path, owner | {f"{field}_x": 1})).encode(),
+                parse_body(kind, body)
+            num_refused += 1
+            if kind in HAVE_PARTS and "content" in path:
+                whole = _as_openai_writes(path[: path.index("content") + 1])
+                assert (str(refused.value), refused.value.parameter) == (
+                    f"{whole}: '{field}_x' is not a field of a part; did you mean {field}?",
+                    whole,
                 )
-            if len(field) > 2:  # of two letters another may be as close
-                assert (
-                    str(refused.value)
-                    == f"{name} is not a parameter of this endpoint; did you mean {field}?"
-                )
+                continue
+            assert (
+                str(refused.value)
+                == f"{name} is not a parameter of this endpoint; did you mean {field}?"
+            )
             assert refused.value.parameter == name
+    assert num_refused
 
 
 @pytest.mark.parametrize(
@@ -618,11 +795,67 @@ def test_a_misspelt_field_gets_the_field_of_its_place(kind: type[BaseModel]) -> 
     ],
 )
 def test_what_is_not_at_a_place_is_not_suggested_there(
-    kind: type[BaseModel], changes: dict[str, Any], name: str
+    kind: type[RequestBody], changes: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(ParameterError) as refused:
-        parse_body(kind, json.dumps(REQUESTS[kind] | changes).encode())
-    assert str(refused.value) == f"{name} is not a parameter of this endpoint"
+    """It is an unknown field there, which is ignored."""
+    before, parsed = (
+        parse_body(kind, _body(REQUESTS[kind] | more))
+        for more in ({key: REQUESTS[kind].get(key) for key in changes}, changes)
+    )
+    assert parsed.unknown == name
+    without_positions = re.sub(r"\[\d+\]", "[]", name)
+    assert without_positions in parsed.ignored
+    assert without_positions not in before.ignored
+
+
+@pytest.mark.parametrize(
+    ("known", "name", "meant"),
+    [
+        (["temperature"], "tempratur", "temperature"),
+        (["temperature"], "tmprtr", ""),
+        (["seed"], "sed", "seed"),
+        (["seed"], "sede", "seed"),
+        (["seed"], "see", "seed"),
+        (["seed"], "sees", "seed"),
+        (["seed"], "seas", ""),
+        (["stop", "store"], "stope", "stop"),
+        (["n"], "ni", ""),
+        (["max_tokens", "max_completion_tokens"], "max_tokenss", "max_tokens"),
+        (["tools"], "tools", ""),
+        (["a" * 64], "a" * 65, ""),
+    ],
+)
+def test_a_misspelling_is_one_letter_off_or_two_in_a_name_of_six(
+    known: list[str], name: str, meant: str
+) -> None:
+    assert intended_name(name, known) == meant
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", **PART}]}]}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "text", **PART}]}]}),
+        (
+            ResponsesRequest,
+            {"input": [{"type": "function_call_output", "output": [{"type": "text", **PART}]}]},
+        ),
+        (MessagesRequest, {"system": [{"type": "text", **PART}]}),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "system", "content": [{"type": "text", **PART}]}]},
+        ),
+    ],
+)
+def test_unknown_fields_of_parts_are_named_too(
+    kind: type[RequestBody], changes: dict[str, Any]
+) -> None:
+    parsed = parse_body(kind, _body(REQUESTS[kind] | changes))
+    [unknown] = [path for path in parsed.ignored if path.endswith("[].colour")]
+    assert unknown.startswith(next(iter(changes)))
+    assert parsed.unknown == unknown, "for servers that refuse unknown fields"
+    assert not any(path.endswith(".size") for path in parsed.ignored), "null is not given"
+    assert any(path.endswith("[].cache_control") for path in parsed.ignored)
 
 
 def test_a_kind_of_error_that_is_not_known_is_not_described_in_other_words_than_ours() -> None:

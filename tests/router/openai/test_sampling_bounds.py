@@ -30,6 +30,7 @@ OTHER_NAMES = {
 BODIES = (CompletionRequest, ChatRequest, FimRequest, MessagesRequest, ResponsesRequest)
 FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty")
 MAX_TOKENS = {"minimum": 0, "exclusiveMaximum": 2**31}  # 0 is for a completion that only echoes
+WRAPPED = ("seed", "random_seed")  # of any whole number the lowest 64 bits count
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -39,6 +40,9 @@ def test_the_schemas_of_bodies_have_the_bounds(body: type[BaseModel]) -> None:
         number = _number(schema)
         bounds = SAMPLING_BOUNDS.get(OTHER_NAMES.get(field, field))
         if bounds is None or number is None:  # some APIs refuse seeds
+            continue
+        if field in WRAPPED:
+            assert not number.keys() & KEYWORDS.values(), field
             continue
         found = {word: number[word] for word in KEYWORDS.values() if word in number}
         expected = {KEYWORDS[key]: bound for key, bound in bounds.items() if key in KEYWORDS}
@@ -62,6 +66,14 @@ def _is_refused(call: Any, *args: Any, **kwargs: Any) -> bool:
     return False
 
 
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest, FimRequest, ResponsesRequest])
+def test_the_schemas_of_bodies_say_which_seeds_are_taken(body: type[BaseModel]) -> None:
+    """Whole numbers without bounds, which may be written as 2.0, as JSON schema has it, too."""
+    fields = body.model_json_schema()["properties"]
+    for name in fields.keys() & set(WRAPPED):
+        assert fields[name]["anyOf"] == [{"type": "integer"}, {"type": "null"}], name
+
+
 @pytest.mark.parametrize("name", SAMPLING_BOUNDS)
 def test_what_is_out_of_bounds_is_refused(name: str) -> None:
     step = 1e-6 if name in FRACTIONS else 1
@@ -76,6 +88,7 @@ def test_what_is_out_of_bounds_is_refused(name: str) -> None:
             assert _is_refused(SamplingParams, **{name: value}) == is_refused, value
             if (name, value) != ("max_tokens", 0):
                 body = json.dumps({"prompt": "a", name: value}).encode()
-                assert _is_refused(parse_completion, body) == is_refused, value
+                is_wrapped = name in WRAPPED
+                assert _is_refused(parse_completion, body) == (is_refused and not is_wrapped), value
     for value in (math.nan, math.inf, -math.inf):
         assert _is_refused(SamplingParams, **{name: value}), value

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import read_model_args
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolCall, ToolFormat
+from tramontane.router.tokenization.history import mistral_id
 from tramontane.router.tokenization.loader import (
     find_tokenizer_file,
     load_chat_template,
@@ -202,27 +203,33 @@ def fine_tune(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTemplate, s
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "same_as", "answer"),
     [
-        [],
-        [ChatMessage("assistant", "x")],
-        [*_user("a"), ChatMessage("assistant", "")],
-        _user("a", "b"),
+        ([], _user(""), ""),
+        ([ChatMessage("assistant", "x")], _user(""), "x"),
+        ([*_user("a"), ChatMessage("assistant", "")], _user("a"), ""),
+        (_user("a", "b"), _user("a"), "b"),
+        ([*_user("a"), replace(_user("", "b")[1], is_prefix=True)], _user("a"), "b"),
     ],
-    ids=["nothing", "an answer first", "an empty answer", "an answer last"],
+    ids=["nothing", "an answer first", "an empty answer", "an answer last", "a prefix"],
 )
-def test_conversations_that_a_format_does_not_know_are_refused(
-    tmp_path: Path, messages: list[ChatMessage]
+def test_every_conversation_has_a_prompt_and_an_answer_at_its_end_is_continued(
+    tmp_path: Path, messages: list[ChatMessage], same_as: list[ChatMessage], answer: str
 ) -> None:
     shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
-    with pytest.raises(RequestError, match="has no such conversation"):
-        _chat(tmp_path).encode(messages)
+    chat, tokenizer = _chat(tmp_path), require_tokenizer(tmp_path, 10**6)
+    ids, before = chat.encode(messages), chat.encode(same_as)
+    assert ids[: len(before)] == before
+    assert tokenizer.decode(ids[len(before) :]).strip() == answer
 
 
-def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
-    chat = _chat(_of_fine_tune(tmp_path, ZEPHYR))
-    with pytest.raises(RequestError, match="a system message comes first"):
-        chat.encode([*_user("a"), ChatMessage("system", "late")])
+def test_a_template_may_refuse_a_conversation_and_gets_another_first(tmp_path: Path) -> None:
+    chat = _chat(_of_fine_tune(tmp_path / "first", ZEPHYR))
+    late = [*_user("a"), ChatMessage("system", "late")]
+    assert chat.encode(late) == chat.encode(late[::-1]), "a system message comes first"
+    never = _of_fine_tune(tmp_path / "never", "{{ raise_exception('not today') }}")
+    with pytest.raises(RequestError, match="does not take this conversation: not today"):
+        _chat(never).encode(_user("a"))
 
 
 @pytest.mark.parametrize(
@@ -484,17 +491,19 @@ def test_tools_in_a_template(tmp_path: Path) -> None:
         tokenizer.control_id("[TOOL_CALLS]") or 0, tokenizer.control_id("[ARGS]")
     )
     broken = [CALLED[0], ChatMessage("assistant", "", (ToolCall("abcDEF123", "weather", "{"),))]
-    with pytest.raises(RequestError, match="not JSON"):
-        chat.encode(broken, TOOLS)
+    assert "abcDEF123 interrupted" in tokenizer.decode(chat.encode(broken, TOOLS)), (
+        "a call that is cut off stays, and its arguments are what they are"
+    )
 
 
-def test_a_call_that_mistrals_formats_do_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_call_whose_id_mistrals_formats_do_not_know_gets_another(tmp_path: Path) -> None:
     shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
+    chat, tokenizer = _chat(tmp_path), require_tokenizer(tmp_path, 10**6)
     called = replace(CALLED[1], tool_calls=(ToolCall("call_1", "weather", "{}"),))
-    with pytest.raises(RequestError, match="length of 9"):
-        _chat(tmp_path).encode(
-            [CALLED[0], called, replace(CALLED[2], tool_call_id="call_1")], TOOLS
-        )
+    ids = chat.encode([CALLED[0], called, replace(CALLED[2], tool_call_id="call_1")], TOOLS)
+    text = tokenizer.decode(ids)
+    assert "call_1" not in text
+    assert text.count(mistral_id("call_1")) == 2, "of the call and of its result"
 
 
 def test_what_mistral_common_finds_by_pydantic_is_in_our_words(tmp_path: Path) -> None:
@@ -504,11 +513,11 @@ def test_what_mistral_common_finds_by_pydantic_is_in_our_words(tmp_path: Path) -
         chat.encode([user, replace(user, role="bot")])  # type: ignore[arg-type]
     assert (
         str(refused.value)
-        == "messages[1].role is 'bot'; it must be one of 'system', 'user', 'assistant', 'tool'"
+        == "a message has the role 'bot'; it must be one of 'system', 'user', 'assistant', 'tool'"
     )
     with pytest.raises(RequestError) as refused:
         chat.encode([replace(user, content=5)])  # type: ignore[arg-type]
-    assert str(refused.value) == "the model's format has no such conversation; look at messages[0]"
+    assert str(refused.value) == "the model's format has no such conversation"
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:

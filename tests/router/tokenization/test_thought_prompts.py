@@ -20,7 +20,7 @@ from thinking_models import BEGIN, END, MESSAGES, OPENED, thinking_model
 from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_with_tokens, thinking_tekken
 from transformers import PreTrainedTokenizerFast
 
-from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.chat_request import Messages
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.response_models import to_json
@@ -31,6 +31,7 @@ from tramontane.router.tokenization.chat import (
     ChatMessage,
     ChatTemplate,
     Thought,
+    supported_effort,
     with_thoughts,
 )
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
@@ -116,23 +117,23 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return message["content"] if isinstance(message["content"], list) else []
 
 
-def _has_system(messages: Sequence[dict[str, Any]]) -> bool:
-    return any(message["role"] == "system" for message in messages)
+def _without_example(message: dict[str, Any]) -> dict[str, Any]:
+    """A system message with its texts alone, as lines."""
+    texts = [part["text"] for part in _parts(message) if part["type"] == "text"]
+    return message | {"content": "\n".join(texts)} if message["role"] == "system" else message
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_thoughts_are_encoded_as_mistral_common_does(
     path: Path, version: str, messages: list[dict[str, Any]]
 ) -> None:
-    if version == "v15" and _has_system(messages):
-        with pytest.raises(RequestError, match=r"no such conversation: .*system"):
-            _chat(path.parent).encode(_parsed(messages))
-    else:
-        ids = list(_chat(path.parent).encode(_parsed(messages)))
-        assert ids == _reference(path, messages)
-        assert ids.count(THINK) == sum(
-            part["type"] == "thinking" for message in messages for part in _parts(message)
-        )
+    """A system message has none from version 15 on, so there they are left out."""
+    ids = list(_chat(path.parent).encode(_parsed(messages)))
+    known = messages if version == "v13" else list(map(_without_example, messages))
+    assert ids == _reference(path, known)
+    assert ids.count(THINK) == sum(
+        part["type"] == "thinking" for message in known for part in _parts(message)
+    )
 
 
 PIECES = st.lists(
@@ -202,15 +203,14 @@ def test_the_text_of_a_marker_in_a_thought_stays_text(path: Path) -> None:
     assert [token_id for token_id in ids if token_id in (THINK, END_THINK)] == [THINK, END_THINK]
 
 
-def test_versions_without_thoughts_refuse_them(tmp_path: Path) -> None:
-    messages = [*HELLO, with_thoughts("assistant", (Thought("a"), "b")), *HELLO]
+def test_versions_without_thoughts_leave_them_out(tmp_path: Path) -> None:
+    thoughtful, plain = (
+        [*HELLO, with_thoughts("assistant", parts), *HELLO] for parts in ((Thought("a"), "b"), "b")
+    )
     (tmp_path / "tokenizer.model.v7").write_bytes(SENTENCEPIECE["v7"].read_bytes())
     thinking_tekken(tmp_path / "v11", "v11")
     for folder in (tmp_path, tmp_path / "v11"):
-        with pytest.raises(
-            RequestError, match=r"messages\[1\] has a thought, and this model's format has none"
-        ):
-            _chat(folder).encode(messages)
+        assert _chat(folder).encode(thoughtful) == _chat(folder).encode(plain)
     assert _chat(tmp_path).reasoning_format is None
 
 
@@ -223,15 +223,38 @@ def test_version_15_knows_efforts(tmp_path: Path, effort: str | None) -> None:
     assert ids != _reference(path, [USER], reasoning_effort="none" if effort == "high" else "high")
 
 
-def test_an_effort_that_a_model_does_not_know_is_refused(path: Path, version: str) -> None:
-    known = (
-        " knows none, high" if version == "v15" else "'s format has no such setting; leave it out"
-    )
-    with pytest.raises(
-        ParameterError, match=f"reasoning_effort is 'low'; this model{known}"
-    ) as refused:
-        _chat(path.parent).encode(HELLO, reasoning_effort="low")
-    assert refused.value.parameter == "reasoning_effort"
+@pytest.mark.parametrize(
+    ("effort", "nearest"),
+    [("minimal", "none"), ("low", "high"), ("medium", "high"), ("xhigh", "high"), ("max", "high")],
+)
+def test_an_effort_that_a_model_does_not_know_is_the_nearest_one_if_it_knows_any(
+    path: Path, version: str, effort: str, nearest: str
+) -> None:
+    chat = _chat(path.parent)
+    known = nearest if version == "v15" else None
+    ids = chat.encode(HELLO, reasoning_effort=effort)
+    assert ids == chat.encode(HELLO, reasoning_effort=known)
+    assert list(chat.efforts) == (["none", "high"] if version == "v15" else [])
+
+
+@pytest.mark.parametrize(
+    ("effort", "known", "supported"),
+    [
+        (None, ("none", "high"), None),
+        ("high", (), None),
+        ("high", ("none", "high"), "high"),
+        ("medium", ("low", "high"), "high"),
+        ("none", ("low", "high"), "low"),
+        ("max", ("low", "high"), "high"),
+        ("medium", ("minimal", "max"), "minimal"),
+        ("much", ("none", "high"), None),
+        ("high", ("deep",), None),
+    ],
+)
+def test_the_nearest_effort_is_the_higher_of_two(
+    effort: str | None, known: tuple[str, ...], supported: str | None
+) -> None:
+    assert supported_effort(effort, known) == supported
 
 
 def _tokens(folder: Path, **more: Any) -> list[int]:
@@ -247,13 +270,11 @@ def test_tokenize_takes_efforts_and_variables(tmp_path: Path) -> None:
     assert _tokens(tmp_path, reasoning_effort="high") == _reference(
         path, [USER], reasoning_effort="high"
     )
-    for wrong, parameter in (
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({VARIABLES: {"tone": "b"}}, VARIABLES),
-    ):
-        with pytest.raises(ParameterError) as refused:
-            _tokens(tmp_path, **wrong)
-        assert refused.value.parameter == parameter
+    assert _tokens(tmp_path, reasoning_effort="low") == _tokens(tmp_path, reasoning_effort="high")
+    assert _tokens(tmp_path, reasoning_effort="high") != _tokens(tmp_path)
+    with pytest.raises(ParameterError) as refused:
+        _tokens(tmp_path, **{VARIABLES: {"tone": "b"}})
+    assert refused.value.parameter == VARIABLES
     folder = _folder(tmp_path / "jinja", "{{ tone }}: {{ messages[0].content }}")
     assert (
         require_tokenizer(folder, 10**6)
@@ -324,14 +345,10 @@ def test_a_template_may_know_thoughts_as_parts_of_the_content(tmp_path: Path) ->
     ), "each text after a marker has the space that this tokenizer writes"
 
 
-def test_a_template_that_knows_thoughts_of_answers_alone_refuses_others(tmp_path: Path) -> None:
-    with pytest.raises(
-        RequestError,
-        match=r"messages\[0\] has a thought, which the model's chat template knows only in answers",
-    ):
-        _chat(_folder(tmp_path, MESSAGES)).encode(
-            _parsed([{"role": "system", "content": EXAMPLE}, USER])
-        )
+def test_a_template_that_knows_thoughts_of_answers_alone_gets_no_others(tmp_path: Path) -> None:
+    chat, example = _chat(_folder(tmp_path, MESSAGES)), {"role": "system", "content": EXAMPLE}
+    ids = chat.encode(_parsed([example, USER]))
+    assert ids == chat.encode(_parsed([_without_example(example), USER]))
 
 
 def test_a_template_gets_an_effort_if_it_mentions_one(tmp_path: Path) -> None:
@@ -346,5 +363,6 @@ def test_a_template_gets_an_effort_if_it_mentions_one(tmp_path: Path) -> None:
             ).strip()
             == expected
         )
-    with pytest.raises(ParameterError, match="no such setting"):
-        thinking_model("added").chat.encode(HELLO, reasoning_effort="high")
+    other = thinking_model("added").chat
+    assert other.encode(HELLO, reasoning_effort="high") == other.encode(HELLO)
+    assert not other.efforts
