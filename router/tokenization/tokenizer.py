@@ -26,6 +26,8 @@ def validate_text(*texts: str) -> Iterator[None]:
 
 # of a text; its ids, four for each character at most, are a list within 30 ms
 UNCHECKED_CHARS = PIECE_CHARS = 2**18
+# Of the end of a long text: characters per token at first, and tokens that a cut may change.
+CHARS_PER_TOKEN, NUM_AT_CUT = 8, 64
 REPLACE, REPLACE_EACH = "replace", "tramontane-replace-each"
 THINK_TEXTS = ("<think>", "</think>")
 # before and after a thought: Mistral's markers, and the most common others
@@ -134,6 +136,22 @@ class Tokenizer(ABC):
         """
         with validate_text(text):
             return self._encode(text)
+
+    def encode_end(self, text: str, num_tokens: int) -> tuple[int, ...]:
+        """Return the last token ids of a text, at most ``num_tokens``. Raises RequestError for
+        invalid text; call it in a thread.
+
+        Of a long text only the end is tokenized, with more tokens than asked for, so that the cut
+        does not change the ones that are returned.
+        """
+        beginning = len(self.encode(""))
+        num_chars = CHARS_PER_TOKEN * (num_tokens + NUM_AT_CUT)
+        while num_chars < len(text):
+            ids = self.encode(text[-num_chars:])[beginning:]
+            if len(ids) >= num_tokens + NUM_AT_CUT:
+                return ids[-num_tokens:]
+            num_chars *= 2
+        return self.encode(text)[-num_tokens:]
 
     def vocabulary(self) -> tuple[bytes, ...]:
         """Return the bytes of every id in a text, b"" for control tokens and the unknown token."""

@@ -14,13 +14,12 @@ from pydantic import ValidationError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.completion_request import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
     CompletionRequest,
     parse_body,
     parse_completion,
 )
 from tramontane.router.openai.errors import error_body
+from tramontane.router.openai.sampling_values import MAX_STOP_CHARS, MAX_STOPS
 
 LONGEST_MESSAGE = 300
 FIELDS = sorted(CompletionRequest.model_fields)
