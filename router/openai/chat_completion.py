@@ -84,6 +84,10 @@ class NoChatTemplate:
         """Always empty: reasoning is not supported."""
         return ()
 
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return none: every conversation is refused."""
+        return ()
+
     def encode(
         self,
         messages: Sequence[ChatMessage],

@@ -219,7 +219,7 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: JsonSchema | None = Field(None, alias="schema")
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
 
 
 class Function(RequestModel):

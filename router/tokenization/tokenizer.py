@@ -1,6 +1,7 @@
 """Base of tokenizers, and incremental decoding of tokens. ``backends`` has the file formats."""
 
 import codecs
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ class Tokenizer(ABC):
         errors: str = REPLACE,
         bytes_of_text: frozenset[int] = frozenset(),
     ) -> None:
+        self._left_out_from: float = math.inf  # ids that a model does not know
         self._errors, self._bytes_of_text = errors, bytes_of_text
         self._piece_bytes, self._bos_ids, self.strips_space = piece_bytes, bos_ids, strips_space
         # ids above have no text
@@ -162,6 +164,23 @@ class Tokenizer(ABC):
         """Return the id of a control token such as "[TOOL_CALLS]"; None if it does not exist or its
         name is text.
         """
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that were added to the vocabulary, as far as the file tells."""
+        return frozenset()
+
+    def leave_out_added(self, vocab_size: int) -> bool:
+        """Leave out added tokens that are not in a model's vocabulary: they have no text, and no
+        names. Returns whether all other tokens are in it.
+        """
+        beyond = range(vocab_size, len(self._piece_bytes))
+        if any(self._piece_bytes[i] and i not in self.added_ids for i in beyond):
+            return False
+        self._left_out_from = vocab_size
+        self._piece_bytes = self._piece_bytes[:vocab_size]
+        self.vocab_size = min(self.vocab_size, vocab_size)
+        return True
 
     def added_id(self, name: str) -> int | None:
         """Return the id of an added token, a control token or not; None if it does not exist."""

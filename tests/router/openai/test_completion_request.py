@@ -28,21 +28,14 @@ UNSUPPORTED = {
     "best_of": (1, 1.0),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
-    "priority": (0,),
-    **dict.fromkeys(
-        ("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search", "store"), ()
-    ),
+    **dict.fromkeys(("use_beam_search",), ()),
     **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern"), ()),
 }
 WITH_EFFECT = {
     "best_of": (2, 0, True, "1"),
     "length_penalty": (2, True),
     "bad_words": (["x"], True),
-    "priority": (1, True),
-    "allowed_token_ids": ([1],),
-    "truncate_prompt_tokens": (5,),
     "use_beam_search": (True,),
-    "store": (True,),
     "guided_grammar": ("start: /a/",),
     "guided_whitespace_pattern": ("[ ]",),
 }
@@ -517,8 +510,11 @@ BAD_BODIES: dict[str, tuple[str, list[bytes]]] = {
             b'{"prompt": "\xff"}',
             b'{"prompt": "\xc3"}',
             b'{"prompt": "\xed\xa0\x80"}',
-            '{"prompt": "a"}'.encode("utf-16"),
         ],
+    ),
+    "UTF-16": (
+        "the body is UTF-16, which JSON over HTTP is not; send UTF-8",
+        ['{"prompt": "a"}'.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be")],
     ),
 }
 

@@ -556,5 +556,20 @@ def test_a_pattern_that_cannot_be_followed_is_refused_with_its_place(regex: str)
     assert refused.value.parameter == "guided_regex"
 
 
+def test_an_answer_is_of_the_tokens_of_a_set() -> None:
+    tokens = Constraint("tokens", (THINK, *b"ab"), "allowed_token_ids")
+    thoughts = ThoughtRules(MARKERS["Mistral's"], is_open=True)
+    grammar = build_grammar(tokens, thoughts=thoughts, drops_space=True)
+    assert grammar == build_grammar(tokens)
+    assert _takes(grammar, "abba", THINK, "a")
+    for said in (("abc",), ("",), (" a",), ("a", END_THINK)):
+        assert not _takes(grammar, *said)
+    assert build_grammar(tokens, _tools(TIME), "none", LIST) == grammar
+    for choice in (None, "auto", "required"):
+        with pytest.raises(ParameterError, match="allowed_token_ids says what all") as refused:
+            build_grammar(tokens, _tools(TIME), _choice(choice) if choice else None, LIST)
+        assert refused.value.parameter == "allowed_token_ids"
+
+
 def test_any_is_mistrals_word_for_required() -> None:
     assert _choice("any") == "required"
