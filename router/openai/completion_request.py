@@ -46,8 +46,8 @@ from tramontane.router.structured.request_model import (
 Text = Annotated[str, AfterValidator(check_text)]
 MAX_SALT_CHARS = 256
 NO_BAD_WORDS = (
-    "words cannot be excluded, since each may be written with many different tokens; logit_bias"
-    " makes single tokens unlikely"
+    "words cannot be excluded, since each may be written with many different tokens; leave it out,"
+    " or make single tokens unlikely with logit_bias"
 )
 NOT_TRUNCATED = "only prompts of /v1/completions are cut; leave it out, and send fewer messages"
 CONTROL_TOKENS = "control tokens have no text in answers; return_token_ids returns their ids"

@@ -83,8 +83,8 @@ def kept_prompt_tokens(model: ServedModel, request: CompletionRequest) -> int | 
     kept, or as leave room for ``max_tokens`` new ones.
     """
     num_kept = request.truncate_prompt_tokens
-    if num_kept != -1:
-        return num_kept
+    if num_kept is None or num_kept > 0:
+        return num_kept and min(num_kept, model.max_model_len)
     return max(model.max_model_len - max(request.max_tokens, 1), 1)
 
 

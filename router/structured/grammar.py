@@ -148,7 +148,7 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
     if kind == "json":
         return json_rule(rule, value, where)
     if kind == "tokens":
-        return AnswerRule(rule, where, f"<[{','.join(map(str, value))}]>+")
+        return AnswerRule(rule, where, f"<[{','.join(map(str, sorted(set(value))))}]>+")
     if (num_chars := len(value) if kind == "regex" else sum(map(len, value))) > MAX_GRAMMAR_CHARS:
         raise too_large(num_chars, where)
     if kind == "choice":
@@ -401,7 +401,7 @@ def _calls(names: Sequence[str], tool_format: ToolFormat, *, parallel: bool) -> 
         more = ' (", " call)*' if parallel else ""
         rules = [f'calls: <[{tool_format.calls}]> " "? "[" call{more} "]"']
         each = [
-            json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"'
+            _literal(f'{{"name": {_literal(name)}, "arguments": ') + f' args{i} "}}"'
             for i, name in enumerate(names)
         ]
     else:
@@ -411,10 +411,15 @@ def _calls(names: Sequence[str], tool_format: ToolFormat, *, parallel: bool) -> 
             call_id = " id?"
             rules += [f"id: <[{tool_format.call_id}]> CALL_ID", "CALL_ID: /[a-zA-Z0-9]{9}/"]
         each = [
-            f'<[{tool_format.calls}]> " "? "{name}"{call_id} <[{tool_format.args}]> " "? args{i}'
+            f'<[{tool_format.calls}]> " "? {_literal(name)}{call_id} <[{tool_format.args}]> " "?'
+            f" args{i}"
             for i, name in enumerate(names)
         ]
     return [*rules, "call: " + " | ".join(each)]
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _arguments(function: Function, rule: str, index: int) -> AnswerRule:

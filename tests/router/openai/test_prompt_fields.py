@@ -83,6 +83,11 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_keeps_one_token() -> None:
     assert _prompt(request) == TOKENIZER.encode(LONG)[-1:]
 
 
+def test_no_more_than_the_context_is_kept_of_a_prompt() -> None:
+    with pytest.raises(ParameterError, match=f"the prompt has {CONTEXT} tokens"):
+        _completed(truncate_prompt_tokens=2**31 - 1)
+
+
 def test_an_echo_is_of_the_tokens_that_were_kept() -> None:
     _, answer = _completed(truncate_prompt_tokens=3, echo=True, max_tokens=1)
     kept = TOKENIZER.decode(TOKENIZER.encode(LONG)[-3:])
@@ -169,7 +174,7 @@ def test_allowed_tokens_are_a_grammar(ask: Any) -> None:
     prompt = {"prompt": "a"} if ask is _completed else {}
     for allowed, ignores in (([7, 9], True), ([7, EOS], False)):
         request, _ = ask(MODEL_WITH_EOS, allowed_token_ids=allowed, **prompt)
-        listed = ",".join(map(str, allowed))
+        listed = ",".join(map(str, sorted(allowed)))
         assert _sampling(request).grammar == f"start: answer\nanswer: body\nbody: <[{listed}]>+"
         assert _sampling(request).ignore_eos is ignores, "no other token ends the answer"
     assert not _sampling(ask(MODEL_WITH_EOS, **prompt)[0]).ignore_eos
@@ -198,7 +203,7 @@ def test_other_allowed_tokens_are_refused(ask: Any, fields: dict[str, Any], reas
 
 def test_bad_words_are_refused_with_a_way_out() -> None:
     assert _completed(prompt="a", bad_words=[])
-    with pytest.raises(ParameterError, match="logit_bias makes single tokens unlikely"):
+    with pytest.raises(ParameterError, match="make single tokens unlikely with logit_bias"):
         _completed(prompt="a", bad_words=["x"])
 
 

@@ -394,6 +394,20 @@ def test_a_tools_name_is_written_as_it_is(name: str) -> None:
     assert _takes(listed, CALLS, f'[{{"name": "{name}", "arguments": {{}}}}]')
 
 
+def test_a_name_that_was_not_checked_stays_a_text_of_the_grammar() -> None:
+    """Names of the Responses API may have a namespace before them."""
+    name = 'a" | /.*/ "\u00e9.b'
+    (tool,) = _tools({"name": "b"})
+    named = tool.model_copy(update={"function": tool.function.model_copy(update={"name": name})})
+    grammar = build_grammar(None, [named], "required", BY_NAME)
+    assert ARGS is not None
+    assert _takes(grammar, CALLS, name, ARGS, "{}")
+    assert not _takes(grammar, CALLS, "a", ARGS, "{}")
+    listed = build_grammar(None, [named], "required", type(BY_NAME)(BY_NAME.calls))
+    written = json.dumps(name, ensure_ascii=False)
+    assert _takes(listed, CALLS, f'[{{"name": {written}, "arguments": {{}}}}]')
+
+
 @pytest.mark.parametrize("name", ["", "x" * 129, "a b", 'a"b', "a\\b", "a\n", "\u00e9", "a{"])
 def test_a_name_with_other_characters_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):

@@ -454,6 +454,23 @@ def test_tools_and_their_calls_are_written_as_mistral_common_does(
     assert ids.count(chat.tool_format.calls) == 1, "what the description spells out is text"
 
 
+@pytest.mark.parametrize("version", ["v2", "v3", "v7", "tekken"])
+def test_a_tools_name_reaches_the_prompt_as_it_is(tmp_path: Path, version: str) -> None:
+    if version == "tekken":
+        small_tekken(tmp_path)
+    else:
+        shutil.copy(SENTENCEPIECE[version], tmp_path / f"tokenizer.model.{version}")
+    name = "mcp.server/tool:v2-" + "x" * 100
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    called = [
+        ChatMessage("user", "a"),
+        ChatMessage("assistant", "", (ToolCall("abcDEF123", name, "{}"),)),
+        ChatMessage("tool", "b", tool_call_id="abcDEF123"),
+    ]
+    prompt = require_tokenizer(tmp_path, 10**6).decode(_chat(tmp_path).encode(called, [tool]))
+    assert prompt.count(f'"{name}"') == 2, "of the tool and of the call"
+
+
 def test_a_format_without_tools(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     shutil.copy(SENTENCEPIECE["v1"], tmp_path / "v1" / "tokenizer.model.v1")
