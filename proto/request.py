@@ -223,12 +223,12 @@ class Request:
             )
 
 
-def validate_token_ids(
-    logit_bias: Iterable[tuple[int, float]], stop_token_ids: Iterable[int], vocab_size: int
-) -> None:
-    """Raise ParameterError if a sampling parameter names a token that the model does not have."""
-    biased = [token_id for token_id, _ in logit_bias]
-    for name, token_ids in (("logit_bias", biased), ("stop_token_ids", stop_token_ids)):
+def validate_token_ids(parameters: Mapping[str, Iterable[int]], vocab_size: int) -> None:
+    """Raise ParameterError if a sampling parameter names a token that the model does not have.
+
+    ``parameters``: token ids by the names of parameters.
+    """
+    for name, token_ids in parameters.items():
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ParameterError(

@@ -65,7 +65,7 @@ from tramontane.router.openai.tokenize import (
     detokenize,
     tokenize,
 )
-from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.chat import ChatTemplate, ignored_variables
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,8 @@ class HttpApp:
         parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
         check_model_name(self._model, parsed.model)
         answer = await tokenize(self._model, self._chat, parsed)
-        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
+        unused = ignored_variables(self._chat, parsed.chat_template_kwargs)
+        return JSONResponse(answer.as_json(), headers=warning_header((*parsed.ignored, *unused)))
 
     async def detokenize(self, request: Request) -> Response:
         """Answer ``POST /detokenize``."""

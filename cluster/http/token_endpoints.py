@@ -47,7 +47,7 @@ from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.structured.request_model import RequestBody
-from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.chat import ChatTemplate, ignored_variables
 
 MAX_WARNING_CHARS = 1024
 T = TypeVar("T")
@@ -178,6 +178,8 @@ class TokenEndpoints:
 
     def _ignored_settings(self, parsed: RequestBody | Conversation) -> Iterator[str]:
         """Yield the settings of a request for which this model has no choice."""
+        if isinstance(parsed, ChatRequest):
+            yield from ignored_variables(self._chat, parsed.chat_template_kwargs)
         if isinstance(parsed, ChatRequest) and not self._chat.efforts:
             if parsed.reasoning_effort is not None:
                 yield "reasoning_effort"

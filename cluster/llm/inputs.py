@@ -9,8 +9,8 @@ from typing import Any
 
 from tramontane.proto import request
 from tramontane.proto.errors import RequestError
-from tramontane.router.openai.completion_request import parse_stops
 from tramontane.router.openai.detokenizer import ChatDetokenizer
+from tramontane.router.openai.sampling_values import parse_stops
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, Thought, with_thoughts
 from tramontane.router.tokenization.loader import (
     load_chat_template,

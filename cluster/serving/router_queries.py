@@ -39,7 +39,7 @@ def prefix_aware_routing(config: EngineConfig, model: str) -> PrefixAwareRouting
     if not config.enable_prefix_caching:
         return None
     return PrefixAwareRouting(
-        lambda tenant: cache_salt(model, "" if config.share_prefixes else tenant), _now
+        lambda salt: cache_salt(model, salt, share_prefixes=config.share_prefixes), _now
     )
 
 

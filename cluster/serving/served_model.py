@@ -41,6 +41,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
         vocab_size=args.vocab_size,
         expert_layers=args.moe_layers,
         experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
+        eos_token_ids=frozenset(args.eos_token_ids),
         aliases=config.model_names[1:],
     )
 

@@ -13,7 +13,7 @@ from tramontane.proto.errors import RequestError, intended_name
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.units import format_bytes
 from tramontane.router.openai.errors import describe_json_error
-from tramontane.router.openai.json_limits import check_elements
+from tramontane.router.openai.json_limits import check_elements, is_utf16
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
@@ -138,6 +138,8 @@ def extract_body(text: str) -> dict[str, Any]:
 
 
 def _parse_json(text: bytes) -> dict[str, Any]:
+    if is_utf16(text):
+        raise RequestError("it is UTF-16, which JSON is not; send the file as UTF-8")
     check_elements(text, "it")
     try:
         request = from_json(text, allow_inf_nan=False)

@@ -25,19 +25,16 @@ from tramontane.router.chat_apis.conversation import (
 )
 from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
     Text,
     parse_body,
-    parse_stops,
 )
 from tramontane.router.openai.response_models import to_json
+from tramontane.router.openai.sampling_values import MAX_STOP_CHARS, MAX_STOPS, parse_stops
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
     NAME,
     Function,
     FunctionName,
-    JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
     Tool,
@@ -55,6 +52,7 @@ from tramontane.router.structured.request_model import (
     default_if_null,
     no_effect_fields,
 )
+from tramontane.router.structured.schemas import JsonSchema
 
 # Messages of Anthropic's API, converted to messages of a chat.
 

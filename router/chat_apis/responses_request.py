@@ -23,13 +23,13 @@ from tramontane.router.chat_apis.conversation import (
     typed,
 )
 from tramontane.router.chat_apis.responses_items import CUSTOM_INPUT, InputItems, add_items
-from tramontane.router.openai.completion_request import Seed, Text, parse_body
+from tramontane.router.openai.completion_request import Text, parse_body
+from tramontane.router.openai.sampling_values import Seed
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
     NAME,
     Function,
     FunctionName,
-    JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
     Tool,
@@ -43,6 +43,7 @@ from tramontane.router.structured.request_model import (
     bounded,
     default_if_null,
 )
+from tramontane.router.structured.schemas import JsonSchema
 
 NOT_STORED = "this server stores no answers; send the whole conversation as input"
 MAX_INCLUDED = 64

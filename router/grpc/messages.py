@@ -10,12 +10,9 @@ from pydantic_core import from_json
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_BIASES, MAX_STOP_TOKENS, FinishReason
-from tramontane.router.openai.completion_request import (
-    MAX_STOPS,
-    CompletionRequest,
-    parse_completion,
-)
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.json_limits import MAX_ITEMS, check_elements
+from tramontane.router.openai.sampling_values import MAX_STOPS
 from tramontane.router.openai.served_model import ServedModel
 
 PROMPT_FIELDS = ("text", "token_ids")

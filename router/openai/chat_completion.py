@@ -31,6 +31,8 @@ from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import (
     OFFLOAD_CHARS,
     ServedModel,
+    ignores_eos,
+    max_scored_tokens,
     tokenize_prompts,
     validate_logprobs,
     validate_sampling,
@@ -83,6 +85,10 @@ class NoChatTemplate:
     @property
     def efforts(self) -> Sequence[str]:
         """Always empty: reasoning is not supported."""
+        return ()
+
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return none: every conversation is refused."""
         return ()
 
     def encode(
@@ -285,7 +291,10 @@ async def _to_generation(
     prompt_ids = await tokenize_prompts(model, (ids,))
     max_tokens = room if request.max_new_tokens is None else request.max_new_tokens
     num_top = (request.top_logprobs or 0) if request.logprobs else None
-    if num_top is not None:
+    if num_top is not None and request.max_new_tokens is None:  # the answer ends at the bound
+        num_scored = max_scored_tokens(num_top, is_streamed=request.stream)
+        max_tokens = min(room, max(num_scored // request.n, 1))
+    elif num_top is not None:
         num_new = request.n * min(max_tokens, room)
         validate_logprobs(num_new, num_top, is_streamed=request.stream)
     return GenerationRequest(
@@ -296,6 +305,7 @@ async def _to_generation(
             request.to_sampling_params(max(max_tokens, 1)),
             logprobs=num_top,
             grammar=grammar,
+            ignore_eos=ignores_eos(model, request),
         ),
         seed=request.given_seed,
         scores_only=not max_tokens,
@@ -303,6 +313,7 @@ async def _to_generation(
         includes_usage=request.includes_usage,
         counts_in_chunks=request.counts_in_chunks,
         logprobs_format=CHAT_LOGPROBS,
+        cache_salt=request.cache_salt or "",
     )
 
 

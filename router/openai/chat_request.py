@@ -1,6 +1,6 @@
 """Chat requests: the fields of OpenAI, vLLM and Mistral. Other fields are ignored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,7 @@ from tramontane.router.tokenization.chat import (
     ToolCall,
     with_thoughts,
 )
-from tramontane.router.tokenization.template_chat import TemplateVariables
+from tramontane.router.tokenization.template_chat import OPENS_ANSWER, TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
@@ -318,6 +318,12 @@ def conversation(messages: Sequence[Message], *, continue_final: bool) -> list[C
     return made
 
 
+def opens_answer(given: bool | None, variables: Mapping[str, Any] | None) -> bool | None:
+    """Return ``add_generation_prompt`` of a request, or of the variables of its template."""
+    inside = (variables or {}).get(OPENS_ANSWER)
+    return given if given is not None or not isinstance(inside, bool) else inside
+
+
 def check_continuation(
     messages: Sequence[Message],
     *,
@@ -370,7 +376,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     check_continuation(
         request.messages,
         continue_final=request.continue_final_message,
-        opens_answer=request.add_generation_prompt,
+        opens_answer=opens_answer(request.add_generation_prompt, request.chat_template_kwargs),
     )
     _check_prefix(request)
     if request.top_logprobs is not None and not request.logprobs:

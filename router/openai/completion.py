@@ -14,6 +14,9 @@ from tramontane.router.openai.generation import (
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import (
     ServedModel,
+    cut_prompts,
+    ignores_eos,
+    kept_prompt_tokens,
     tokenize_prompts,
     validate_answer_size,
     validate_request,
@@ -40,7 +43,10 @@ async def prepare_text(
 ) -> Generation:
     """Return the generation of plain text. ``kind``: see ``Generation``."""
     validate_request(model, request)
-    prompt_ids = await tokenize_prompts(model, request.prompt, request.suffix)
+    prompts = request.prompt
+    if (num_kept := kept_prompt_tokens(model, request)) is not None:
+        prompts = await cut_prompts(model, prompts, num_kept)
+    prompt_ids = await tokenize_prompts(model, prompts, request.suffix)
     validate_answer_size(model, request, [len(ids) for ids in prompt_ids])
     grammar = await completion_grammar(model.tokenizer, request)
     texts = [make_detokenizer(model.tokenizer, request) for _ in range(request.num_sequences)]
@@ -54,14 +60,16 @@ async def prepare_text(
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs_count,
             grammar=grammar,
+            ignore_eos=ignores_eos(model, request),
         ),
         seed=request.given_seed,
         scores_only=not request.max_tokens,
-        echoed=request.prompt if request.echo else (),
+        echoed=prompts if request.echo else (),
         prompt_logprobs=request.prompt_logprobs,
         returns_token_ids=request.return_token_ids,
         includes_usage=request.includes_usage,
         counts_in_chunks=request.counts_in_chunks,
         logprobs_format=logprobs_format,
+        cache_salt=request.cache_salt or "",
     )
     return Generation(model, generation, texts, arrived_at, resume_state or ResumeState(), kind)

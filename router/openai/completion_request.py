@@ -10,12 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import ErrorDetails
 
 from tramontane.proto.errors import ParameterError, describe_value, intended_name
-from tramontane.proto.request import (
-    MAX_BIAS,
-    MAX_BIASES,
-    MAX_STOP_TOKENS,
-    SamplingParams,
-)
+from tramontane.proto.request import SamplingParams
 from tramontane.router.openai.errors import (
     describe_json_error,
     is_form,
@@ -23,8 +18,17 @@ from tramontane.router.openai.errors import (
     printable_name,
     printable_path,
 )
-from tramontane.router.openai.json_limits import check_elements
-from tramontane.router.structured.guided import GuidedFields
+from tramontane.router.openai.json_limits import check_elements, is_utf16
+from tramontane.router.openai.sampling_values import (
+    LogitBias,
+    LogitBiasInput,
+    Seed,
+    StopInput,
+    StopTokens,
+    parse_biases,
+    parse_stops,
+)
+from tramontane.router.structured.guided import MAX_TOKEN_ID, GuidedFields
 from tramontane.router.structured.request_model import (
     MAX_IGNORED,
     NoEffect,
@@ -39,84 +43,13 @@ from tramontane.router.structured.request_model import (
     unsupported_except,
 )
 
-# Sampling parameters of requests, with the names of OpenAI's API and vLLM's.
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_TOKEN_ID = 2**31
-
-Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-StopInput = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
-LogitBiasInput = Annotated[
-    dict[
-        Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
-        Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
-    ],
-    Field(max_length=MAX_BIASES),
-]
-LogitBias = tuple[tuple[int, float], ...]
-
-
-def parse_stops(value: Any) -> tuple[str, ...]:
-    """Return stop strings, from one text or several; empty ones are left out. Raises ValueError."""
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(
-        isinstance(stop, str) for stop in stops[: MAX_STOPS + 1]
-    ):
-        raise ValueError("it must be a text or a list of texts")
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ValueError(
-            f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each"
-        )
-    return tuple(filter(None, stops))
-
-
-def _biases(value: Any) -> LogitBias:
-    biases = {} if value is None else value
-    if not isinstance(biases, dict):
-        raise ValueError("it must be an object with a number for each token id")
-    if len(biases) > MAX_BIASES:
-        raise ValueError(f"it has {len(biases)} tokens; there may be at most {MAX_BIASES}")
-    return tuple((_token_id(key), _bias(key, bias)) for key, bias in biases.items())
-
-
-def _token_id(key: str) -> int:
-    if not (
-        key.isascii()
-        and key.isdecimal()
-        and len(key) <= 10
-        and str(int(key)) == key
-        and int(key) < MAX_TOKEN_ID
-    ):
-        raise ValueError(
-            f"{key[:40]!r} is not a token id, which is a whole number from 0 to {MAX_TOKEN_ID - 1}"
-        )
-    return int(key)
-
-
-def _bias(key: str, bias: Any) -> float:
-    if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-        raise ValueError(
-            f"the bias of token {key} must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-        )
-    return float(bias)
-
-
-def _wrapped_seed(value: Any) -> Any:
-    """Return a whole number modulo 2**64, from -2**63 on: 2.0 as 2, and 2**64 - 1 as -1. Other
-    values are left to the type's check.
-    """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return (value + 2**63) % 2**64 - 2**63 if type(value) is int else value
-
-
-Seed = Annotated[int, bounded("seed"), BeforeValidator(_wrapped_seed, json_schema_input_type=int)]
-StopTokens = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
-    Field(max_length=MAX_STOP_TOKENS, strict=False, fail_fast=True),
-    default_if_null(()),
-]
+Text = Annotated[str, AfterValidator(check_text)]
+MAX_SALT_CHARS = 256
+NO_BAD_WORDS = (
+    "words cannot be excluded, since each may be written with many different tokens; leave it out,"
+    " or make single tokens unlikely with logit_bias"
+)
+NOT_TRUNCATED = "only prompts of /v1/completions are cut; leave it out, and send fewer messages"
 CONTROL_TOKENS = "control tokens have no text in answers; return_token_ids returns their ids"
 
 
@@ -159,7 +92,7 @@ class SamplingFields(NeutralFields, GuidedFields):
     frequency_penalty: Annotated[float, bounded("frequency_penalty"), default_if_null(0.0)] = 0.0
     repetition_penalty: Annotated[float, bounded("repetition_penalty"), default_if_null(1.0)] = 1.0
     logit_bias: Annotated[
-        LogitBias, BeforeValidator(_biases, json_schema_input_type=LogitBiasInput)
+        LogitBias, BeforeValidator(parse_biases, json_schema_input_type=LogitBiasInput)
     ] = Field((), strict=False)
     min_tokens: Annotated[int, default_if_null(0)] = Field(0, ge=0, lt=2**31)
     seed: Seed | None = None
@@ -175,14 +108,15 @@ class SamplingFields(NeutralFields, GuidedFields):
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, default_if_null(False)] = False
 
-    allowed_token_ids: Annotated[Any, unsupported_except()] = None
-    bad_words: Annotated[Any, unsupported_except([])] = None
+    cache_salt: Annotated[Text | None, Field(max_length=MAX_SALT_CHARS)] = None
+
+    bad_words: Annotated[Any, unsupported_except([], reason=NO_BAD_WORDS)] = None
     detokenize: Annotated[
         Literal[True] | None, only_true("answers always have text; leave it out")
     ] = None
     length_penalty: Annotated[Any, unsupported_except(1)] = None
     skip_special_tokens: Annotated[Literal[True] | None, only_true(CONTROL_TOKENS)] = None
-    truncate_prompt_tokens: Annotated[Any, unsupported_except()] = None
+    truncate_prompt_tokens: Annotated[Any, unsupported_except(reason=NOT_TRUNCATED)] = None
     use_beam_search: Annotated[Any, unsupported_except()] = None
 
     @property
@@ -311,9 +245,6 @@ def _all_encodable(value: Prompts) -> Prompts:
     return value
 
 
-Text = Annotated[str, AfterValidator(check_text)]
-
-
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``. With ``echo`` and ``max_tokens`` 0 prompts are only
     scored.
@@ -340,6 +271,8 @@ class CompletionRequest(SamplingFields):
     ] = None
 
     best_of: Annotated[Any, unsupported_except(1)] = None
+    # the last tokens of each prompt are kept; -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=MAX_TOKEN_ID)] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -370,6 +303,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
             f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}",
             "min_tokens",
         )
+    if request.truncate_prompt_tokens == 0:
+        raise ParameterError(
+            "truncate_prompt_tokens is 0; it must be a number of tokens, or -1 for as many as fit",
+            "truncate_prompt_tokens",
+        )
     if request.suffix is not None:
         _check_suffix(request)
     return request
@@ -379,6 +317,12 @@ def _check_suffix(request: CompletionRequest) -> None:
     """Raise ParameterError for options that are not possible with a suffix."""
     if not all(isinstance(prompt, str) for prompt in request.prompt):
         raise ParameterError("suffix is for prompts that are texts, not token ids", "suffix")
+    if request.truncate_prompt_tokens is not None:
+        raise ParameterError(
+            "truncate_prompt_tokens is not possible with suffix: the prompt would lose the tokens"
+            " that mark its parts",
+            "truncate_prompt_tokens",
+        )
     if request.echo:
         raise ParameterError(
             "echo is not possible with suffix, since the tokens of the prompt are not those of its"
@@ -396,6 +340,8 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     At most 50 ms of the interpreter lock; call it in ``run_off_loop``, where another thread runs it
     for a large body.
     """
+    if is_utf16(body):
+        raise ParameterError("the body is UTF-16, which JSON over HTTP is not; send UTF-8")
     check_elements(body)
     try:
         codecs.decode(body, "utf-8")

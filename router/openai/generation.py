@@ -85,6 +85,7 @@ class GenerationRequest:
     includes_usage: bool = False
     counts_in_chunks: bool = False
     logprobs_format: LogprobsFormat = COMPLETION_LOGPROBS
+    cache_salt: str = ""  # the client's own
 
     @property
     def num_sequences(self) -> int:
@@ -225,6 +226,7 @@ class Generation:
         request = Request(
             tuple(sequences[index] for index in running),
             already_admitted=self._resume_state.is_resumed,
+            cache_salt=self.request.cache_salt,
         )
         with self._model.counts.track(
             self._arrived_at,

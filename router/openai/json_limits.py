@@ -7,6 +7,7 @@ including texts of any length.
 """
 
 import asyncio
+import codecs
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,13 @@ class ElementCounts(NamedTuple):
     groups: int
     members: int
     has_long_number: bool = False
+
+
+def is_utf16(body: bytes) -> bool:
+    """Return whether a JSON text is UTF-16: by its byte order mark, or every other byte is zero."""
+    return body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (
+        len(body) >= 2 and not all(body[:2]) and any(body[:2])
+    )
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Identity, Request, RequestOutput
 from tramontane.router.engine.stats import SampleBuffer
 from tramontane.router.openai.detokenizer import ChoiceDetokenizer
+from tramontane.router.scheduling.prefix_cache import request_salt
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
@@ -29,9 +30,9 @@ class RequestTokenSource:
     """A ``TokenSource`` for one request. ``deadline`` (of the event loop's clock) ends its work,
     also while it waits.
 
-    ``identity``: of the client, by its API key. ``request_id``: the id in the logs. ``counts``: of
-    refusals by ``check_capacity``; ``RequestStats.track`` counts later ones. ``priority``: see
-    ``Request``.
+    ``identity``: of the client, by its API key, whose tenant is joined to a request's own salt.
+    ``request_id``: the id in the logs. ``counts``: of refusals by ``check_capacity``;
+    ``RequestStats.track`` counts later ones. ``priority``: see ``Request``.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RequestTokenSource:
             request,
             owner=owner,
             request_id=self._request_id,
-            cache_salt=tenant,
+            cache_salt=request_salt(tenant, request.cache_salt),
             priority=self._priority,
         )
         async with aclosing(self._source.generate(request)) as batches:

@@ -37,6 +37,7 @@ class ServedModel:
     vocab_size: int
     expert_layers: range = range(0)  # empty for a model without experts, as is the next
     experts_per_token: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
     aliases: tuple[str, ...] = ()  # by which clients may call it too; answers have ``name``
     counts: RequestStats = field(default_factory=RequestStats, compare=False)
 
@@ -75,6 +76,42 @@ async def tokenize_prompts(
         return await offload_if_large(num_characters, encode)
     except RequestError as error:
         raise ParameterError(str(error), "prompt") from error
+
+
+def kept_prompt_tokens(model: ServedModel, request: CompletionRequest) -> int | None:
+    """Return how many of the last tokens of a prompt are kept, None for all: as many as are to be
+    kept, or as leave room for ``max_tokens`` new ones.
+    """
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None or num_kept > 0:
+        return num_kept and min(num_kept, model.max_model_len)
+    return max(model.max_model_len - max(request.max_tokens, 1), 1)
+
+
+async def cut_prompts(
+    model: ServedModel, prompts: Sequence[str | tuple[int, ...]], num_kept: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the last token ids of every prompt. Raises ParameterError."""
+    tokenizer = model.tokenizer
+
+    def cut(prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt[-num_kept:]
+        if tokenizer is None:
+            raise RequestError("the prompt is a text, and this model has no tokenizer")
+        return tokenizer.encode_end(prompt, num_kept)
+
+    num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    try:
+        return await offload_if_large(num_characters, lambda: tuple(map(cut, prompts)))
+    except RequestError as error:
+        raise ParameterError(str(error), "prompt") from error
+
+
+def ignores_eos(model: ServedModel, request: SamplingFields) -> bool:
+    """Return whether no end-of-sequence token ends an answer: also where none is allowed."""
+    allowed = request.allowed_token_ids
+    return request.ignore_eos or (allowed is not None and model.eos_token_ids.isdisjoint(allowed))
 
 
 def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]:
@@ -171,7 +208,14 @@ def validate_sampling(model: ServedModel, request: SamplingFields) -> None:
     """Validate the fields that requests of all APIs have. Raises ParameterError."""
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-    validate_token_ids(request.logit_bias, request.stop_token_ids, model.vocab_size)
+    validate_token_ids(
+        {
+            "logit_bias": [token_id for token_id, _ in request.logit_bias],
+            "stop_token_ids": request.stop_token_ids,
+            "allowed_token_ids": request.allowed_token_ids or (),
+        },
+        model.vocab_size,
+    )
 
 
 def validate_answer_size(
@@ -203,8 +247,16 @@ def validate_logprobs(num_new_tokens: int, num_top: int, *, is_streamed: bool) -
     """Validate the log-probabilities of ``num_new_tokens`` tokens of all choices. Raises
     ParameterError.
     """
-    limit = MAX_STREAMED_LOGPROBS if is_streamed else MAX_WHOLE_LOGPROBS
-    _check_num_logprobs("logprobs", num_new_tokens, num_top, limit)
+    _check_num_logprobs("logprobs", num_new_tokens, num_top, _max_logprobs(is_streamed))
+
+
+def max_scored_tokens(num_top: int, *, is_streamed: bool) -> int:
+    """Return how many tokens of all choices may have log-probabilities."""
+    return _max_logprobs(is_streamed) // (num_top + 1)
+
+
+def _max_logprobs(is_streamed: bool) -> int:
+    return MAX_STREAMED_LOGPROBS if is_streamed else MAX_WHOLE_LOGPROBS
 
 
 def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:

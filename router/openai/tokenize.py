@@ -6,11 +6,18 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.chat_completion import encode_chat
-from tramontane.router.openai.chat_request import Messages, Tools, check_continuation, conversation
-from tramontane.router.openai.completion_request import MAX_TOKEN_ID, Text
+from tramontane.router.openai.chat_request import (
+    Messages,
+    Tools,
+    check_continuation,
+    conversation,
+    opens_answer,
+)
+from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.json_limits import MAX_ITEMS
 from tramontane.router.openai.response_models import Answer
 from tramontane.router.openai.served_model import ServedModel, offload_if_large
+from tramontane.router.structured.guided import MAX_TOKEN_ID
 from tramontane.router.structured.request_model import RequestBody, default_if_null
 from tramontane.router.tokenization.chat import VARIABLES, ChatTemplate, ReasoningEffort
 from tramontane.router.tokenization.template_chat import TemplateVariables
@@ -82,7 +89,7 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
         check_continuation(
             request.messages,
             continue_final=continue_final,
-            opens_answer=request.add_generation_prompt,
+            opens_answer=opens_answer(request.add_generation_prompt, variables),
         )
         messages = conversation(request.messages, continue_final=continue_final)
         ids = await encode_chat(

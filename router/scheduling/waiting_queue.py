@@ -249,9 +249,9 @@ class SchedulerLimits:
     # whether decodes are submitted before the preceding tokens are known
     async_scheduling: bool = False
 
-    def cache_salt(self, tenant: str) -> str:
-        """Return the salt of the keys of cached pages."""
-        return cache_salt(self.model, "" if self.share_prefixes else tenant)
+    def cache_salt(self, salt: str) -> str:
+        """Return the salt of the keys of cached pages of a request with this salt."""
+        return cache_salt(self.model, salt, share_prefixes=self.share_prefixes)
 
 
 def validate_sequence(
@@ -260,7 +260,10 @@ def validate_sequence(
     """Raise RequestError if this sequence could never run, however long it waited."""
     validate_prompt(sequence.prompt_ids, limits.max_model_len, limits.vocab_size)
     sampling = sequence.sampling
-    validate_token_ids(sampling.logit_bias, sampling.stop_token_ids, limits.vocab_size)
+    biased = [token_id for token_id, _ in sampling.logit_bias]
+    validate_token_ids(
+        {"logit_bias": biased, "stop_token_ids": sampling.stop_token_ids}, limits.vocab_size
+    )
     assert sequence.max_len <= limits.max_model_len
     if not allocator.can_ever_fit(sequence):
         raise RequestError(

@@ -8,11 +8,10 @@ An answer has its properties in the schema's order. JSON is written on one line,
 space after commas and colons: with free whitespace a model may emit spaces and line breaks forever.
 """
 
+import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
@@ -20,7 +19,18 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured.request_model import RequestModel
-from tramontane.router.structured.validator import validate_grammar
+from tramontane.router.structured.schemas import (
+    MAX_GRAMMAR_CHARS,
+    NUM_WEAKER,
+    OPTIONS,
+    JsonSchema,
+    Schema,
+    as_enforced,
+    as_lenient,
+    too_large,
+    weaker_schema,
+)
+from tramontane.router.structured.validator import GrammarError, validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
@@ -75,12 +85,6 @@ class ThoughtRules:
 # Constraints on an answer or on the arguments of a call, as rules of a grammar (llguidance's Lark),
 # within limits.
 
-MAX_GRAMMAR_CHARS = 2**16  # total of one request's schemas
-MAX_DEPTH = 32  # of a schema, counting every list and object
-# of a whole number in a schema, 462 digits: writing one takes time quadratic in its length
-MAX_NUMBER_BITS = 1536
-# product of all different values of ``multipleOf``: compiling takes 5 microseconds per remainder
-MAX_MULTIPLE = 10_000
 # No numeric escapes: "\u0061" would count as a property that the schema does not name, although it
 # reads as "a".
 JSON_STYLE = {
@@ -89,44 +93,53 @@ JSON_STYLE = {
     "key_separator": ": ?",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-OPTIONS = "x-guidance"  # key of llguidance's options in a schema
-
-
-def check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema. Raises ValueError for a number that JSON does not support, or an integer
-    that is too long to write.
-    """
-    level: list[Any] = [schema]
-    while level:
-        if any(isinstance(node, int) and node.bit_length() > MAX_NUMBER_BITS for node in level):
-            raise ValueError(f"a number has more than {MAX_NUMBER_BITS} bits")
-        if any(isinstance(node, float) and not math.isfinite(node) for node in level):
-            raise ValueError("NaN and Infinity are not JSON")
-        level = [child for node in level for child in _children(node)]
-    return schema
-
-
-JsonSchema = Annotated[dict[str, Any], AfterValidator(check_numbers)]
 
 
 class Constraint(NamedTuple):
-    """A constraint on the answer: JSON of a schema (a dictionary), one of several texts, or a text
-    that matches a pattern.
+    """A constraint on the answer: JSON of a schema (a dictionary), one of several texts, a text
+    that matches a pattern, or tokens of a set.
 
     ``where``: the parameter of the request.
     """
 
-    kind: Literal["json", "choice", "regex"]
+    kind: Literal["json", "choice", "regex", "tokens"]
     value: Any
     where: str
 
 
-class AnswerRule(NamedTuple):
-    """A rule of the grammar. ``where``: the parameter of the request."""
+@dataclass(frozen=True, slots=True)
+class AnswerRule:
+    """A rule of the grammar. ``where``: the parameter of the request. ``label``: how errors name
+    it.
+
+    ``schema``: of a tool that is not strict. ``num_weakened``: which of its weaker forms is used,
+    because the ones before cannot be followed.
+    """
 
     rule: str
     where: str
     definition: str
+    label: str = ""
+    schema: Schema | None = None
+    num_weakened: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name in errors."""
+        return self.label or self.where
+
+    @property
+    def can_weaken(self) -> bool:
+        """Whether there is a weaker schema."""
+        return self.schema is not None and self.num_weakened < NUM_WEAKER
+
+    def weakened(self, num_steps: int) -> "AnswerRule":
+        """Return the rule with a weaker schema, if there is one."""
+        if self.schema is None:
+            return self
+        number = min(self.num_weakened + num_steps, NUM_WEAKER)
+        definition = _json_definition(weaker_schema(self.schema, number), lenient=True)
+        return replace(self, definition=definition, num_weakened=number)
 
 
 def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
@@ -134,6 +147,8 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
     kind, value, where = constraint
     if kind == "json":
         return json_rule(rule, value, where)
+    if kind == "tokens":
+        return AnswerRule(rule, where, f"<[{','.join(map(str, sorted(set(value))))}]>+")
     if (num_chars := len(value) if kind == "regex" else sum(map(len, value))) > MAX_GRAMMAR_CHARS:
         raise too_large(num_chars, where)
     if kind == "choice":
@@ -145,93 +160,66 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
     return AnswerRule(rule, where, written.removeprefix("start: "))
 
 
-def json_rule(
-    rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False
-) -> AnswerRule:
-    """Return the rule for JSON of a schema. Raises ParameterError if it is too large or too deep.
-
-    ``lenient``: unsupported keywords are ignored.
+def json_rule(rule: str, schema: Schema, where: str) -> AnswerRule:
+    """Return the rule for JSON of a schema. Raises ParameterError if it is too large or too
+    deep.
     """
     if OPTIONS in schema:
         raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
-    multiples = _multiple_ofs(schema, where)
-    text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
-    # limits the product below, whose factors may have hundreds of digits
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise too_large(len(text), where)
-    if math.prod(multiples) > MAX_MULTIPLE:
-        raise ParameterError(
-            f"{where}: the values of multipleOf are too large, their product may be at most"
-            f" {MAX_MULTIPLE}",
-            where,
-        )
-    return AnswerRule(rule, where, f"%json {text}")
+    return _bounded_rule(rule, as_enforced(schema, where, where), where, where)
 
 
-def too_large(num_chars: int, where: str) -> ParameterError:
-    """Return the error for schemas of this number of characters."""
-    return ParameterError(
-        f"the schemas take {num_chars} characters; they may take {MAX_GRAMMAR_CHARS}", where
-    )
-
-
-def _multiple_ofs(schema: object, where: str) -> set[int]:
-    """Return the digits of every ``multipleOf``: 125 of 12.5. Raises ParameterError if a schema is
-    too deep or too large.
+def tool_rule(rule: str, schema: Schema, where: str, label: str, *, strict: bool) -> AnswerRule:
+    """Return the rule for the arguments of a tool. What cannot be enforced of its schema is ignored
+    unless it is ``strict``; then this raises ParameterError as ``json_rule`` does.
     """
-    level: list[Any] = [schema]
-    multiples: set[int] = set()
-    num_chars = 0  # without numbers and punctuation
-    for _ in range(MAX_DEPTH):
-        num_chars += sum(len(node) for node in level if isinstance(node, str))
-        num_chars += sum(len(name) for node in level if isinstance(node, dict) for name in node)
-        values = [node.get("multipleOf") for node in level if isinstance(node, dict)]
-        multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
-        level = [child for node in level for child in _children(node)]
-    if level:
-        raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
-    if num_chars > MAX_GRAMMAR_CHARS:
-        raise too_large(num_chars, where)
-    return multiples
+    if strict:
+        if OPTIONS in schema:
+            raise ParameterError(f"{label}: {OPTIONS} is not supported; leave it out", where)
+        return _bounded_rule(rule, as_enforced(schema, label, where), where, label)
+    enforced = as_lenient(schema, label, where)
+    return replace(_bounded_rule(rule, enforced, where, label, lenient=True), schema=enforced)
 
 
-def _digits(number: float) -> int:
-    if isinstance(number, int):
-        return abs(number)  # may be too large for a float
-    decimal = Decimal(str(number)).normalize()
-    exponent = decimal.as_tuple().exponent
-    assert isinstance(exponent, int)
-    return int(abs(decimal.scaleb(-min(exponent, 0))))
+def _bounded_rule(
+    rule: str, schema: Schema, where: str, label: str, *, lenient: bool = False
+) -> AnswerRule:
+    made = AnswerRule(rule, where, _json_definition(schema, lenient=lenient), label)
+    if len(made.definition) > MAX_GRAMMAR_CHARS:
+        raise too_large(len(made.definition), where, label)
+    return made
 
 
-def _children(value: object) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
+def _json_definition(schema: Schema, *, lenient: bool) -> str:
+    options = {OPTIONS: JSON_STYLE | {"lenient": lenient}}
+    written = json.dumps({**schema, **options}, allow_nan=False, separators=(",", ":"))
+    return f"%json {written}"
 
 
+MAX_WEAKENINGS = 4  # of the schemas of a request, each followed by a check of at most a second
 MAX_SENT_CHARS = 2**20  # total of one request: each sequence carries the grammar to the stages
 NO_TOOLS = "this model's chat format has no tools; leave tools out"
-MAX_TOOLS = 128
+MAX_TOOLS = 256
 TEXT = r"TEXT: /(.|\n)+/"
-NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
 TOOL_CHOICE_EXAMPLE = '{"type": "function", "function": {"name": "..."}}'
 
 
 class JsonSchemaFormat(RequestModel):
-    """A named JSON schema that the answer follows."""
+    """A JSON schema that the answer follows, with a name that only the client uses."""
 
-    name: str = Field(pattern=NAME)
+    name: str | None = None
     description: str | None = None
     schema_: JsonSchema = Field(alias="schema")
     strict: bool | None = None  # ignored: every answer follows its schema
 
 
 class ResponseFormat(RequestModel):
-    """``response_format`` of a request."""
+    """``response_format`` of a request. ``schema``: of other servers, beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
 
 
 class Function(RequestModel):
@@ -317,12 +305,23 @@ def build_grammar(
     answer = None if must_call else _answer(response_format)
     if not answer and not callable_tools:
         return ""
+    if isinstance(response_format, Constraint) and response_format.kind == "tokens":
+        if callable_tools:
+            raise ParameterError(
+                f"{response_format.where} says what all of the answer must be, and a call of a tool"
+                ' would be something else; leave it out, or send tool_choice: "none"',
+                response_format.where,
+            )
+        thoughts, drops_space = None, False  # thoughts and spaces are tokens like the others
     schemas = [answer] if answer else []
     rules = ["start: answer"]
     if callable_tools:
         if tool_format is None:
             raise ParameterError(NO_TOOLS, "tools")
-        schemas += [_arguments(tool.function, index) for index, tool in enumerate(callable_tools)]
+        schemas += [
+            _arguments(tool.function, f"args{number}", index)
+            for number, (index, tool) in enumerate(callable_tools)
+        ]
         rules[0] = (
             "start: calls"
             if must_call
@@ -330,18 +329,22 @@ def build_grammar(
             if answer
             else "start: TEXT? calls?"
         )
-        rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
+        names = [tool.function.name for _, tool in callable_tools]
+        rules += [*_calls(names, tool_format, parallel=parallel), TEXT]
     if answer:  # leading spaces are insignificant in JSON
         rules.append(
             'answer: " "? body'
             if drops_space or answer.definition.startswith("%json")
             else "answer: body"
         )
-    rules += [f"{schema.rule}: {schema.definition}" for schema in schemas]
-    grammar = "\n".join(thoughts.before(rules) if thoughts else rules)
-    _check_size(grammar, num_sequences, schemas[0].where)
-    _check(grammar, schemas)
-    return grammar
+
+    def written(schemas: Sequence[AnswerRule]) -> str:
+        made = [*rules, *(f"{schema.rule}: {schema.definition}" for schema in schemas)]
+        grammar = "\n".join(thoughts.before(made) if thoughts else made)
+        _check_size(grammar, num_sequences, "tools" if callable_tools else schemas[0].where)
+        return grammar
+
+    return _followable(written, schemas)
 
 
 def visible_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
@@ -355,26 +358,29 @@ def _answer(response_format: ResponseFormat | Constraint | None) -> AnswerRule |
         return constraint_rule("body", response_format)
     if response_format is None or response_format.type == "text":
         return None
-    if response_format.type == "json_object":
-        return json_rule("body", {"type": "object"}, "response_format")
-    if response_format.json_schema is None:
+    where = "response_format.schema"
+    schema = response_format.schema_
+    if response_format.json_schema is not None and response_format.type == "json_schema":
+        where, schema = "response_format.json_schema.schema", response_format.json_schema.schema_
+    elif schema is None and response_format.type == "json_schema":
         raise ParameterError(
             "response_format.json_schema is missing", "response_format.json_schema"
         )
-    return json_rule(
-        "body", response_format.json_schema.schema_, "response_format.json_schema.schema"
-    )
+    return json_rule("body", {"type": "object"} if schema is None else schema, where)
 
 
-def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
-    """Return the tools that may be called."""
+def _allowed_tools(
+    tools: Sequence[Tool], choice: ToolChoice | None
+) -> tuple[tuple[int, Tool], ...]:
+    """Return the tools that may be called, each with its index."""
     if len(tools) > MAX_TOOLS:
         raise ParameterError(
             f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools"
         )
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise ParameterError("two tools have the same name", "tools")
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ParameterError(f"two tools have the same name, {twice!r}", "tools")
     if choice not in (None, "none", "auto") and not tools:
         raise ParameterError("tool_choice is only allowed with tools", "tool_choice")
     if isinstance(choice, ToolChoiceFunction):
@@ -382,20 +388,21 @@ def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[To
             raise ParameterError(
                 f"tool_choice: there is no tool {choice.function.name!r:.80}", "tool_choice"
             )
-        return (tools[names.index(choice.function.name)],)
-    return visible_tools(tools, choice)
+        index = names.index(choice.function.name)
+        return ((index, tools[index]),)
+    return tuple(enumerate(visible_tools(tools, choice)))
 
 
-def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) -> list[str]:
+def _calls(names: Sequence[str], tool_format: ToolFormat, *, parallel: bool) -> list[str]:
     """Return the rules for calls: a list after one control token, or control tokens before each
     call and its arguments.
     """
-    names = enumerate(tool.function.name for tool in tools)
     if tool_format.args is None:
         more = ' (", " call)*' if parallel else ""
         rules = [f'calls: <[{tool_format.calls}]> " "? "[" call{more} "]"']
         each = [
-            json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"' for i, name in names
+            _literal(f'{{"name": {_literal(name)}, "arguments": ') + f' args{i} "}}"'
+            for i, name in enumerate(names)
         ]
     else:
         rules = ["calls: call+" if parallel else "calls: call"]
@@ -404,18 +411,30 @@ def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) ->
             call_id = " id?"
             rules += [f"id: <[{tool_format.call_id}]> CALL_ID", "CALL_ID: /[a-zA-Z0-9]{9}/"]
         each = [
-            f'<[{tool_format.calls}]> " "? "{name}"{call_id} <[{tool_format.args}]> " "? args{i}'
-            for i, name in names
+            f'<[{tool_format.calls}]> " "? {_literal(name)}{call_id} <[{tool_format.args}]> " "?'
+            f" args{i}"
+            for i, name in enumerate(names)
         ]
     return [*rules, "call: " + " | ".join(each)]
 
 
-def _arguments(function: Function, index: int) -> AnswerRule:
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _arguments(function: Function, rule: str, index: int) -> AnswerRule:
     where = f"tools[{index}].function.parameters"
+    label = f'{where} ("{function.name}")'
     schema = {"type": "object"} | (function.parameters or {})
+    if schema["type"] is None or (not function.strict and _may_be_object(schema["type"])):
+        schema["type"] = "object"
     if schema["type"] != "object":
-        raise ParameterError(f"{where}: its type must be object", where)
-    return json_rule(f"args{index}", schema, where, lenient=not function.strict)
+        raise ParameterError(f"{label}: its type must be object", where)
+    return tool_rule(rule, schema, where, label, strict=bool(function.strict))
+
+
+def _may_be_object(types: Any) -> bool:  # any JSON
+    return isinstance(types, list) and "object" in types
 
 
 def _check_size(grammar: str, num_sequences: int, where: str) -> None:
@@ -429,14 +448,46 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
         )
 
 
-def _check(grammar: str, schemas: Sequence[AnswerRule]) -> None:
-    """Raise ParameterError with the schema that is wrong and the reason."""
-    found = validate_grammar(grammar, tuple(f"start: {schema.definition}" for schema in schemas))
-    if found is None:
-        return
-    if found.part or len(schemas) == 1:
-        schema = schemas[max(found.part - 1, 0)]
-        raise ParameterError(f"{schema.where} cannot be followed: {found.reason}", schema.where)
-    raise ParameterError(
-        f"the schemas cannot be followed together: {found.reason}", schemas[0].where
-    )
+def _followable(
+    written: Callable[[Sequence[AnswerRule]], str], schemas: Sequence[AnswerRule]
+) -> str:
+    """Return the grammar of these schemas that can be followed. Of tools that are not strict, what
+    cannot be is weakened.
+
+    Raises ParameterError with the schema that is wrong and the reason.
+    """
+    for number in itertools.count(1):
+        grammar = written(schemas)
+        found = validate_grammar(grammar, tuple(f"start: {each.definition}" for each in schemas))
+        if not found:
+            return grammar
+        schemas = _weakened(schemas, found)
+        if number == MAX_WEAKENINGS:
+            schemas = [each.weakened(NUM_WEAKER) for each in schemas]
+    raise AssertionError
+
+
+def _weakened(schemas: Sequence[AnswerRule], found: Sequence[GrammarError]) -> list[AnswerRule]:
+    """Return the schemas with those weakened that have errors; all of them if only the whole has
+    one. Raises ParameterError if one cannot be weakened.
+    """
+    whole, *parts = found
+    if parts:
+        wrong = {error.part - 1: error.reason for error in parts}
+        refused = next((index for index in wrong if not schemas[index].can_weaken), None)
+    else:
+        # The second step leaves out what takes long, such as patterns.
+        wrong = {index: whole.reason for index, each in enumerate(schemas) if each.can_weaken}
+        refused = None
+    if refused is not None or (not wrong and len(schemas) == 1):
+        schema = schemas[refused or 0]
+        reason = wrong.get(refused or 0, whole.reason)
+        raise ParameterError(f"{schema.name} cannot be followed: {reason}", schema.where)
+    if not wrong:
+        raise ParameterError(
+            f"the schemas cannot be followed together: {whole.reason}", schemas[0].where
+        )
+    return [
+        schema.weakened(1 if parts else 2) if index in wrong else schema
+        for index, schema in enumerate(schemas)
+    ]

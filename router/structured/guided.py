@@ -8,18 +8,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured.grammar import (
-    MAX_GRAMMAR_CHARS,
-    Constraint,
-    ResponseFormat,
-    check_numbers,
-)
+from tramontane.router.structured.grammar import Constraint, ResponseFormat
 from tramontane.router.structured.request_model import (
     NoEffect,
     RequestModel,
     check_depth,
     unsupported_except,
 )
+from tramontane.router.structured.schemas import MAX_GRAMMAR_CHARS, MAX_NESTING, check_numbers
 
 MAX_CHOICES = 1024
 
@@ -29,7 +25,7 @@ def _check_schema(value: Any) -> Any:  # any JSON
         raise ValueError("it must be a JSON schema, as an object or as the text of one")
     if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"its text has {len(value)} characters; it may have {MAX_GRAMMAR_CHARS}")
-    return check_numbers(check_depth(value)) if isinstance(value, dict) else value
+    return check_numbers(check_depth(value, MAX_NESTING)) if isinstance(value, dict) else value
 
 
 SchemaInput = dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None
@@ -47,6 +43,13 @@ GRAMMAR_REASON = (
 )
 Grammar = Annotated[Any, unsupported_except(reason=GRAMMAR_REASON)]
 Whitespace = Annotated[Any, unsupported_except(reason="JSON is written on one line; leave it out")]
+
+
+MAX_ALLOWED_TOKENS, MAX_TOKEN_ID = 1024, 2**31
+AllowedTokens = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...],
+    Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, strict=False, fail_fast=True),
+]
 
 
 class StructuredOutputs(RequestModel):
@@ -76,6 +79,7 @@ class GuidedFields(RequestModel):
     guided_grammar: Grammar = None
     guided_whitespace_pattern: Whitespace = None
     guided_decoding_backend: NoEffect = None  # there is one
+    allowed_token_ids: AllowedTokens | None = None
 
 
 def answer_constraint(request: GuidedFields) -> ResponseFormat | Constraint | None:
@@ -95,6 +99,8 @@ def answer_constraint(request: GuidedFields) -> ResponseFormat | Constraint | No
         given += _constraints(
             "structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.json_object
         )
+    if request.allowed_token_ids is not None:
+        given.append(Constraint("tokens", request.allowed_token_ids, "allowed_token_ids"))
     names = [each.where for each in given if isinstance(each, Constraint)]
     if request.response_format is not None and request.response_format.type != "text":
         given.append(request.response_format)
@@ -127,7 +133,7 @@ def _constraints(
 
 
 def _schema(schema: dict[str, Any] | str, where: str) -> dict[str, Any]:
-    """Return a schema that is given as an object or as its JSON, of at most 64 KiB."""
+    """Return a schema that is given as an object or as its JSON."""
     if not isinstance(schema, str):
         return schema
     try:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CACHE_SIZE = 256  # grammars of up to 64 KiB
+CACHE_SIZE = 256  # grammars of up to 128 KiB
 # Bounds the number of processes. Further requests wait, without delaying requests that need no
 # grammar.
 GRAMMAR_POOL = ThreadPoolExecutor(4, thread_name_prefix="grammars")
@@ -42,8 +42,9 @@ async def run_in_grammar_pool(call: Callable[[], T]) -> T:
 
 
 @lru_cache(CACHE_SIZE)
-def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
-    """Return the error of a grammar, None if it is valid. Takes at most a second.
+def validate_grammar(whole: str, parts: tuple[str, ...]) -> tuple[GrammarError, ...]:
+    """Return the error of a grammar, and then those of its parts; nothing if it is valid. Takes at
+    most a second.
 
     Stages would find the same errors, except for problems of their vocabulary. ``parts`` locate the
     error of the whole.
@@ -58,9 +59,9 @@ def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
                 "The process that validates grammars failed: %s",
                 child.stderr.decode(errors="replace")[-500:],
             )
-        return GrammarError(0, "it is too complicated")
-    part, reason = json.loads(lines[-1])
-    return GrammarError(part, _shorten(reason)) if reason else None
+        return (GrammarError(0, "it is too complicated"),)
+    found = [json.loads(line) for line in lines]
+    return tuple(GrammarError(part, _shorten(reason)) for part, reason in found if reason)
 
 
 def _shorten(message: str) -> str:

@@ -3,8 +3,8 @@
     python -I -S validator_process.py LIBRARY  < ["start: whole", "start: part", ...]  > [0,
     "error"]
 
-The whole grammar comes first; the parts are compiled only to locate its error. The last line of
-output counts; without any the grammar exceeded a limit.
+The whole grammar comes first; the parts are compiled only to locate its error. Each grammar with
+an error has a line, and the whole always; without any line it exceeded a limit.
 """
 
 import json
@@ -29,7 +29,8 @@ def main(library: str) -> None:
     llguidance = _load_llguidance(library)
     whole, *parts = json.load(sys.stdin)
     if _report(llguidance, 0, whole):
-        any(_report(llguidance, index, part) for index, part in enumerate(parts, start=1))
+        for index, part in enumerate(parts, start=1):
+            _report(llguidance, index, part)
 
 
 def _report(llguidance: Any, index: int, grammar: str) -> bool:

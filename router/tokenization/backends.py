@@ -141,12 +141,17 @@ class HfTokenizer(Tokenizer):
         """Return the id of a control token, None if it does not exist."""
         token_id = self._backend.token_to_id(name)
         added = self._backend.get_added_tokens_decoder()
-        return token_id if token_id in added and added[token_id].special else None
+        return self._known(token_id) if token_id in added and added[token_id].special else None
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of added tokens, control tokens or not."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     def added_id(self, name: str) -> int | None:
         """Return the id of an added token, special or not; None if it does not exist."""
         token_id = self._backend.token_to_id(name)
-        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+        return self._known(token_id) if token_id in self.added_ids else None
 
     def vocabulary(self) -> tuple[bytes, ...]:
         """Return the pieces, without the text of markers of thoughts: a grammar names these by
@@ -157,6 +162,9 @@ class HfTokenizer(Tokenizer):
             if (token_id := self.added_id(name)) is not None:
                 pieces[token_id] = b""
         return tuple(pieces)
+
+    def _known(self, token_id: int | None) -> int | None:
+        return None if token_id is None or token_id >= self._left_out_from else token_id
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(encode_by_backend(self._backend, text))

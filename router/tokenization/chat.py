@@ -127,6 +127,10 @@ class ChatTemplate(Protocol):
         """The values of ``reasoning_effort`` that the model knows; empty if it has no setting."""
         ...
 
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return the names of the client's variables that have no effect."""
+        ...
+
     def encode(
         self,
         messages: Sequence[ChatMessage],
@@ -140,9 +144,14 @@ class ChatTemplate(Protocol):
 
         ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much
         the model is to think, None for its default; see ``supported_effort``. Raises ParameterError
-        for variables that the format does not support.
+        for variables that the server sets itself.
         """
         ...
+
+
+def ignored_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> Sequence[str]:
+    """Return the paths of a request's variables that have no effect."""
+    return [f"{VARIABLES}.{name}" for name in template.unused_variables(variables or {})]
 
 
 def supported_effort(effort: str | None, known: Sequence[str]) -> str | None:

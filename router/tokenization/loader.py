@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import refuse_lfs_pointer
@@ -14,10 +15,15 @@ from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
 from tramontane.router.tokenization.reasoning_parser import find_reasoning_format
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tramontane.router.tokenization.template_chat import JinjaChatTemplate
+
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
 # names of Mistral's own files
 VERSIONED_NAMES = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE_JSON, NAMED_TEMPLATES = "chat_template.json", "additional_chat_templates"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates; the second is used with tools
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
 # without spaces and without an optional prefix
@@ -38,7 +44,7 @@ def find_tokenizer_file(folder: Path) -> Path | None:
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     """Load a folder's tokenizer, None if it has none. Raises CheckpointError if it is damaged or
-    exceeds ``vocab_size``.
+    exceeds ``vocab_size``; tokens that were added to it may, which the model does not know.
     """
     path = find_tokenizer_file(folder)
     if path is None:
@@ -46,7 +52,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     refuse_lfs_pointer(path)
     kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: HfTokenizer}
     tokenizer = kinds.get(path.name, SentencePieceTokenizer)(path)
-    if tokenizer.vocab_size > vocab_size:
+    if not tokenizer.leave_out_added(vocab_size):
         raise CheckpointError(
             f"{path} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of"
             f" {vocab_size}"
@@ -74,14 +80,19 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     # imports libraries that completions do not need
     from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
-    template = _template(folder)
     if isinstance(tokenizer, HfTokenizer):
-        if template is None:
+        templates = _templates(folder)
+        if DEFAULT not in templates:
             raise CheckpointError(
-                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is"
-                " not a chat model"
+                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS} or"
+                f" {TEMPLATE_JSON}): it is not a chat model"
             )
-        return _load_jinja(folder, template, tokenizer)
+        default = _load_jinja(folder, templates[DEFAULT], tokenizer)
+        if TOOL_USE not in templates:
+            return default
+        from tramontane.router.tokenization.template_chat import TemplatesByTools
+
+        return TemplatesByTools(default, _load_jinja(folder, templates[TOOL_USE], tokenizer))
     if _has_own_format(folder):
         raise CheckpointError(
             f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE};"
@@ -98,7 +109,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         ) from error
 
 
-def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemplate:
+def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> "JinjaChatTemplate":
     from tramontane.router.tokenization.template_chat import JinjaChatTemplate, TemplateTokens
 
     try:
@@ -128,7 +139,7 @@ def _has_own_format(folder: Path) -> bool:
     """Return True if the folder has a chat template that does not write Mistral's instruct
     format.
     """
-    template = _template(folder)
+    template = _templates(folder).get(DEFAULT)
     if template is None:
         return False
     # imported only if there is a template
@@ -149,24 +160,28 @@ def _token_names(folder: Path) -> dict[str, str]:
     return {name: _token_text(settings.get(name)) for name in NAMED_TOKENS}
 
 
-def _template(folder: Path) -> str | None:
-    path = folder / TEMPLATE
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    template = _settings(folder).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        defaults = [
-            each for each in template if isinstance(each, dict) and each.get("name") == "default"
-        ]
-        template = defaults[0].get("template") if defaults else None
-    return template if isinstance(template, str) else None
+def _templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a folder by their names; most have only a default."""
+    found: dict[str, str] = {}
+    for name in (TEMPLATE_JSON, SETTINGS):  # the later ones count
+        template = _settings(folder, name).get("chat_template")
+        for each in template if isinstance(template, list) else ():
+            if isinstance(each, dict) and isinstance(each.get("template"), str):
+                found[str(each.get("name"))] = each["template"]
+        if isinstance(template, str):
+            found[DEFAULT] = template
+    named = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    for name, path in ((DEFAULT, folder / TEMPLATE), *((path.stem, path) for path in named)):
+        try:
+            if path.is_file():
+                found[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return found
 
 
-def _settings(folder: Path) -> dict[str, object]:
-    path = folder / SETTINGS
+def _settings(folder: Path, name: str = SETTINGS) -> dict[str, object]:
+    path = folder / name
     if not path.is_file():
         return {}
     try:

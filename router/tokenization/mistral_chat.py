@@ -24,9 +24,8 @@ from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenize
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
 
-from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.proto.errors import RequestError
 from tramontane.router.tokenization.chat import (
-    VARIABLES,
     ChatMessage,
     Role,
     Thought,
@@ -168,6 +167,10 @@ class MistralChatTemplate:
         efforts = builder and builder.reasoning_effort
         return [str(each) for each in efforts.values] if efforts else []
 
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return all variables: the format has none."""
+        return list(variables)
+
     def encode(
         self,
         messages: Sequence[ChatMessage],
@@ -179,14 +182,8 @@ class MistralChatTemplate:
         """Return token ids up to the beginning of the assistant's answer. Raises RequestError if
         the format does not support the conversation.
 
-        Raises ParameterError for any ``variables``: the format has none.
+        ``variables`` have no effect: the format has none.
         """
-        if variables:
-            raise ParameterError(
-                f"chat_template_kwargs has {next(iter(variables))}, and this model's chat format is"
-                " Mistral's own, which has no variables; leave it out",
-                VARIABLES,
-            )
         effort = supported_effort(reasoning_effort, self.efforts)
         history = repair_history(messages, self._history)
         try:

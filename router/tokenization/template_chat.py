@@ -39,9 +39,9 @@ from tramontane.router.tokenization.history import (
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
 
-EFFORT = "reasoning_effort"
+EFFORT, OPENS_ANSWER = "reasoning_effort", "add_generation_prompt"
 # variables that every template gets
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "tools", "documents", OPENS_ANSWER})
 
 
 class TemplateTokens:
@@ -118,6 +118,7 @@ class JinjaChatTemplate:
         reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self._template, self._names, self._tokens = compile_template(template), names, tokens
+        self._words = frozenset(re.findall(r"\w+", template))
         # stands where a message ends that is to be continued
         self._end_mark = secrets.token_hex(16)
         self.tool_format, self.reasoning_format = tool_format, reasoning_format
@@ -147,12 +148,7 @@ class JinjaChatTemplate:
         """
         effort = supported_effort(reasoning_effort, self.efforts)
         own = self._names if effort is None else {**self._names, EFFORT: effort}
-        given = variables or {}
-        if taken := [name for name in given if name in RESERVED or name in own]:
-            raise ParameterError(
-                f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out",
-                VARIABLES,
-            )
+        given = _own_variables(variables or {}, own)
         with validate_text(
             *message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)
         ):
@@ -167,6 +163,10 @@ class JinjaChatTemplate:
                     with suppress(TemplateRefusalError):
                         return self._encode(repair(history), names, written)
                 raise refusal
+
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return the variables that the template does not mention."""
+        return [name for name in variables if name not in self._words and name not in RESERVED]
 
     def _encode(
         self, messages: Sequence[ChatMessage], names: Mapping[str, Any], tools: list[Any] | None
@@ -236,6 +236,50 @@ class JinjaChatTemplate:
             "thinking": self._tokens.protect(part.text),
             "closed": part.closed,
         }
+
+
+class TemplatesByTools:
+    """Two chat templates of a checkpoint: one for conversations with tools, and the default one.
+
+    The model's thoughts and efforts are those of the default.
+    """
+
+    def __init__(self, default: JinjaChatTemplate, with_tools: JinjaChatTemplate) -> None:
+        self._default, self._with_tools = default, with_tools
+        self.tool_format = with_tools.tool_format
+        self.reasoning_format, self.efforts = default.reasoning_format, default.efforts
+
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return the variables that neither template mentions."""
+        unused = self._with_tools.unused_variables(variables)
+        return [name for name in self._default.unused_variables(variables) if name in unused]
+
+    def encode(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        reasoning_effort: str | None = None,
+    ) -> tuple[int, ...]:
+        """Return the token ids by the template for these tools. Raises RequestError."""
+        template = self._with_tools if tools else self._default
+        return template.encode(messages, tools, variables, reasoning_effort=reasoning_effort)
+
+
+def _own_variables(given: Mapping[str, Any], own: Mapping[str, str]) -> dict[str, Any]:
+    """Return the variables that a template gets from a client. Raises ParameterError for one that
+    the server sets itself, to another value.
+    """
+    kept = {name: value for name, value in given.items() if name not in RESERVED}
+    kept = {name: value for name, value in kept.items() if own.get(name) != value}
+    reserved = [name for name, value in given.items() if name in RESERVED and value]
+    if taken := [*reserved, *(name for name in kept if name in own)]:
+        raise ParameterError(
+            f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out",
+            VARIABLES,
+        )
+    return kept
 
 
 class TemplateRefusalError(RequestError):
@@ -348,8 +392,8 @@ MAX_DEPTH = 4
 
 
 def _check(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables without ``add_generation_prompt: true``, which is the default. Raises
-    ValueError for names and values beyond the limits.
+    """Return the variables without those that are null and ``add_generation_prompt: true``, which
+    is the default. Raises ValueError for names and values beyond the limits.
     """
     if len(variables) > MAX_VARIABLES:
         raise ValueError(f"it has {len(variables)} variables; it may have at most {MAX_VARIABLES}")
@@ -362,9 +406,11 @@ def _check(variables: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"its JSON has {num_chars} characters; it may have at most {MAX_JSON_CHARS}"
         )
-    if variables.get("add_generation_prompt") is True:
-        return {name: value for name, value in variables.items() if name != "add_generation_prompt"}
-    return variables
+    return {
+        name: value
+        for name, value in variables.items()
+        if value is not None and not (name == OPENS_ANSWER and value is True)
+    }
 
 
 def _check_values(values: list[Any], depth: int) -> None:

@@ -1,6 +1,7 @@
 """Base of tokenizers, and incremental decoding of tokens. ``backends`` has the file formats."""
 
 import codecs
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ def validate_text(*texts: str) -> Iterator[None]:
 
 # of a text; its ids, four for each character at most, are a list within 30 ms
 UNCHECKED_CHARS = PIECE_CHARS = 2**18
+# Of the end of a long text: characters per token at first, and tokens that a cut may change.
+CHARS_PER_TOKEN, NUM_AT_CUT = 8, 64
 REPLACE, REPLACE_EACH = "replace", "tramontane-replace-each"
 THINK_TEXTS = ("<think>", "</think>")
 # before and after a thought: Mistral's markers, and the most common others
@@ -120,6 +123,7 @@ class Tokenizer(ABC):
         errors: str = REPLACE,
         bytes_of_text: frozenset[int] = frozenset(),
     ) -> None:
+        self._left_out_from: float = math.inf  # ids that a model does not know
         self._errors, self._bytes_of_text = errors, bytes_of_text
         self._piece_bytes, self._bos_ids, self.strips_space = piece_bytes, bos_ids, strips_space
         # ids above have no text
@@ -135,6 +139,22 @@ class Tokenizer(ABC):
         with validate_text(text):
             return self._encode(text)
 
+    def encode_end(self, text: str, num_tokens: int) -> tuple[int, ...]:
+        """Return the last token ids of a text, at most ``num_tokens``. Raises RequestError for
+        invalid text; call it in a thread.
+
+        Of a long text only the end is tokenized, with more tokens than asked for, so that the cut
+        does not change the ones that are returned.
+        """
+        beginning = len(self.encode(""))
+        num_chars = CHARS_PER_TOKEN * (num_tokens + NUM_AT_CUT)
+        while num_chars < len(text):
+            ids = self.encode(text[-num_chars:])[beginning:]
+            if len(ids) >= num_tokens + NUM_AT_CUT:
+                return ids[-num_tokens:]
+            num_chars *= 2
+        return self.encode(text)[-num_tokens:]
+
     def vocabulary(self) -> tuple[bytes, ...]:
         """Return the bytes of every id in a text, b"" for control tokens and the unknown token."""
         return self._piece_bytes
@@ -144,6 +164,23 @@ class Tokenizer(ABC):
         """Return the id of a control token such as "[TOOL_CALLS]"; None if it does not exist or its
         name is text.
         """
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that were added to the vocabulary, as far as the file tells."""
+        return frozenset()
+
+    def leave_out_added(self, vocab_size: int) -> bool:
+        """Leave out added tokens that are not in a model's vocabulary: they have no text, and no
+        names. Returns whether all other tokens are in it.
+        """
+        beyond = range(vocab_size, len(self._piece_bytes))
+        if any(self._piece_bytes[i] and i not in self.added_ids for i in beyond):
+            return False
+        self._left_out_from = vocab_size
+        self._piece_bytes = self._piece_bytes[:vocab_size]
+        self.vocab_size = min(self.vocab_size, vocab_size)
+        return True
 
     def added_id(self, name: str) -> int | None:
         """Return the id of an added token, a control token or not; None if it does not exist."""

@@ -229,6 +229,16 @@ def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_every_line_of_a_file_in_utf_16_is_named_as_such(name: str) -> None:
+    text = (request("a", "b") + request("c", "d")).decode().encode(name)
+    splitter = LineSplitter(2**20)
+    lines = [*splitter.feed(text), *splitter.finish()][:2]
+    for number, line in enumerate(lines, start=1):
+        problem = parse_line(line, "/v1/completions", 2**20).problem
+        assert problem == f"line {number}: it is UTF-16, which JSON is not; send the file as UTF-8"
+
+
 def test_a_custom_id_has_1_to_256_characters() -> None:
     for length, is_valid in ((0, False), (1, True), (256, True), (257, False)):
         line = parse_line(InputLine(7, request("é" * length, 1).strip()), "/v1/completions", 2**20)

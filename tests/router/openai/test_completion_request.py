@@ -18,13 +18,12 @@ from tramontane.proto.errors import ParameterError, intended_name
 from tramontane.router.openai import completion_request
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
     CompletionRequest,
     parse_body,
     parse_completion,
 )
 from tramontane.router.openai.errors import error_body
+from tramontane.router.openai.sampling_values import MAX_STOP_CHARS, MAX_STOPS
 from tramontane.router.structured import request_model
 from tramontane.router.structured.request_model import MAX_IGNORED, no_effect_fields
 
@@ -39,15 +38,13 @@ UNSUPPORTED = {
     "best_of": (1, 1.0),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search"), ()),
+    **dict.fromkeys(("use_beam_search",), ()),
     **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern"), ()),
 }
 WITH_EFFECT = {
     "best_of": (2, 0, True, "1"),
     "length_penalty": (2, True),
     "bad_words": (["x"], True),
-    "allowed_token_ids": ([1],),
-    "truncate_prompt_tokens": (5,),
     "use_beam_search": (True,),
     "guided_grammar": ("start: /a/",),
     "guided_whitespace_pattern": ("[ ]",),
@@ -619,8 +616,11 @@ BAD_BODIES: dict[str, tuple[str, list[bytes]]] = {
             b'{"prompt": "\xff"}',
             b'{"prompt": "\xc3"}',
             b'{"prompt": "\xed\xa0\x80"}',
-            '{"prompt": "a"}'.encode("utf-16"),
         ],
+    ),
+    "UTF-16": (
+        "the body is UTF-16, which JSON over HTTP is not; send UTF-8",
+        ['{"prompt": "a"}'.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be")],
     ),
 }
 

@@ -640,8 +640,8 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ChatRequest,
-            {"tools": [TOOL] * 129},
-            "tools is a list of 129 items; it must be a list of at most 128 items",
+            {"tools": [TOOL] * 257},
+            "tools is a list of 257 items; it must be a list of at most 256 items",
         ),
         (ChatRequest, {"tools": [{"type": "function"}]}, "tools[0].function is missing"),
         (

@@ -15,7 +15,7 @@ from llguidance import _lib
 from pydantic import TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured import grammar as constraints
+from tramontane.router.structured import schemas as constraints
 from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.grammar import (
     Constraint,
@@ -283,7 +283,7 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
     with pytest.raises(
         ParameterError,
         match=(
-            r"tools\[1\]\.function\.parameters cannot be followed: Unimplemented keys:"
+            r'tools\[1\]\.function\.parameters \("f"\) cannot be followed: Unimplemented keys:'
             r" \[.uniqueItems.\]$"
         ),
     ) as refused:
@@ -300,7 +300,6 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "("}, "regex"),
-        ({"type": "string", "format": "regex"}, "format"),
         ({"type": "strnig"}, "strnig"),
         ({"type": 5}, "type"),
         ({"properties": []}, "object|properties"),
@@ -312,7 +311,7 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
         ({"enum": []}, "empty"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance is not supported"),
         ({"const": "\ud800"}, "cannot be followed"),
-        ({"enum": ["x" * 70_000]}, "they may take 65536"),
+        ({"enum": ["x" * 140_000]}, "they may take 131072"),
         ({"type": "integer", "multipleOf": 10_007}, "multipleOf"),
         ({"multipleOf": 10**400}, "multipleOf"),
         ({"multipleOf": -(10**400)}, "multipleOf"),
@@ -420,7 +419,8 @@ def test_memory_and_computing_are_each_bounded(
 
 
 def test_one_tool_that_takes_long_is_not_looked_for() -> None:
-    tools = _tools(TIME, {"name": "f", "parameters": {"properties": {"a": {"allOf": PATTERNS}}}})
+    slow = {"properties": {"a": {"allOf": PATTERNS}}}
+    tools = _tools(TIME | {"strict": True}, {"name": "f", "parameters": slow, "strict": True})
     with pytest.raises(
         ParameterError, match="the schemas cannot be followed together: it is too complicated"
     ):
@@ -449,10 +449,15 @@ def test_many_sequences_send_small_schemas_only() -> None:
         ([TIME], "auto", None, "has no tools"),
         ([], "required", LIST, "only allowed with tools"),
         ([TIME, TIME], "auto", LIST, "same name"),
-        ([{"name": f"f{i}"} for i in range(129)], "auto", LIST, "at most 128"),
+        ([{"name": f"f{i}"} for i in range(257)], "auto", LIST, "are 257 tools.* at most 256"),
         ([TIME], {"type": "function", "function": {"name": "date"}}, LIST, "no tool 'date'"),
         ([{"name": "f", "parameters": {"type": "string"}}], "auto", LIST, "must be object"),
-        ([{"name": "f", "parameters": {"properties": 5}}], "auto", LIST, "cannot be followed"),
+        (
+            [{"name": "f", "parameters": {"properties": 5}, "strict": True}],
+            "auto",
+            LIST,
+            r'^tools\[0\]\.function\.parameters \("f"\) cannot be followed',
+        ),
     ],
 )
 def test_tools_that_cannot_be_are_refused(
@@ -466,9 +471,8 @@ def test_tools_that_cannot_be_are_refused(
     "body",
     [
         {"type": "xml"},
-        {"type": "json_schema", "json_schema": {"schema": {}}},
-        {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
-        {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_object", "schema": []},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
     ],
 )
@@ -509,9 +513,9 @@ def test_a_number_of_many_digits_is_refused_before_a_schema_is_written(
 def test_a_schema_is_too_large_before_it_is_written() -> None:
     """By its names and texts; with all else, and many numbers, it may only be larger."""
     with pytest.raises(
-        ParameterError, match="the schemas take 65540 characters; they may take 65536"
+        ParameterError, match="the schemas take 131076 characters; they may take 131072"
     ):
-        build_grammar(_format({"enum": ["a" * 65536]}))
+        build_grammar(_format({"enum": ["a" * 131072]}))
 
 
 @pytest.mark.parametrize(
@@ -545,11 +549,26 @@ def test_an_answer_is_one_of_several_texts_or_matches_a_pattern(
     assert _takes(build_grammar(constraint, drops_space=True), f" {taken[0]}")
 
 
-@pytest.mark.parametrize("regex", ["(", "a(?=b)", r"\bfoo", "x" * 70_000])
+@pytest.mark.parametrize("regex", ["(", "a(?=b)", r"\bfoo", "x" * 140_000])
 def test_a_pattern_that_cannot_be_followed_is_refused_with_its_place(regex: str) -> None:
     with pytest.raises(ParameterError) as refused:
         build_grammar(Constraint("regex", regex, "guided_regex"))
     assert refused.value.parameter == "guided_regex"
+
+
+def test_an_answer_is_of_the_tokens_of_a_set() -> None:
+    tokens = Constraint("tokens", (THINK, *b"ab"), "allowed_token_ids")
+    thoughts = ThoughtRules(MARKERS["Mistral's"], is_open=True)
+    grammar = build_grammar(tokens, thoughts=thoughts, drops_space=True)
+    assert grammar == build_grammar(tokens)
+    assert _takes(grammar, "abba", THINK, "a")
+    for said in (("abc",), ("",), (" a",), ("a", END_THINK)):
+        assert not _takes(grammar, *said)
+    assert build_grammar(tokens, _tools(TIME), "none", LIST) == grammar
+    for choice in (None, "auto", "required"):
+        with pytest.raises(ParameterError, match="allowed_token_ids says what all") as refused:
+            build_grammar(tokens, _tools(TIME), _choice(choice) if choice else None, LIST)
+        assert refused.value.parameter == "allowed_token_ids"
 
 
 def test_any_is_mistrals_word_for_required() -> None:

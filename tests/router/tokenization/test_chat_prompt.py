@@ -22,7 +22,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import read_model_args
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolCall, ToolFormat
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    ChatTemplate,
+    ToolCall,
+    ToolFormat,
+    ToolSpec,
+)
 from tramontane.router.tokenization.history import mistral_id
 from tramontane.router.tokenization.loader import (
     find_tokenizer_file,
@@ -30,6 +36,7 @@ from tramontane.router.tokenization.loader import (
     load_tokenizer,
     require_tokenizer,
 )
+from tramontane.router.tokenization.tokenizer import encode_prompt
 
 CHATML = """{% for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -454,6 +461,23 @@ def test_tools_and_their_calls_are_written_as_mistral_common_does(
     assert ids.count(chat.tool_format.calls) == 1, "what the description spells out is text"
 
 
+@pytest.mark.parametrize("version", ["v2", "v3", "v7", "tekken"])
+def test_a_tools_name_reaches_the_prompt_as_it_is(tmp_path: Path, version: str) -> None:
+    if version == "tekken":
+        small_tekken(tmp_path)
+    else:
+        shutil.copy(SENTENCEPIECE[version], tmp_path / f"tokenizer.model.{version}")
+    name = "mcp.server/tool:v2-" + "x" * 100
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    called = [
+        ChatMessage("user", "a"),
+        ChatMessage("assistant", "", (ToolCall("abcDEF123", name, "{}"),)),
+        ChatMessage("tool", "b", tool_call_id="abcDEF123"),
+    ]
+    prompt = require_tokenizer(tmp_path, 10**6).decode(_chat(tmp_path).encode(called, [tool]))
+    assert prompt.count(f'"{name}"') == 2, "of the tool and of the call"
+
+
 def test_a_format_without_tools(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     shutil.copy(SENTENCEPIECE["v1"], tmp_path / "v1" / "tokenizer.model.v1")
@@ -527,6 +551,80 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
         CheckpointError, match="32768 pieces, more than the model's vocabulary of 32000"
     ):
         require_tokenizer(tmp_path, 32_000)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_that_the_model_does_not_know_are_left_out(
+    tmp_path: Path, special: bool
+) -> None:
+    folder = _of_fine_tune(tmp_path, CHATML, ("[TOOL_CALLS]", "<extra>"), special=special)
+    whole = require_tokenizer(folder, 10**6)
+    last, before = whole.added_id("<extra>"), whole.added_id("[TOOL_CALLS]")
+    assert last is not None
+    assert before == last - 1
+    tokenizer = require_tokenizer(folder, last)
+    assert tokenizer.vocab_size <= last
+    assert tokenizer.added_id("<extra>") is None is tokenizer.control_id("<extra>")
+    assert tokenizer.added_id("[TOOL_CALLS]") == before
+    assert len(tokenizer.vocabulary()) <= last
+    assert tokenizer.decode((last,)) == "" == tokenizer.bytes_of(last).decode()
+    text = tokenizer.encode("Good morrow")
+    assert text == encode_prompt(tokenizer, "Good morrow", 100, last)
+    with pytest.raises(CheckpointError, match=f"more than the model's vocabulary of {before - 9}"):
+        require_tokenizer(folder, before - 9)
+    if not special:
+        with pytest.raises(RequestError, match=f"the prompt has token id {last}; .* 0 to {before}"):
+            encode_prompt(tokenizer, "say <extra>", 100, last)
+
+
+def test_a_control_token_that_the_model_does_not_know_is_no_format(tmp_path: Path) -> None:
+    folder = _of_fine_tune(tmp_path, BY_TOOLS, ("[TOOL_CALLS]",))
+    calls = require_tokenizer(folder, 10**6).control_id("[TOOL_CALLS]")
+    assert calls is not None
+    for size, form in ((calls + 1, ToolFormat(calls)), (calls, None)):
+        assert load_chat_template(folder, require_tokenizer(folder, size)).tool_format == form
+
+
+def _prompt(folder: Path, *tools: ToolSpec) -> str:
+    tokenizer = require_tokenizer(folder, 10**6)
+    chat = load_chat_template(folder, tokenizer)
+    return tokenizer.decode(chat.encode(_user("hi"), tools)).strip()
+
+
+def test_a_template_in_json_is_read_where_the_settings_have_none(tmp_path: Path) -> None:
+    folder = _of_fine_tune(tmp_path, "")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert _prompt(folder) == "json"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "settings"}))
+    assert _prompt(folder) == "settings"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert _prompt(folder) == "jinja"
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json is not valid JSON"):
+        _prompt(folder)
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_the_template_for_tools_is_used_with_tools(tmp_path: Path, as_files: bool) -> None:
+    folder = _of_fine_tune(tmp_path, "default", ("[TOOL_CALLS]",))
+    by_tools = "{{ tools | length }} {% if mood %}{{ mood }}{% endif %} tool_calls [TOOL_CALLS]"
+    if as_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(by_tools)
+    else:
+        named = {"default": "default", "tool_use": by_tools, "rag": "rag"}
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert _prompt(folder) == "default"
+    assert _prompt(folder, *TOOLS).startswith(f"{len(TOOLS)}")
+    chat = _chat(folder)
+    assert chat.tool_format is not None
+    assert chat.unused_variables({"mood": 1, "other": 1}) == ["other"]
+    written = require_tokenizer(folder, 10**6).decode(
+        chat.encode(_user("hi"), TOOLS, {"mood": "merry"})
+    )
+    assert "merry" in written
 
 
 def test_templates_by_name(tmp_path: Path) -> None:

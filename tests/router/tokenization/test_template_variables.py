@@ -12,7 +12,8 @@ from tokenizer_files import SENTENCEPIECE, json_of_sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import ParameterError, RequestError
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
+from tramontane.router.openai.chat_request import opens_answer, parse_chat
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ignored_variables
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 from tramontane.router.tokenization.template_chat import TemplateVariables
@@ -51,13 +52,29 @@ def test_variables_and_names_reach_a_template_as_text(tmp_path: Path) -> None:
         assert refused.value.parameter == "chat_template_kwargs"
 
 
+def test_values_of_the_server_may_be_repeated(tmp_path: Path) -> None:
+    chat = _chat(tmp_path, PLAIN)
+    same = {"bos_token": "<s>", "tools": [], "documents": [], "add_generation_prompt": False}
+    assert chat.encode([HELLO], variables=same) == chat.encode([HELLO])
+
+
+def test_variables_that_a_template_does_not_mention_have_no_effect(tmp_path: Path) -> None:
+    chat = _chat(tmp_path, PLAIN)
+    given = {"thinking": True, "style": "x", "think": True, "enable_thinking": True, "tools": []}
+    assert chat.unused_variables(given) == ["think", "enable_thinking"]
+    assert ignored_variables(chat, given) == [
+        "chat_template_kwargs.think",
+        "chat_template_kwargs.enable_thinking",
+    ]
+    assert ignored_variables(chat, None) == []
+
+
 def test_mistrals_formats_have_no_variables() -> None:
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
-    assert chat.encode([HELLO], variables={}) == chat.encode([ChatMessage("user", "Hello")])
-    with pytest.raises(
-        ParameterError, match="has thinking, and this model's chat format is Mistral's own"
-    ):
-        chat.encode([HELLO], variables={"thinking": True})
+    plain = chat.encode([ChatMessage("user", "Hello")])
+    for variables in ({}, {"thinking": True, "messages": [1], "a": ""}):
+        assert chat.encode([HELLO], variables=variables) == plain
+        assert chat.unused_variables(variables) == list(variables)
 
 
 @pytest.mark.parametrize("content", ["Good mor", "a space at the end ", "1 2 3"])
@@ -103,6 +120,25 @@ def test_variables_are_bounded(variables: dict[str, Any]) -> None:
 
 
 def test_what_is_done_anyway_is_no_variable() -> None:
-    assert TypeAdapter(TemplateVariables).validate_python(
-        {"add_generation_prompt": True, "a": None}
-    ) == {"a": None}
+    adapter = TypeAdapter(TemplateVariables)
+    given = {"add_generation_prompt": True, "a": None, "b": False}
+    assert adapter.validate_python(given) == {"b": False}
+
+
+@pytest.mark.parametrize(
+    ("flag", "inside", "meant"),
+    [(None, False, False), (None, None, None), (True, False, True), (None, "x", None)],
+)
+def test_a_prompt_that_opens_an_answer_may_be_asked_for_among_the_variables(
+    flag: bool | None, inside: object, meant: bool | None
+) -> None:
+    assert opens_answer(flag, {"add_generation_prompt": inside}) is meant
+    assert opens_answer(flag, None) is flag
+
+
+def test_without_a_prompt_for_an_answer_the_last_message_is_continued() -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    wanted = {"chat_template_kwargs": {"add_generation_prompt": False}}
+    assert parse_chat(json.dumps({"messages": [user, answer]} | wanted).encode())
+    with pytest.raises(ParameterError, match="add_generation_prompt is false"):
+        parse_chat(json.dumps({"messages": [user]} | wanted).encode())

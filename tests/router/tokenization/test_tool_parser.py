@@ -23,6 +23,7 @@ from tramontane.router.tokenization.tool_parser import (
 NASTY = json.dumps(
     {"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False
 )
+NAMES = ["f_0-x", "mcp.server/tool:v2", "/.:-", "x" * 128]
 ARGUMENTS = ["{}", '{"city": "Rome"}', '{"a":{"b":{}}}', NASTY]
 
 
@@ -69,7 +70,7 @@ def _parser(tokenizer: Tokenizer, form: ToolFormat) -> ToolCallParser:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_calls_are_read_back(tokenizer: Tokenizer, by_name: bool) -> None:
     form = _form(tokenizer, by_name=by_name)
-    calls = [(f"f_{i}-x", arguments) for i, arguments in enumerate(ARGUMENTS)]
+    calls = list(zip(NAMES, ARGUMENTS, strict=True))
     parser = _parser(tokenizer, form)
     deltas = [
         delta for token_id in _said(tokenizer, form, calls) for delta in parser.push(token_id)

@@ -113,6 +113,20 @@ def test_the_end_of_sequence_is_a_token_like_others_for_who_ignores_it() -> None
     assert _say(constraints, *b"23") == ((0, FinishReason.STOP),)
 
 
+def test_only_the_tokens_of_a_set_are_allowed_and_never_used_up() -> None:
+    grammar = f"start: answer\nanswer: body\nbody: <[1,5,{CONTROL},{CALL}]>+"
+    constraints = _constraints()
+    _begin(constraints, grammar, ignore_eos=True)
+    for token_id in (5, CALL, 1, CONTROL):
+        assert _allowed(constraints) == {1, 5, CONTROL, CALL}
+        assert _say(constraints, token_id) == ()
+    constraints = _constraints()
+    _begin(constraints, grammar)
+    assert _allowed(constraints) == {1, 5, CONTROL, CALL}
+    assert _say(constraints, 5) == ()
+    assert _allowed(constraints) == {1, 5, CONTROL, CALL, EOS, OTHER_EOS}
+
+
 def test_what_was_said_before_is_taken_in_again_chunk_by_chunk() -> None:
     whole, cut = _constraints(), _constraints()
     _begin(whole, JSON, said=b'{"a":tr')
