@@ -96,7 +96,7 @@ def _thought(part: dict[str, Any], info: ValidationInfo) -> Thought:
     text = part.get("thinking")
     if isinstance(text, list) and len(text) <= MAX_PARTS:
         text = "".join(TEXTS.text_of(each, info) for each in text)
-    closed = part.get("closed", True)
+    closed = True if part.get("closed") is None else part["closed"]
     if not isinstance(text, str) or not isinstance(closed, bool):
         raise ValueError(
             'a thought must be as {"type": "thinking", "thinking": "...", "closed": true}'
