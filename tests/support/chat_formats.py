@@ -101,7 +101,7 @@ NO_RESULTS = """{% for m in messages %}{% if m.role not in ('user', 'assistant',
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # Magistral's: thoughts as parts, which are only in messages of the system and the assistant
-PARTS = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]
+PARTS = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]
 {%- elif m.role == 'user' %}[INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]{% endif %}
 {%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {%- if part['type'] == 'text' %}{{ part['text'] }}
