@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import string
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +19,10 @@ from tramontane.router.tokenization.chat import ChatMessage, Role, ToolCall
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 MISTRAL_ID = re.compile(rf"[a-zA-Z0-9]{{{ID_LENGTH}}}")
-INTERRUPTED = "interrupted"  # the result of a call that the history does not answer
+NO_IDS = ("", "null")  # what clients send for an id that they do not have
+INTERRUPTED = "interrupted"  # the result of a call, or an answer, that the history does not have
+MAX_DEPTH = 64  # of the JSON of a call or a result: templates and mistral-common are recursive
+MAX_DIGITS = 4300  # of a whole number, for Python's parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class HistoryFormat:
     thinking_roles: frozenset[Role] = frozenset()
     has_tools: bool = True
     has_mistral_ids: bool = True  # ids of calls are nine letters and digits
+    parses_results: bool = False  # the result of a call is written as a JSON value
 
 
 def derived_id(seed: str) -> str:
@@ -37,15 +42,15 @@ def derived_id(seed: str) -> str:
 
 
 def mistral_id(call_id: str) -> str:
-    """Return a call's id as Mistral's formats write it: "call_1" becomes "2Nv4vsnUJ"."""
+    """Return a call's id as Mistral's formats write it: "call_1" becomes "2zXTUoItE"."""
     return call_id if MISTRAL_ID.fullmatch(call_id) else derived_id(call_id)
 
 
 def parsed_arguments(arguments: str) -> Any:  # any JSON
-    """Return the arguments of a call, or their text where it is not JSON (cut, or too deep)."""
+    """Return the arguments of a call, or their text where it is not JSON, such as cut JSON."""
     try:
         return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+    except ValueError:
         return arguments
 
 
@@ -61,6 +66,25 @@ def leave_out_thoughts(messages: list[ChatMessage], form: HistoryFormat) -> list
     """Leave out the thoughts of a message whose role has none in the format; its texts stay."""
     return [
         replace(message, parts=()) if message.role not in form.thinking_roles else message
+        for message in messages
+    ]
+
+
+def quote_odd_json(messages: list[ChatMessage], form: HistoryFormat) -> list[ChatMessage]:
+    """Write JSON that cannot be read and written again as a JSON text: what is nested too deeply,
+    has a number of thousands of digits, or half of a surrogate pair.
+    """
+    return [
+        replace(message, content=_quoted(message.content))
+        if message.role == "tool" and form.parses_results
+        else replace(
+            message,
+            tool_calls=tuple(
+                replace(call, arguments=_quoted(call.arguments)) for call in message.tool_calls
+            ),
+        )
+        if message.tool_calls
+        else message
         for message in messages
     ]
 
@@ -85,46 +109,43 @@ def join_calls(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessag
     """Join messages of the assistant with calls that follow one another: their results come
     together.
     """
-    joined: list[ChatMessage] = []
+    runs: list[list[ChatMessage]] = []
     for message in messages:
-        if joined and message.role == "assistant" and message.tool_calls and joined[-1].tool_calls:
-            last = joined.pop()
-            calls = last.tool_calls + message.tool_calls
-            joined.append(replace(_joined([last, message]), tool_calls=calls))
+        if message.tool_calls and runs and runs[-1][-1].tool_calls:
+            runs[-1].append(message)
         else:
-            joined.append(message)
-    return joined
+            runs.append([message])
+    return [_joined(run) if len(run) > 1 else run[0] for run in runs]
 
 
 def pair_results(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessage]:
     """Put the results of an answer's calls right after it, one for each call.
 
-    A result belongs to the call of its id; one without an id to the call of its name, else to the
-    first call that has none yet. A call without a result gets ``INTERRUPTED``, and a result
-    without a call becomes a text of the user.
+    A result belongs to the call of its id; one without an id, or of calls without ids, to the call
+    of its name, else to the first call that has no result yet. A call without a result gets
+    ``INTERRUPTED``, and a result without a call becomes a text of the user.
     """
     paired: list[ChatMessage] = []
-    waiting: list[tuple[str, ToolCall]] = []  # calls without a result, by the client's ids
+    waiting = _OpenCalls((), ())
     end = num_calls = 0  # where the next result goes; calls so far
     for message in messages:
         if message.role == "tool":
-            found = _find_call(waiting, message)
-            if found is None:
+            call = waiting.take(message)
+            if call is None:
                 paired += [_as_text(message)] if message.content else []
                 continue
-            waiting.remove(found)
-            paired.insert(end, replace(message, tool_call_id=found[1].id))
+            paired.insert(end, replace(message, tool_call_id=call.id))
             end += 1
-            continue
-        if message.role == "assistant":
-            paired[end:end] = _interrupted(waiting)
+        elif message.tool_calls:
+            paired[end:end] = waiting.interrupted()
             calls = _distinct_calls(message.tool_calls, num_calls)
             num_calls += len(calls)
-            waiting = [(call.id, own) for call, own in zip(message.tool_calls, calls, strict=True)]
-            message = replace(message, tool_calls=calls)
-        paired.append(message)
-        end = len(paired) if message.role == "assistant" else end
-    paired[end:end] = _interrupted(waiting)
+            waiting = _OpenCalls(message.tool_calls, calls)
+            paired.append(replace(message, tool_calls=calls))
+            end = len(paired)
+        else:
+            paired.append(message)
+    paired[end:end] = waiting.interrupted()
     return paired
 
 
@@ -159,10 +180,11 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         rule.__name__: rule
         for rule in (
             leave_out_thoughts,
-            write_calls_as_text,
             leave_out_empty_answers,
+            quote_odd_json,
             join_calls,
             pair_results,
+            write_calls_as_text,
             shorten_ids,
             continue_last_answer,
         )
@@ -170,14 +192,42 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
 )
 
 
-def _find_call(
-    waiting: Sequence[tuple[str, ToolCall]], result: ChatMessage
-) -> tuple[str, ToolCall] | None:
-    """Return the call of a result among those without one, None if there is none."""
-    if result.tool_call_id:
-        return next((each for each in waiting if each[0] == result.tool_call_id), None)
-    named = (each for each in waiting if each[1].name == result.name)
-    return next(named, waiting[0] if waiting and not result.name else None)
+class _OpenCalls:
+    """The calls of an answer that have no result yet. ``given``: as the client has them; ``calls``:
+    the same ones with distinct ids.
+    """
+
+    def __init__(self, given: Sequence[ToolCall], calls: Sequence[ToolCall]) -> None:
+        self._calls = dict(enumerate(calls))
+        self._numbers: dict[tuple[str, ...], deque[int]] = defaultdict(deque)  # by what names them
+        for number, call in enumerate(given):
+            has_id = call.id not in NO_IDS
+            names = [("id", call.id)] if has_id else [("no id",), ("no id", call.name)]
+            for key in (*names, ("any",), ("any", call.name)):
+                self._numbers[key].append(number)
+
+    def take(self, result: ChatMessage) -> ToolCall | None:
+        """Return the call of a result, which then has one; None if there is none."""
+        kind = "any"
+        if result.tool_call_id not in NO_IDS:
+            if (call := self._next("id", result.tool_call_id)) is not None:
+                return call
+            kind = "no id"
+        return self._next(kind, result.name) if result.name else self._next(kind)
+
+    def interrupted(self) -> list[ChatMessage]:
+        """Return results for all calls that have none."""
+        return [
+            ChatMessage("tool", INTERRUPTED, tool_call_id=call.id, name=call.name)
+            for call in self._calls.values()
+        ]
+
+    def _next(self, *key: str) -> ToolCall | None:
+        numbers = self._numbers.get(key, deque())
+        while numbers:
+            if (call := self._calls.pop(numbers.popleft(), None)) is not None:
+                return call
+        return None
 
 
 def _distinct_calls(calls: Sequence[ToolCall], num_before: int) -> tuple[ToolCall, ...]:
@@ -186,17 +236,41 @@ def _distinct_calls(calls: Sequence[ToolCall], num_before: int) -> tuple[ToolCal
     conversation grows: the second of two calls "a" after five others becomes "a-6".
     """
     made: list[ToolCall] = []
+    taken = set(NO_IDS)
     for number, call in enumerate(calls, start=num_before):
-        is_own = call.id not in ("", "null", *(earlier.id for earlier in made))
-        made.append(call if is_own else replace(call, id=f"{call.id}-{number}"))
+        own = replace(call, id=f"{call.id}-{number}") if call.id in taken else call
+        made.append(own)
+        taken.add(own.id)
     return tuple(made)
 
 
-def _interrupted(waiting: Sequence[tuple[str, ToolCall]]) -> list[ChatMessage]:
-    return [
-        ChatMessage("tool", INTERRUPTED, tool_call_id=call.id, name=call.name)
-        for _, call in waiting
-    ]
+def _quoted(text: str) -> str:
+    """Return a text as a JSON text if it is JSON that cannot be read and written again."""
+    is_suspicious = (
+        len(text) > MAX_DIGITS or text.count("[") + text.count("{") > MAX_DEPTH or "\\u" in text
+    )
+    return json.dumps(text, ensure_ascii=False) if is_suspicious and _is_odd(text) else text
+
+
+def _is_odd(text: str) -> bool:
+    try:
+        level = [value := json.loads(text)]
+        for _ in range(MAX_DEPTH):
+            level = [child for part in level for child in _children(part)]
+        if any(map(_children, level)):
+            return True
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError:
+        return False
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _children(value: Any) -> list[Any]:  # any JSON
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _as_text(message: ChatMessage) -> ChatMessage:
@@ -226,18 +300,22 @@ def _as_text(message: ChatMessage) -> ChatMessage:
 
 def alternate_roles(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages as the strictest templates take them: one system message, which is the
-    first, then the user and the assistant in turns, and Mistral's ids.
+    first, then the user and the assistant in turns, where an answer follows the results of calls;
+    Mistral's ids; and arguments that are objects.
     """
     system = [message for message in messages if message.role == "system"]
     made = [] if not system else [_joined(system)]
     for message in messages:
         if message.role == "system":
             continue
-        if message.role == "assistant" and len(made) == bool(system):
+        last = made[-1] if len(made) > bool(system) else None
+        if last is None and message.role == "assistant":
             made.append(ChatMessage("user", ""))
-        last = made[-1] if made else None
-        can_join = last is not None and last.role == message.role != "tool" and not last.tool_calls
-        made.append(_joined([made.pop(), message]) if can_join else message)
+        elif last is not None and last.role == "tool" and message.role == "user":
+            made.append(ChatMessage("assistant", INTERRUPTED))
+        if last is not None and last.role == message.role != "tool" and not last.tool_calls:
+            message = _joined([made.pop(), message])
+        made.append(_with_objects(message) if message.tool_calls else message)
     return shorten_ids(made, HistoryFormat())
 
 
@@ -250,8 +328,30 @@ def system_in_user_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [_joined([replace(user, content=first.content), user]), *others]
 
 
+def all_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return alternating texts of the user and the assistant, for a template that has tools and
+    does not take these calls or results.
+    """
+    return system_in_user_text(write_calls_as_text(list(messages), HistoryFormat(has_tools=False)))
+
+
+def _with_objects(message: ChatMessage) -> ChatMessage:
+    """Return a message with arguments that are objects: "7" becomes {"arguments": 7}."""
+    return replace(
+        message,
+        tool_calls=tuple(
+            call
+            if isinstance(parsed := parsed_arguments(call.arguments), dict)
+            else replace(call, arguments=json.dumps({"arguments": parsed}, ensure_ascii=False))
+            for call in message.tool_calls
+        ),
+    )
+
+
 def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
-    """Return messages of one role as the last of them, with the texts and thoughts of all."""
+    """Return messages of one role as the last of them, with the texts, thoughts and calls of
+    all.
+    """
     last = messages[-1]
     parts = [part for message in messages for part in message.parts or (message.content,) if part]
     has_thoughts = any(message.parts for message in messages)
@@ -259,4 +359,5 @@ def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
         last,
         content="\n\n".join(message.content for message in messages if message.content),
         parts=tuple(parts) if has_thoughts else (),
+        tool_calls=tuple(call for message in messages for call in message.tool_calls),
     )

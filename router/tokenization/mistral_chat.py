@@ -113,7 +113,11 @@ class MistralChatTemplate:
                 None,
             )
         )
-        self._history = HistoryFormat(self._thinking_roles(), self.tool_format is not None)
+        self._history = HistoryFormat(
+            self._thinking_roles(),
+            has_tools=self.tool_format is not None,
+            parses_results=version < TokenizerVersion.v7,
+        )
 
     @classmethod
     def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":

@@ -31,6 +31,7 @@ from tramontane.router.tokenization.chat import (
 )
 from tramontane.router.tokenization.history import (
     HistoryFormat,
+    all_as_text,
     alternate_roles,
     parsed_arguments,
     repair_history,
@@ -159,7 +160,7 @@ class JinjaChatTemplate:
                 return self._encode(history, names, written)
             except TemplateRefusalError as refusal:
                 # The template does not say why: roles, their order and ids of calls are usual.
-                for repair in (alternate_roles, system_in_user_text):
+                for repair in (alternate_roles, system_in_user_text, all_as_text):
                     with suppress(TemplateRefusalError):
                         return self._encode(repair(history), names, written)
                 raise refusal

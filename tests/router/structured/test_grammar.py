@@ -30,7 +30,8 @@ from tramontane.router.structured.grammar import (
 from tramontane.router.tokenization.chat import ToolFormat
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
-CALLS, ARGS, THINK, END_THINK = 256, 257, 258, 259  # control tokens, after a token for every byte
+# control tokens, after a token for every byte
+CALLS, ARGS, THINK, END_THINK, CALL_ID = 256, 257, 258, 259, 260
 LIST, BY_NAME = ToolFormat(CALLS), ToolFormat(CALLS, ARGS)
 CITY = {
     "type": "object",
@@ -51,8 +52,11 @@ class _Bytes:
 
     eos_token_id = bos_token_id = None
     is_tokenizer_wrapper = True
-    tokens = (*(bytes([i]) for i in range(256)), b"[CALLS]", b"[ARGS]", b"[THINK]", b"[/THINK]")
-    special_token_ids = (CALLS, ARGS, THINK, END_THINK)
+    tokens = (
+        *(bytes([i]) for i in range(256)),
+        *(b"[CALLS]", b"[ARGS]", b"[THINK]", b"[/THINK]", b"[CALL_ID]"),
+    )
+    special_token_ids = (CALLS, ARGS, THINK, END_THINK, CALL_ID)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -162,6 +166,23 @@ def test_calls_by_name() -> None:
     alone = build_grammar(None, _tools(WEATHER, TIME), "required", BY_NAME, parallel=False)
     assert _takes(alone, *other)
     assert not _takes(alone, *one, *other)
+
+
+def test_a_call_may_have_an_id_where_the_format_has_one() -> None:
+    form = ToolFormat(CALLS, ARGS, CALL_ID)
+    grammar = build_grammar(None, _tools(WEATHER, TIME), "required", form)
+    named, unnamed = (
+        (CALLS, "time", CALL_ID, "abcDEF123", ARGS, "{}"),
+        (CALLS, "time", ARGS, "{}"),
+    )
+    for said in (named, unnamed, named + unnamed, unnamed + named, named + named):
+        assert _takes(grammar, *said)
+    for written in ("abcDEF12", "abcDEF1234", "call_1234", " abcDEF123", "abcDEF123 ", ""):
+        assert not _takes(grammar, CALLS, "time", CALL_ID, written, ARGS, "{}")
+    assert not _takes(grammar, CALLS, "time", CALL_ID, "abcDEF123", "{}")
+    assert not _takes(grammar, CALLS, CALL_ID, "abcDEF123", ARGS, "{}")
+    by_name = build_grammar(None, _tools(WEATHER, TIME), "required", BY_NAME)
+    assert not _takes(by_name, *named)
 
 
 def test_a_named_tool_is_the_only_one() -> None:

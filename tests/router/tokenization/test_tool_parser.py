@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tokenizer_files import SENTENCEPIECE, small_tekken
+from tokenizer_files import SENTENCEPIECE, small_tekken, thinking_tekken
 
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
-from tramontane.router.tokenization.loader import require_tokenizer
+from tramontane.router.tokenization.history import derived_id
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 from tramontane.router.tokenization.tool_parser import (
     CallDelta,
     ToolCallParser,
+    call_ids,
     merge_deltas,
     new_call_id,
 )
@@ -116,3 +118,72 @@ def test_openais_shapes() -> None:
     ids = {new_call_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(len(call_id) == 9 and call_id.isalnum() and call_id.isascii() for call_id in ids)
+
+
+CALL_ID_FORM = ToolFormat(calls=9, args=32, call_id=33)  # of tekken's version 11
+
+
+def _with_ids(tokenizer: Tokenizer, calls: Sequence[tuple[str, str | None, str]]) -> Iterator[int]:
+    """Yield the tokens of calls in version 11's format: names, ids and arguments."""
+    for name, call_id, arguments in calls:
+        yield from (CALL_ID_FORM.calls, *tokenizer.encode(name)[1:])
+        if call_id is not None:
+            assert CALL_ID_FORM.call_id is not None
+            yield from (CALL_ID_FORM.call_id, *tokenizer.encode(call_id)[1:])
+        assert CALL_ID_FORM.args is not None
+        yield from (CALL_ID_FORM.args, *tokenizer.encode(arguments)[1:])
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (["abcDEF123", "abcDEF124"], ["abcDEF123", "abcDEF124"]),
+        ([None, "abcDEF124"], ["call0", "abcDEF124"]),
+        (["abcDEF123", "abcDEF123"], ["abcDEF123", "call1"]),
+        (["abcDEF123", None, "abcDEF123"], ["abcDEF123", "call1", "call2"]),
+        ([" abcDEF123 "], ["abcDEF123"]),
+        (["abcDEF12"], ["call0"]),
+        (["call_1"], ["call0"]),
+        ([""], ["call0"]),
+    ],
+)
+def test_ids_that_the_model_writes_are_those_of_its_calls(
+    tmp_path: Path, written: list[str | None], expected: list[str]
+) -> None:
+    """Where they are new ones in Mistral's form; the others are replaced."""
+    thinking_tekken(tmp_path, "v11")
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    assert load_chat_template(tmp_path, tokenizer).tool_format == CALL_ID_FORM
+    said = [(f"f_{i}", call_id, NASTY) for i, call_id in enumerate(written)]
+    parser = _parser(tokenizer, CALL_ID_FORM)
+    deltas = [each for token_id in _with_ids(tokenizer, said) for each in parser.push(token_id)]
+    assert merge_deltas(deltas) == tuple(
+        ToolCall(call_id, f"f_{i}", NASTY) for i, call_id in enumerate(expected)
+    )
+    assert [each.name for each in deltas if each.id] == [name for name, _, _ in said], (
+        "an id is in the first part of a call, which has the name"
+    )
+
+
+def test_an_id_is_derived_by_the_number_of_its_call_whatever_the_model_writes(
+    tmp_path: Path,
+) -> None:
+    """So another ingress that continues the answer derives the same ids."""
+    thinking_tekken(tmp_path, "v11")
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    said = [("f", "abcDEF123", "{}"), ("f", None, "{}"), ("f", "abcDEF123", "{}")]
+    parser = ToolCallParser(tokenizer, CALL_ID_FORM, call_ids("x"))
+    deltas = [each for token_id in _with_ids(tokenizer, said) for each in parser.push(token_id)]
+    ids = [each.id for each in merge_deltas(deltas)]
+    assert ids == ["abcDEF123", derived_id("x 1"), derived_id("x 2")]
+
+
+def test_a_call_that_is_cut_off_in_its_id_is_not_reported(tmp_path: Path) -> None:
+    thinking_tekken(tmp_path, "v11")
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    said = list(_with_ids(tokenizer, [("f", "abcDEF123", "{}")]))
+    parser = _parser(tokenizer, CALL_ID_FORM)
+    for token_id in said[: said.index(CALL_ID_FORM.args or 0)]:
+        assert parser.push(token_id) == []
+    assert parser.is_calling
+    assert parser.num_calls == 0
