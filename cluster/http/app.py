@@ -44,7 +44,6 @@ from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints, 
 from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.openai.response_models import (
@@ -53,21 +52,18 @@ from tramontane.router.openai.response_models import (
     MoveExpertsResponse,
     Version,
 )
-from tramontane.router.openai.served_model import (
-    ServedModel,
-    check_model_name,
-    model_entry,
-    model_list,
-)
+from tramontane.router.openai.served_model import ModelCatalog, ServedModel, check_model_name
 from tramontane.router.openai.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
     detokenize,
     tokenize,
 )
-from tramontane.router.tokenization.chat import ChatTemplate, ignored_variables
+from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate, ignored_variables
 
 logger = logging.getLogger(__name__)
+
+ANTHROPIC_HEADER = "anthropic-version"  # of every request of Anthropic's clients
 
 # Rebalances experts for a load; returns how many experts were loaded, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
@@ -124,7 +120,7 @@ class HttpApp:
             config.model, config.source, self._chat, self._bodies, config.pacer
         )
         self._openapi_page: dict[str, Any] | None = None
-        self._started_at = int(time.time())
+        self._catalog = ModelCatalog(config.model, self._chat, int(time.time()))
 
     def app(self) -> Starlette:
         """Build the Starlette application."""
@@ -169,15 +165,21 @@ class HttpApp:
             *self._config.extra_routes,
         ]
 
-    async def models(self, _request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         """Answer ``GET /v1/models``."""
-        return JSONResponse(model_list(self._model, self._started_at).as_json())
+        catalog = self._catalog
+        is_anthropic = ANTHROPIC_HEADER in request.headers
+        return JSONResponse(
+            (catalog.anthropic_list() if is_anthropic else catalog.list()).as_json()
+        )
 
     async def model(self, request: Request) -> Response:
         """Answer ``GET /v1/models/{name}``."""
         name = request.path_params["name"]
         check_model_name(self._model, name)
-        return JSONResponse(model_entry(self._model, self._started_at, name).as_json())
+        is_anthropic = ANTHROPIC_HEADER in request.headers
+        entry = self._catalog.anthropic_entry if is_anthropic else self._catalog.entry
+        return JSONResponse(entry(name).as_json())
 
     async def openapi(self, _request: Request) -> Response:
         """Answer ``GET /openapi.json``; the page is built for the first request, which few

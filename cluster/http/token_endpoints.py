@@ -123,12 +123,15 @@ class TokenEndpoints:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/chat/completions``."""
-        prepare = partial(prepare_chat, self._model, self._chat)
+        prepare = partial(
+            prepare_chat, self._model, self._chat, is_of_mistral=is_of_mistral(request)
+        )
         return await self._complete(request, parse_chat, prepare)
 
     async def fim_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/fim/completions``."""
-        return await self._complete(request, parse_fim, partial(prepare_fim, self._model))
+        prepare = partial(prepare_fim, self._model, is_of_mistral=is_of_mistral(request))
+        return await self._complete(request, parse_fim, prepare)
 
     async def responses(self, request: Request) -> Response:
         """Answer ``POST /v1/responses``."""
@@ -227,6 +230,20 @@ async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: R
     )
     headers = fingerprint_header(answer.generation.fingerprint)
     return Response(body, media_type="application/json", headers=headers)
+
+
+def is_of_mistral(request: Request) -> bool:
+    """Return whether the client is one of Mistral's: it says so ("mistral-client-python/3.7.0"), or
+    reads events by httpx-sse alone, as langchain-mistralai does, which names only httpx.
+    """
+    headers = request.headers
+    agent = headers.get("user-agent", "").lower()
+    reads_by_httpx_sse = (
+        agent.startswith("python-httpx/")
+        and headers.get("accept") == "text/event-stream"
+        and headers.get("cache-control") == "no-store"
+    )
+    return "mistral" in agent or reads_by_httpx_sse
 
 
 def warning_header(ignored: Sequence[str]) -> dict[str, str]:

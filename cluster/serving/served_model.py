@@ -7,9 +7,8 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import MAX_SEQS_ON_GPUS, SEQS_ON_CPUS
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_folder import resolve_model_args
-from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
 from tramontane.workers.weights.checkpoint import CheckpointDigest, check_checkpoint_digest
 

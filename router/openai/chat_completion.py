@@ -50,12 +50,9 @@ from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import (
     ChatMessage,
     ChatTemplate,
-    ToolFormat,
-    ToolSpec,
     message_texts,
 )
 from tramontane.router.tokenization.reasoning_parser import (
-    ReasoningFormat,
     ReasoningParser,
     is_open_after,
 )
@@ -64,43 +61,6 @@ from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids,
 # without the unknown fields that a client may have sent
 TOOL_FIELDS = {"type": True, "function": set(Function.model_fields)}
 CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class NoChatTemplate:
-    """Template of a model without a chat format: it refuses all conversations, with ``reason``."""
-
-    reason: str
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """Always None: tools are not supported."""
-        return None
-
-    @property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """Always None: reasoning is not supported."""
-        return None
-
-    @property
-    def efforts(self) -> Sequence[str]:
-        """Always empty: reasoning is not supported."""
-        return ()
-
-    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
-        """Return none: every conversation is refused."""
-        return ()
-
-    def encode(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ToolSpec] = (),
-        variables: Mapping[str, Any] | None = None,
-        *,
-        reasoning_effort: str | None = None,
-    ) -> tuple[int, ...]:
-        """Raise RequestError."""
-        raise RequestError(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +75,7 @@ class _Detokenizers:
     kind: type[ChatDetokenizer]
     is_open: bool
     has_grammar: bool
+    whole_calls: bool
 
     def make(self, answer_id: str, index: int) -> ChatDetokenizer:
         """Return the detokenizer of one choice; the ids of its tool calls are derived from the
@@ -142,18 +103,21 @@ class _Detokenizers:
             includes_stop=request.include_stop_str_in_output,
             tools=tools,
             thoughts=thoughts,
+            whole_calls=self.whole_calls,
         )
 
 
 class ChatFormatter(ChunkFormatter):
     """Writes the response of ``/v1/chat/completions``. ``opening_text``: the client's text that
-    every answer begins with.
+    every answer begins with. ``ends_with_usage``: see ``ChunkFormatter``.
     """
 
     chunk_model = ChatChunk
 
-    def __init__(self, generation: Generation, opening_text: str = "") -> None:
-        super().__init__(generation)
+    def __init__(
+        self, generation: Generation, opening_text: str = "", *, ends_with_usage: bool = False
+    ) -> None:
+        super().__init__(generation, ends_with_usage=ends_with_usage)
         self._opening_text = opening_text
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,10 +197,21 @@ async def prepare_chat(
     request: ChatRequest,
     arrived_at: float,
     resume_state: ResumeState | None = None,
+    *,
+    is_of_mistral: bool = False,
 ) -> ChatFormatter:
-    """Render, tokenize and validate. Raises RequestError for requests that can never run."""
-    generation = await prepare_conversation(model, template, request, arrived_at, resume_state)
-    return ChatFormatter(generation, request.echoed_prefix)
+    """Render, tokenize and validate. Raises RequestError for requests that can never run.
+
+    ``is_of_mistral``: the client is Mistral's, which the body may show, too.
+    """
+    is_of_mistral |= request.has_fields_of_mistral
+    options = request.stream_options
+    asked = None if options is None else options.stream_tool_calls
+    whole_calls = request.stream and (is_of_mistral if asked is None else not asked)
+    generation = await prepare_conversation(
+        model, template, request, arrived_at, resume_state, whole_calls=whole_calls
+    )
+    return ChatFormatter(generation, request.echoed_prefix, ends_with_usage=is_of_mistral)
 
 
 async def prepare_conversation(
@@ -246,8 +221,12 @@ async def prepare_conversation(
     arrived_at: float,
     resume_state: ResumeState | None = None,
     detokenizer: type[ChatDetokenizer] = ChatDetokenizer,
+    *,
+    whole_calls: bool = False,
 ) -> Generation:
-    """Return the generation of a conversation's answer. ``detokenizer``: of every choice."""
+    """Return the generation of a conversation's answer. ``detokenizer``: of every choice, which
+    returns tool calls in pieces unless ``whole_calls``.
+    """
     if request.n > model.max_sequences:
         limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
         raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
@@ -260,7 +239,9 @@ async def prepare_conversation(
     drops_space = tokenizer is not None and tokenizer.strips_space and not request.continues_message
     grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
     state = resume_state or ResumeState()
-    detokenizers = _Detokenizers(model, template, request, detokenizer, is_open, bool(grammar))
+    detokenizers = _Detokenizers(
+        model, template, request, detokenizer, is_open, bool(grammar), whole_calls
+    )
     texts = [detokenizers.make(state.id, index) for index in range(request.n)]
     generation = await _to_generation(model, request, ids, room, grammar)
     kind = "chatcmpl", "chat.completion.chunk"

@@ -35,6 +35,7 @@ from tramontane.router.tokenization.template_chat import OPENS_ANSWER, TemplateV
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
+FIELDS_OF_MISTRAL = frozenset(("random_seed", "safe_prompt", "prompt_mode"))
 
 NO_PROMPT_LOGPROBS = (
     "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of"
@@ -273,6 +274,11 @@ class ChatRequest(SamplingFields):
     safe_prompt: Annotated[Any, unsupported_except(reason=NO_SAFETY_PROMPT)] = None
     verbosity: NoEffect = None
     web_search_options: Annotated[Any, unsupported_except()] = None
+
+    @property
+    def has_fields_of_mistral(self) -> bool:
+        """Whether the body has a field that only Mistral's API has."""
+        return not FIELDS_OF_MISTRAL.isdisjoint(self.model_fields_set)
 
     @property
     def echoed_prefix(self) -> str:

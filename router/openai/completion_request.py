@@ -75,6 +75,8 @@ class StreamOptions(RequestModel):
     include_usage: Annotated[bool, default_if_null(False)] = False
     continuous_usage_stats: Annotated[bool, default_if_null(False)] = False
     include_obfuscation: NoEffect = None
+    # Mistral's clients need every tool call whole, in one chunk, unless they say true
+    stream_tool_calls: bool | None = None
 
 
 class SamplingFields(NeutralFields, GuidedFields):

@@ -13,7 +13,7 @@ from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split
 from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser
+from tramontane.router.tokenization.tool_parser import CallDelta, CallJoiner, ToolCallParser
 
 UNDECIDED = -1  # offset of a token that may be a part of a marker of thoughts
 
@@ -137,6 +137,8 @@ class ChoiceDetokenizer:
 class ChatDetokenizer(ChoiceDetokenizer):
     """A choice of a chat: its thoughts, its text, and the tool calls that follow the text. Stop
     strings end only the text.
+
+    ``whole_calls``: a call is kept until it is complete, or the sequence ends.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
         includes_stop: bool = False,
         tools: ToolCallParser | None = None,
         thoughts: ReasoningParser | None = None,
+        whole_calls: bool = False,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -160,6 +163,7 @@ class ChatDetokenizer(ChoiceDetokenizer):
             includes_stop=includes_stop,
         )
         self._tools, self._thoughts = tools, thoughts
+        self._joiner = CallJoiner() if whole_calls else None
         self._calls: list[CallDelta] = []
         self._reasoning: list[str] = []  # reasoning that has not been taken
         # tokens that may be part of a marker
@@ -192,7 +196,8 @@ class ChatDetokenizer(ChoiceDetokenizer):
         """
         super().resume(state, is_whole=is_whole)
         if not is_whole:
-            self._calls, self._reasoning = [], []
+            self.take_calls()
+            self._reasoning = []
         waiting = [token for token in self._pending if token.offset == UNDECIDED]
         if waiting:
             self._pending = self._pending[: -len(waiting)]
@@ -211,7 +216,11 @@ class ChatDetokenizer(ChoiceDetokenizer):
         return self._pending + waiting
 
     def take_calls(self) -> list[CallDelta]:
-        """Return the new parts of tool calls since the last call."""
+        """Return the new parts of tool calls since the last call; with ``whole_calls`` one delta
+        for each new call.
+        """
+        if self._joiner is not None and self.finish:
+            self._calls += self._joiner.finish()
         calls, self._calls = self._calls, []
         return calls
 
@@ -225,7 +234,10 @@ class ChatDetokenizer(ChoiceDetokenizer):
         if tools is not None and (
             tools.is_calling or thoughts is None or not thoughts.is_of_thought(token_id)
         ):
-            self._calls += tools.push(token_id)
+            calls = tools.push(token_id)
+            if self._joiner is not None:
+                calls = self._joiner.push(calls, is_complete=not tools.is_in_arguments)
+            self._calls += calls
             if tools.is_calling:
                 return ""
         if thoughts is None:

@@ -32,8 +32,11 @@ class HttpErrorSpec:
     code: str | None = None
 
     def body(self, message: str) -> dict[str, Any]:
-        """Return the response's body."""
-        return error_body(message, self.type, self.param, self.code)
+        """Return the response's body: OpenAI's object, and the message where Mistral's clients look
+        for it.
+        """
+        body = error_body(message, self.type, self.param, self.code)
+        return body | {"message": message}
 
 
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:

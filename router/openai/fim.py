@@ -74,10 +74,16 @@ async def prepare_fim(
     request: FimRequest,
     arrived_at: float,
     resume_state: ResumeState | None = None,
+    *,
+    is_of_mistral: bool = False,
 ) -> FimFormatter:
-    """Tokenize and validate. Raises ParameterError for requests that can never run."""
+    """Tokenize and validate. Raises ParameterError for requests that can never run.
+
+    ``is_of_mistral``: the client is Mistral's.
+    """
     text = request.as_completion(model.max_model_len)
     kind = "fim", "chat.completion.chunk"
     return FimFormatter(
-        await prepare_text(model, text, arrived_at, resume_state, kind, CHAT_LOGPROBS)
+        await prepare_text(model, text, arrived_at, resume_state, kind, CHAT_LOGPROBS),
+        ends_with_usage=is_of_mistral,
     )

@@ -74,10 +74,16 @@ class AnswerFormatter(ABC):
 
 
 class ChunkFormatter(AnswerFormatter):
-    """Writes OpenAI's chunks, which have no names, and ``[DONE]``."""
+    """Writes OpenAI's chunks, which have no names, and ``[DONE]``. ``ends_with_usage``: without
+    include_usage the last chunk has the usage, as Mistral's API has it.
+    """
 
     ending = b"data: [DONE]\n\n"
     chunk_model: ClassVar[type[CompletionChunk] | type[ChatChunk]] = CompletionChunk
+
+    def __init__(self, generation: Generation, *, ends_with_usage: bool = False) -> None:
+        super().__init__(generation)
+        self._ends_with_usage = ends_with_usage
 
     def choice(self, change: CompletionChange) -> Mapping[str, Any]:
         """Return the chunk's part for one choice."""
@@ -106,6 +112,8 @@ class ChunkFormatter(AnswerFormatter):
             chunk["usage"] = generation.usage_of(has_tokens=has_tokens).as_json()
         elif request.includes_usage:
             chunk["usage"] = None
+        elif self._ends_with_usage and has_tokens and generation.is_finished:
+            chunk["usage"] = generation.usage.as_json()
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:

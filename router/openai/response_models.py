@@ -341,9 +341,12 @@ class ErrorDetails(Answer):
 
 
 class Error(Answer):
-    """Body of every response that is an error."""
+    """Body of every response that is an error. ``message``: once more, where Mistral's clients
+    look for it.
+    """
 
     error: ErrorDetails
+    message: str = ""
 
 
 # Models of the events of a stream.

@@ -5,6 +5,7 @@ of requests.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
@@ -12,7 +13,13 @@ from tramontane.proto.request import validate_prompt, validate_token_ids
 from tramontane.router.openai.completion_request import CompletionRequest, SamplingFields
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.response_models import Answer
-from tramontane.router.tokenization.tokenizer import Tokenizer, encode_fim, encode_prompt
+from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate
+from tramontane.router.tokenization.tokenizer import (
+    Tokenizer,
+    encode_fim,
+    encode_prompt,
+    has_fim,
+)
 
 T = TypeVar("T")
 
@@ -140,8 +147,19 @@ async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
     return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)
 
 
+class Capabilities(Answer):
+    """What the model can do, by Mistral's names."""
+
+    completion_chat: bool
+    completion_fim: bool
+    function_calling: bool
+    reasoning: bool
+    vision: bool
+    fine_tuning: bool
+
+
 class Model(Answer):
-    """The model that is served."""
+    """The model that is served: OpenAI's fields, vLLM's, and those that Mistral's clients need."""
 
     id: str
     object: Literal["model"]
@@ -149,6 +167,10 @@ class Model(Answer):
     owned_by: str
     max_model_len: int
     vocab_size: int
+    type: Literal["base"]
+    capabilities: Capabilities
+    max_context_length: int
+    aliases: list[str]
 
 
 class ModelList(Answer):
@@ -158,23 +180,81 @@ class ModelList(Answer):
     data: list[Model]
 
 
-def model_entry(model: ServedModel, created: int, name: str) -> Model:
-    """Return the answer of ``GET /v1/models/{name}``."""
-    return Model(
-        id=name,
-        object="model",
-        created=created,
-        owned_by="tramontane",
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-    )
+class AnthropicModel(Answer):
+    """The model that is served, as Anthropic's API has it."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
 
 
-def model_list(model: ServedModel, created: int) -> ModelList:
-    """Return the answer of ``GET /v1/models``."""
-    return ModelList(
-        object="list", data=[model_entry(model, created, name) for name in model.names]
-    )
+class AnthropicModelList(Answer):
+    """The served model, once for each of its names, as Anthropic's API has it."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCatalog:
+    """The entries of a model, which this server serves since ``created`` (a Unix time)."""
+
+    model: ServedModel
+    chat: ChatTemplate
+    created: int
+
+    def entry(self, name: str) -> Model:
+        """Return the answer of ``GET /v1/models/{name}``."""
+        return Model(
+            id=name,
+            object="model",
+            created=self.created,
+            owned_by="tramontane",
+            max_model_len=self.model.max_model_len,
+            vocab_size=self.model.vocab_size,
+            type="base",
+            capabilities=self._capabilities(),
+            max_context_length=self.model.max_model_len,
+            aliases=[other for other in self.model.names if other != name],
+        )
+
+    def list(self) -> ModelList:
+        """Return the answer of ``GET /v1/models``."""
+        return ModelList(object="list", data=[self.entry(name) for name in self.model.names])
+
+    def anthropic_entry(self, name: str) -> AnthropicModel:
+        """Return the answer of ``GET /v1/models/{name}`` for Anthropic's clients."""
+        return AnthropicModel(
+            type="model",
+            id=name,
+            display_name=name,
+            created_at=datetime.fromtimestamp(self.created, UTC).isoformat(),
+            lifecycle="active",
+            max_input_tokens=self.model.max_model_len,
+            max_tokens=self.model.max_model_len,
+        )
+
+    def anthropic_list(self) -> AnthropicModelList:
+        """Return the answer of ``GET /v1/models`` for Anthropic's clients: always one page."""
+        names = self.model.names
+        data = [self.anthropic_entry(name) for name in names]
+        return AnthropicModelList(data=data, has_more=False, first_id=names[0], last_id=names[-1])
+
+    def _capabilities(self) -> Capabilities:
+        return Capabilities(
+            completion_chat=not isinstance(self.chat, NoChatTemplate),
+            completion_fim=self.model.tokenizer is not None and has_fim(self.model.tokenizer),
+            function_calling=self.chat.tool_format is not None,
+            reasoning=self.chat.reasoning_format is not None,
+            vision=False,
+            fine_tuning=False,
+        )
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:

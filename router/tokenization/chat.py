@@ -154,6 +154,43 @@ def ignored_variables(template: ChatTemplate, variables: Mapping[str, Any] | Non
     return [f"{VARIABLES}.{name}" for name in template.unused_variables(variables or {})]
 
 
+@dataclass(frozen=True, slots=True)
+class NoChatTemplate:
+    """Template of a model without a chat format: it refuses all conversations, with ``reason``."""
+
+    reason: str
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """Always None: tools are not supported."""
+        return None
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Always None: reasoning is not supported."""
+        return None
+
+    @property
+    def efforts(self) -> Sequence[str]:
+        """Always empty: reasoning is not supported."""
+        return ()
+
+    def unused_variables(self, variables: Mapping[str, Any]) -> Sequence[str]:
+        """Return none: every conversation is refused."""
+        return ()
+
+    def encode(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        reasoning_effort: str | None = None,
+    ) -> tuple[int, ...]:
+        """Raise RequestError."""
+        raise RequestError(self.reason)
+
+
 def supported_effort(effort: str | None, known: Sequence[str]) -> str | None:
     """Return the effort that a model knows: the nearest one, the higher of two. None, the model's
     default, for a model that knows none: "medium" of ("none", "high") becomes "high".

@@ -304,6 +304,11 @@ NO_FIM = (
 AHEAD, NUM_AHEAD = "\u263a", 2  # the character, and how many tokens are dropped
 
 
+def has_fim(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer has the control tokens of fill-in-the-middle prompts."""
+    return None not in (tokenizer.control_id("[SUFFIX]"), tokenizer.control_id("[PREFIX]"))
+
+
 def encode_fim(tokenizer: Tokenizer, prompt: str, suffix: str) -> tuple[int, ...]:
     """Return the token ids of a fill-in-the-middle prompt: the model continues with the text
     between prompt and suffix.

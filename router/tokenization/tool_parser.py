@@ -15,7 +15,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
@@ -69,6 +69,32 @@ def merge_deltas(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
+class CallJoiner:
+    """Keeps the deltas of a call until it is complete, and then returns one delta with all of
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[CallDelta] = []  # of the last call
+
+    def push(self, deltas: Iterable[CallDelta], *, is_complete: bool) -> list[CallDelta]:
+        """Return a delta for each call that these deltas end. ``is_complete``: the last call has
+        ended.
+        """
+        ended: list[CallDelta] = []
+        for delta in deltas:
+            if delta.name is not None:
+                ended += self.finish()
+            self._held.append(delta)
+        return [*ended, *(self.finish() if is_complete else ())]
+
+    def finish(self) -> list[CallDelta]:
+        """Return a delta for the last call, which may be cut; nothing if it has been returned."""
+        held, self._held = self._held, []
+        arguments = "".join(delta.arguments for delta in held)
+        return [replace(held[0], arguments=arguments)] if held else []
+
+
 class ToolCallParser:
     """Parser for one sequence. It follows a grammar (see ``structured.grammar``), so its calls are
     well-formed but may be cut.
@@ -89,6 +115,11 @@ class ToolCallParser:
     def is_calling(self) -> bool:
         """True once calls have begun; all later tokens belong to calls."""
         return self._decoder is not None
+
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether the last call has begun and its arguments have not ended."""
+        return self._object is not None
 
     def push(self, token_id: int) -> list[CallDelta]:
         """Return the new parts of calls from this token."""

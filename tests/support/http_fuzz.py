@@ -178,8 +178,9 @@ def check_error(
         assert parsed["error"].keys() == {"type", "message"}
         anthropics: dict[str, Any] = parsed["error"]
         return anthropics
-    assert parsed.keys() == {"error"}
+    assert parsed.keys() == {"error", "message"}
     error: dict[str, Any] = parsed["error"]
+    assert parsed["message"] == error["message"]  # where Mistral's clients look for it
     assert error.keys() == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
     assert error["message"]

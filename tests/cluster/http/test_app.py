@@ -448,7 +448,11 @@ async def test_the_model_is_listed(serve: Serve) -> None:
         listed = response.json()
         assert listed["object"] == "list"
         model, *others = listed["data"]
-        assert others == [model | {"id": "small"}, model | {"id": "org/tiny"}]
+        names = ["tiny", "small", "org/tiny"]
+        assert others == [
+            model | {"id": name, "aliases": [each for each in names if each != name]}
+            for name in names[1:]
+        ]
         assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
         assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
         assert isinstance(model["created"], int)

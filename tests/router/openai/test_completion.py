@@ -30,11 +30,12 @@ from tramontane.router.openai.served_model import (
     MAX_STREAMED_LOGPROBS,
     MAX_WHOLE_LOGPROBS,
     OFFLOAD_CHARS,
+    ModelCatalog,
     ServedModel,
     check_model_name,
-    model_list,
 )
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.chat import NoChatTemplate
 
 CONTEXT = 2048
 MAX_SEQUENCES = 8
@@ -833,8 +834,27 @@ def test_the_list_of_models_has_this_one() -> None:
         "owned_by": "tramontane",
         "max_model_len": CONTEXT,
     }
-    entry["vocab_size"] = VOCAB
-    assert model_list(MODEL, 7).as_json() == {"object": "list", "data": [entry]}
+    entry |= {"vocab_size": VOCAB, "type": "base", "max_context_length": CONTEXT, "aliases": []}
+    can = ("completion_chat", "completion_fim", "function_calling")
+    entry["capabilities"] = dict.fromkeys((*can, "reasoning", "vision", "fine_tuning"), False)
+    catalog = ModelCatalog(MODEL, NoChatTemplate(""), 7)
+    assert catalog.list().as_json() == {"object": "list", "data": [entry]}
+
+
+def test_anthropics_list_of_models_has_every_name_on_one_page() -> None:
+    catalog = ModelCatalog(replace(MODEL, aliases=("other",)), NoChatTemplate(""), 7)
+    listed = catalog.anthropic_list().as_json()
+    assert [entry["id"] for entry in listed.pop("data")] == ["demo", "other"]
+    assert listed == {"has_more": False, "first_id": "demo", "last_id": "other"}
+    assert catalog.anthropic_entry("other").as_json() == {
+        "type": "model",
+        "id": "other",
+        "display_name": "other",
+        "created_at": "1970-01-01T00:00:07+00:00",
+        "lifecycle": "active",
+        "max_input_tokens": CONTEXT,
+        "max_tokens": CONTEXT,
+    }
 
 
 # Who leaves, and what fails
