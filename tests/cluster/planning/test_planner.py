@@ -765,6 +765,8 @@ DEFAULTS = {
     "dashboard": False,
     "move_experts": False,
     "public_metrics": False,
+    "strict_requests": False,
+    "allowed_origins": (),
     "log_format": "text",
     "log_level": "warning",
     "tracing_exporter": None,
@@ -803,6 +805,7 @@ FLAGS_OF_ONE_RUN = {
     "top_k",
     "config",
     "show_experts",
+    "folder",
 }
 OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
 OF_SERVE = {
@@ -824,6 +827,8 @@ OF_SERVE = {
     "dashboard",
     "move_experts",
     "public_metrics",
+    "strict_requests",
+    "allowed_origins",
     "log_format",
     "log_level",
     "tracing_exporter",
