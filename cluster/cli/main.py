@@ -311,7 +311,7 @@ def _similar_options(error: Any) -> list[str]:  # typer's class of unknown optio
         return [
             OFF + each for each in get_close_matches(error.option_name.removeprefix(OFF), off, n=1)
         ]
-    return [name for name in names if name in (error.possibilities or ())]
+    return get_close_matches(error.option_name, names)
 
 
 def _discard_output() -> None:

@@ -39,7 +39,7 @@ def _vllm_option(flag: VllmFlag) -> Any:
     """Return the annotation of a flag of vLLM, which ``--help`` does not show."""
     if flag.is_switch:
         both = f"{flag.name}/--no-{flag.name.removeprefix('--')}"
-        return Annotated[bool | None, typer.Option(both, hidden=True)]
+        return Annotated[bool | None, typer.Option(both, hidden=True, metavar="")]
     names = filter(None, (flag.name, flag.short))
     return Annotated[str | None, typer.Option(*names, hidden=True)]
 
