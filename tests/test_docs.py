@@ -21,6 +21,8 @@ from typer.main import get_command
 from unwanted_words import PARTS, WORDS, find_unwanted
 
 from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.engine_config import OTHER_NAMES
+from tramontane.cluster.console.terminal import as_flag
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120
@@ -359,12 +361,12 @@ def _why_wrong(arguments: Sequence[str], command: Any) -> Iterator[str]:
 
 
 def flags_of(command: Any) -> set[str]:
-    """All flags of a program and its commands."""
+    """All flags of a program and its commands, and vLLM's names of them."""
     own = {
         flag
         for parameter in command.params
         for flag in (*parameter.opts, *parameter.secondary_opts)
-    }
+    } | set(map(as_flag, OTHER_NAMES))
     return own.union({"--help"}, *map(flags_of, getattr(command, "commands", {}).values()))
 
 

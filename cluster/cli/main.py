@@ -20,6 +20,7 @@ from tramontane.cluster.common.signals import INTERRUPTED
 from tramontane.cluster.console.terminal import (
     PlainCommand,
     PlainGroup,
+    dashes,
     hide_secrets_in_title,
     print_error,
 )
@@ -39,7 +40,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "serve": (
             "tramontane serve  # the demo model, on http://127.0.0.1:8000",
-            "tramontane serve --model /models/Mixtral-8x7B-v0.1 --stages 4 --quantize int8",
+            "tramontane serve /models/Mixtral-8x7B-v0.1 --stages 4 --quantize int8",
             "tramontane serve --host 0.0.0.0 --api-key-file keys.txt",
             "tramontane serve --address auto --max-replicas 3  # on a running Ray cluster",
         ),
@@ -204,7 +205,7 @@ app = typer.Typer(
     cls=LazyGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={"help_option_names": ["--help", "-h"], "token_normalize_func": dashes},
 )
 
 
@@ -310,7 +311,7 @@ def _similar_options(error: Any) -> list[str]:  # typer's class of unknown optio
         return [
             OFF + each for each in get_close_matches(error.option_name.removeprefix(OFF), off, n=1)
         ]
-    return [name for name in names if name in (error.possibilities or ())]
+    return get_close_matches(error.option_name, names)
 
 
 def _discard_output() -> None:

@@ -1,10 +1,12 @@
-"""API keys: from the command line, or from a file that may change while the server runs."""
+"""API keys: from the command line, from the environment, or from a file that may change while the
+server runs.
+"""
 
 import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -17,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_KEYS = 1000
 MAX_FILE = 2**20  # bytes
 KEY = re.compile(r"[!-~]{1,1024}")  # characters that a header can carry
+VARIABLE = "TRAMONTANE_API_KEY"
 
 Stamp = tuple[int, ...]
 
@@ -83,6 +86,30 @@ class ApiKeys:
             self._known = sorted(self._fixed | _digests(self._file))
         except ConfigError as error:
             logger.warning("%s; the keys that were read before remain valid", error)
+
+
+def environment_keys(environ: Mapping[str, str]) -> tuple[SecretStr, ...]:
+    """Return the keys of the variable, which has commas between them; none if it is not set.
+
+    Raises ConfigError, which does not repeat them, also for an empty variable: a server would be
+    open, because some other variable was not set.
+    """
+    if (text := environ.get(VARIABLE)) is None:
+        return ()
+    keys = [key.strip() for key in text.split(",")]
+    if not all(map(KEY.fullmatch, keys)):
+        raise ConfigError(
+            f"{VARIABLE} must hold an API key of printable ASCII without spaces, or several with"
+            " commas between them; or unset it"
+        )
+    return tuple(map(SecretStr, keys))
+
+
+def take_environment_keys(environ: MutableMapping[str, str]) -> tuple[SecretStr, ...]:
+    """Return the keys of the variable, and unset it. Raises ConfigError."""
+    keys = environment_keys(environ)
+    environ.pop(VARIABLE, None)
+    return keys
 
 
 def _digest(key: str) -> bytes:

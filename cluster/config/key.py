@@ -1,5 +1,6 @@
 """Declaration of a configuration key, and parsers of values with several notations."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -13,6 +14,9 @@ MIN_GPU_BYTES = 2**10  # 24 without a unit is a mistake
 MAX_GPU_SPEED = 10_000
 MAX_EXPERT_REPLICAS = 2**14
 PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", re.IGNORECASE)
+
+# as browsers write it in the header Origin; a host in lower case
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 
 # Larger numbers are mistakes: memory that is allocated in advance has to stay small.
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
@@ -220,6 +224,23 @@ def parse_url_prefixes(value: object) -> tuple[str, ...]:
             "leave it to the environment or the files that the storage's library reads"
         )
     return prefixes
+
+
+def parse_origins(value: object) -> tuple[str, ...]:
+    """Return origins of web pages, from ``https://a.example,https://b.example``, vLLM's JSON list,
+    or a file's list. Raises ConfigError.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    except (ValueError, RecursionError):
+        given = value
+    origins = tuple(_parts(given))
+    if wrong := [origin for origin in origins if origin != "*" and not ORIGIN.fullmatch(origin)]:
+        raise ConfigError(
+            f"--allowed-origins has {wrong[0]!r:.100}; it must be origins such as"
+            " https://chat.example.com or http://localhost:3000, without a path, or * for all"
+        )
+    return origins
 
 
 def _parts(value: object) -> list[str]:

@@ -19,6 +19,7 @@ from tramontane.cluster.config.key import (
     Text,
     key,
     parse_api_keys,
+    parse_origins,
     parse_url_prefixes,
 )
 from tramontane.cluster.config.logging import LogFormat, LogLevel
@@ -80,13 +81,21 @@ class ServingKeys(KeyGroup):
     public_metrics: bool = key(
         False, "Answer /metrics without an API key, for gateways and for Prometheus."
     )
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(parse_origins)] = key(
+        (),
+        "Origins of web pages that may call the server from a browser (CORS), such as"
+        " https://a.example, with commas between them, or * for all.",
+        unset="none",
+        metavar="ORIGINS",
+    )
     strict_requests: bool = key(
         False, "Refuse requests with fields that the API does not have, instead of ignoring these."
     )
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = key(
         (),
         "A key that clients must send. May be repeated. It is never shown.",
-        unset="none",
+        unset="for serve those in TRAMONTANE_API_KEY, with commas between them, unless there is an"
+        " api_key_file; else none",
         in_serve_config=False,
     )
     api_key_file: Path | None = key(

@@ -4,12 +4,12 @@ and ``--config``.
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import EnumType
 from functools import wraps
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -71,6 +71,7 @@ FIELDS = {
     for name, field in group.model_fields.items()
 }
 Command = Callable[..., None]
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def flags_of(*groups: type[BaseModel]) -> tuple[str, ...]:
@@ -109,9 +110,11 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:
     return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
 
 
-def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:
+def with_options(
+    *keys: str, config: Any = Config, others: Mapping[str, Any] = NO_OPTIONS
+) -> Callable[[Command], Command]:
     """Give a command the options of these keys and ``--config``, next to its own; options that are
-    not given are None.
+    not given are None. ``others``: annotations of further options, by parameter.
 
     The command does not declare them: ``load_config`` finds them in the context. An option that it
     does declare is its own.
@@ -120,7 +123,8 @@ def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Comman
     def decorate(command: Command) -> Command:
         own = inspect.signature(command).parameters
         kinds = {name: Annotated[_flag_type(name) | None, key_option(name)] for name in keys} | {
-            "config": config
+            "config": config,
+            **others,
         }
         added = {name: kind for name, kind in kinds.items() if name not in own}
         keyword = inspect.Parameter.KEYWORD_ONLY

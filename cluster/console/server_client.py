@@ -2,6 +2,7 @@
 pipelines.
 """
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Annotated, Any
 
 import httpx
 
-from tramontane.cluster.config.api_keys import KEY, read_key_file
+from tramontane.cluster.config.api_keys import (
+    KEY,
+    VARIABLE,
+    environment_keys,
+    read_key_file,
+)
 from tramontane.cluster.console.options import option
 from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineUnavailableError
 from tramontane.proto.timing import CLIENT_TIMEOUT_S
@@ -25,7 +31,8 @@ Key = Annotated[
     str | None,
     option(
         "--api-key",
-        help="API key to send. Other users of the machine may see it here; a file is safer.",
+        help="API key to send. Other users of the machine may see it here; a file is safer."
+        f" Default: the first one in {VARIABLE}.",
         panel=SERVER,
     ),
 ]
@@ -48,13 +55,15 @@ def base_url(url: str) -> httpx.URL:
 
 
 def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
-    """Return the headers of every request; empty without a key. Raises ConfigError, which does not
-    repeat the key.
+    """Return the headers of every request; empty without a key, also in the environment. Raises
+    ConfigError, which does not repeat the key.
     """
     if key is not None and file is not None:
         raise ConfigError("--api-key and --api-key-file both give the key; use one of them")
     if file is not None:
         key = read_key_file(file)[0]
+    elif key is None and (keys := environment_keys(os.environ)):
+        key = keys[0].get_secret_value()
     if key is not None and not KEY.fullmatch(key):
         raise ConfigError("--api-key must be printable ASCII without spaces")
     return {} if key is None else {"authorization": f"Bearer {key}"}
@@ -107,7 +116,9 @@ def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: http
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         was_sent = "authorization" in answer.request.headers
         reason = "requires another API key than this" if was_sent else "requires an API key"
-        raise ConfigError(f"--url {client.base_url} {reason}; give --api-key-file or --api-key")
+        raise ConfigError(
+            f"--url {client.base_url} {reason}; give --api-key-file or --api-key, or set {VARIABLE}"
+        )
 
 
 def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) -> Activity:

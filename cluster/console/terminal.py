@@ -90,11 +90,18 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for argument in arguments:
         flag, mark, _ = argument.partition("=")
-        if shown and shown[-1] in FLAGS:
+        if shown and dashes(shown[-1]) in FLAGS:
             shown.append(HIDDEN)
         else:
-            shown.append(f"{flag}={HIDDEN}" if mark and flag in FLAGS else argument)
+            shown.append(f"{flag}={HIDDEN}" if mark and dashes(flag) in FLAGS else argument)
     return shown
+
+
+def dashes(name: str) -> str:
+    """Return the name of an option or a command with dashes in the place of underscores, which
+    vLLM's command line allows, too.
+    """
+    return name.replace("_", "-")
 
 
 # Files written by commands: never over a file of another origin, and with errors that name the
@@ -161,13 +168,15 @@ class PlainCommand(TyperCommand):
         only the first name.
         """
         from tramontane.cluster.config.engine_config import OTHER_NAMES  # slow to import
+        from tramontane.cluster.config.vllm_flags import SHORT_NAMES
 
         parser = super().make_parser(ctx)
         params = {each.name: each for each in self.params}
-        for other, name in OTHER_NAMES.items():
+        others = {as_flag(other): name for other, name in OTHER_NAMES.items()} | SHORT_NAMES
+        for other, name in others.items():
             if name in params:
                 twin = copy(params[name])
-                twin.opts = [as_flag(other)]
+                twin.opts = [other]
                 twin.add_to_parser(parser, ctx)
         return parser
 
@@ -180,7 +189,7 @@ class PlainCommand(TyperCommand):
         )
 
         end = args.index("--") if "--" in args else len(args)
-        given = {argument.partition("=")[0] for argument in args[:end]}
+        given = {dashes(argument.partition("=")[0]) for argument in args[:end]}
         own = {each.name for each in self.params}
         for former in sorted(FORMER_NAMES):
             if as_flag(former) not in given or OTHER_NAMES[former] not in own:

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -64,6 +65,8 @@ from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate, ig
 logger = logging.getLogger(__name__)
 
 ANTHROPIC_HEADER = "anthropic-version"  # of every request of Anthropic's clients
+# of answers, which scripts of allowed origins may read
+EXPOSED_HEADERS = ("x-request-id", "warning", "x-tramontane-fingerprint", "retry-after")
 
 # Rebalances experts for a load; returns how many experts were loaded, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
@@ -78,8 +81,9 @@ class HttpAppConfig:
     ``move_experts``: None if clients may not rebalance experts. ``chat``: renders conversations
     as prompts. ``extra_routes`` are further endpoints behind the same keys, and
     ``extra_operations`` describes them in ``/openapi.json``. ``sends_request_id`` and
-    ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
-    ``SlowClientMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
+    ``public_paths``: see ``AuthMiddleware``. ``allowed_origins``: of web pages (CORS).
+    ``slow_client_timeout_s``: see ``SlowClientMiddleware``. ``node`` and ``model_digest``: see
+    ``NodeAnnouncer``.
     """
 
     model: ServedModel
@@ -96,6 +100,7 @@ class HttpAppConfig:
     extra_operations: Operations = field(default_factory=dict)
     sends_request_id: bool = True
     public_paths: frozenset[str] = PUBLIC_PATHS
+    allowed_origins: Sequence[str] = ()
     slow_client_timeout_s: float = math.inf
     body_limiter: BodyLimiter | None = None
     node: str = ""
@@ -132,6 +137,7 @@ class HttpApp:
         }
         middleware = [
             Middleware(NodeAnnouncer, config.node, config.model_digest),
+            *_cors(config.allowed_origins),
             Middleware(
                 AuthMiddleware,
                 keys=config.keys,
@@ -152,6 +158,7 @@ class HttpApp:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
             root_route(),
@@ -194,7 +201,7 @@ class HttpApp:
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
-        """Answer ``GET /health``: 200 if tokens can be generated now, else 503."""
+        """Answer ``GET /health`` and ``/ping``: 200 if tokens can be generated now, else 503."""
         if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
         return json_error(
@@ -248,6 +255,24 @@ class HttpApp:
         check_model_name(self._model, parsed.model)
         answer = await detokenize(self._model, parsed)
         return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that lets pages of these origins call the server; none without origins.
+
+    It is outside of authentication, because browsers ask without a key before they send one.
+    """
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    ]
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:

@@ -139,6 +139,8 @@ OPERATIONS: Operations = MappingProxyType(
             {"tokens": [1, 300]},
         ),
         ("GET", "/health"): Operation("Whether tokens can be made now", responses.Health, (503,)),
+        ("GET", "/ping"): Operation("The same as /health", responses.Health, (503,)),
+        ("POST", "/ping"): Operation("The same as /health", responses.Health, (503,)),
         ("GET", "/version"): Operation("Version of Tramontane", responses.Version),
         ("GET", "/experts"): Operation(
             "Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)

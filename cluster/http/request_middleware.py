@@ -16,7 +16,7 @@ from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Iden
 logger = logging.getLogger(__name__)
 
 # Health checks have no key, and a browser shows the form for the key before it has one.
-PUBLIC_PATHS = frozenset({"/health"}) | static_pages.PUBLIC_PATHS
+PUBLIC_PATHS = frozenset({"/health", "/ping"}) | static_pages.PUBLIC_PATHS
 
 
 class AuthMiddleware:

@@ -18,14 +18,10 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
+from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
-from tramontane.cluster.http.status_endpoints import (
-    ACTIVITY_OPERATIONS,
-    METRICS_OPERATIONS,
-    ActivityEndpoint,
-    MetricsEndpoint,
-)
+from tramontane.cluster.http.status_endpoints import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
@@ -117,7 +113,7 @@ class IngressReplica(GrpcServicer):
         extra_routes = [
             *BatchEndpoints(self._batches, bodies, refuses_unknown=config.strict_requests).routes(),
             *ActivityEndpoint(self._routers.queries.activity).routes(),
-            *MetricsEndpoint(self._routers.queries.activity, model.name).routes(),
+            *MetricsEndpoint(self._routers.queries.activity, model.name, model.counts).routes(),
         ]
         return HttpAppConfig(
             model=model,
@@ -134,6 +130,7 @@ class IngressReplica(GrpcServicer):
             extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             public_paths=PUBLIC_PATHS | ({"/metrics"} if config.public_metrics else set()),
+            allowed_origins=config.allowed_origins,
             slow_client_timeout_s=config.slow_client_timeout,
             body_limiter=bodies,
             node=node,

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -123,8 +124,40 @@ REFUSALS = MappingProxyType(
 CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
 
 
+# Bounds of buckets, as vLLM has them.
+FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BOUNDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum. One thread adds them."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.sum = bounds, 0.0
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+
+    def add(self, value: float) -> None:
+        """Count a value; one that equals a bound is in the bucket below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
 class RequestStats:
-    """Counters of one ingress: finish reasons by choice, times by request."""
+    """Counters of one ingress: finish reasons by choice, times by request.
+
+    Samples are for Ray's metrics, which may lose some; the histograms have all values.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -133,6 +166,15 @@ class RequestStats:
         self.prompt_tokens = self.generation_tokens = self.ignored_fields = 0
         self.first_token_s, self.inter_token_s = SampleBuffer(), SampleBuffer()
         self.whole_s, self.queue_s = SampleBuffer(), SampleBuffer()
+        self.first_token, self.inter_token = (
+            Histogram(FIRST_TOKEN_BOUNDS),
+            Histogram(INTER_TOKEN_BOUNDS),
+        )
+        self.whole, self.queue = Histogram(REQUEST_BOUNDS), Histogram(REQUEST_BOUNDS)
+        self.request_prompt_tokens, self.request_generation_tokens = (
+            Histogram(TOKEN_BOUNDS),
+            Histogram(TOKEN_BOUNDS),
+        )
 
     def record_refusal(self, error: BaseException) -> bool:
         """Count an error if it is a refusal; return whether it is one."""
@@ -171,7 +213,15 @@ class RequestStats:
                 if (finish := choice.finish or reason) is not None:
                     self.finished[finish] += 1
             if all(choice.finish for choice in choices):
-                self.whole_s.add(self.clock() - arrived_at)
+                self._record_end(self.clock() - arrived_at, num_prompt, choices)
+
+    def _record_end(
+        self, seconds: float, num_prompt: int, choices: Sequence[ChoiceDetokenizer]
+    ) -> None:
+        self.whole_s.add(seconds)
+        self.whole.add(seconds)
+        self.request_prompt_tokens.add(num_prompt)
+        self.request_generation_tokens.add(sum(choice.num_tokens for choice in choices))
 
 
 class RequestRecorder:
@@ -190,8 +240,11 @@ class RequestRecorder:
         counts.generation_tokens += len(batch.events)
         if self._last_at is not None:
             counts.inter_token_s.add(now - self._last_at)
+            counts.inter_token.add(now - self._last_at)
         elif not self.has_begun:
             counts.prompt_tokens += self._num_prompt
             counts.first_token_s.add(now - self._arrived_at)
+            counts.first_token.add(now - self._arrived_at)
             counts.queue_s.add(batch.times.queue_s)
+            counts.queue.add(batch.times.queue_s)
         self._last_at, self.has_begun = now, True

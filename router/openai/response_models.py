@@ -301,6 +301,12 @@ class Health(Answer):
     status: Literal["ready"]
 
 
+class ServerLoad(Answer):
+    """Answer to ``GET /load``: sequences that run or wait, in all pipelines."""
+
+    server_load: int
+
+
 class Version(Answer):
     """Answer to ``GET /version``."""
 

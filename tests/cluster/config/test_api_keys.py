@@ -307,6 +307,7 @@ async def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: 
             error = check_error(response.content, code="invalid_api_key")
             assert error["type"] == "invalid_request_error"
         assert (await client.get("/health", headers=headers)).status_code == 200
+        assert (await client.post("/ping", headers=headers)).status_code == 200
     assert source.requested == []
 
 

@@ -87,6 +87,7 @@ KEYS = {
     "move_experts": "-SF",
     "public_metrics": "-SF",
     "strict_requests": "-SF",
+    "allowed_origins": "-SF",
     "api_key": "--F",
     "api_key_file": "-SF",
     "replicas": "-SF",
@@ -285,6 +286,41 @@ def test_what_follows_the_options_is_no_former_name(capsys: pytest.CaptureFixtur
 def test_a_value_may_look_like_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     app(["config", "--address", "--block-size=8", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["address"] == "--block-size=8"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name", "expected"),
+    [
+        ("-pp", "3", "stages", 3),
+        ("-dp", "2", "replicas", 2),
+        ("-q", "fp8", "quantize", "fp8"),
+        ("--max_num_seqs", "7", "max_num_seqs", 7),
+        ("--pipeline_parallel_size", "3", "stages", 3),
+    ],
+)
+def test_vllms_short_names_and_underscores_are_flags(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, name: str, expected: object
+) -> None:
+    app(["config", flag, value, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)[name] == expected
+
+
+ORIGINS = ("https://chat.example.com", "http://localhost:3000")
+
+
+@pytest.mark.parametrize("given", [",".join(ORIGINS), json.dumps(ORIGINS), list(ORIGINS)])
+def test_origins_are_a_list_with_commas_or_vllms_json(given: object) -> None:
+    assert EngineConfig.build(None, {"allowed_origins": given}).allowed_origins == ORIGINS
+    assert EngineConfig.build(None, {"allowed_origins": '["*"]'}).allowed_origins == ("*",)
+    assert EngineConfig.build(None, {"allowed_origins": "*"}).allowed_origins == ("*",)
+
+
+@pytest.mark.parametrize(
+    "given", ["chat.example.com", "https://a/", "https://a/b", "https://A.b", "a,https://b", "[1"]
+)
+def test_what_no_browser_sends_is_no_origin(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--allowed-origins has '"):
+        EngineConfig.build(None, {"allowed_origins": given})
 
 
 def test_help_names_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:

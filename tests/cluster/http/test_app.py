@@ -493,6 +493,15 @@ async def test_health_follows_the_pipeline(serve: Serve) -> None:
         assert check_error(unready.content)["type"] == "server_error"
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@in_event_loop
+async def test_ping_is_health_by_another_name(serve: Serve, method: str) -> None:
+    async with serve() as harness:
+        assert (await harness.client.request(method, "/ping")).json() == {"status": "ready"}
+        harness.is_ready = False
+        assert (await harness.client.request(method, "/ping")).status_code == 503
+
+
 @in_event_loop
 async def test_the_load_of_the_experts_is_reported(serve: Serve) -> None:
     async with serve() as harness:

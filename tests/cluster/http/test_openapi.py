@@ -34,14 +34,10 @@ from starlette.routing import Route
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
+from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
-from tramontane.cluster.http.status_endpoints import (
-    ACTIVITY_OPERATIONS,
-    METRICS_OPERATIONS,
-    ActivityEndpoint,
-    MetricsEndpoint,
-)
+from tramontane.cluster.http.status_endpoints import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.chat_apis.messages_request import MessagesRequest
@@ -53,6 +49,7 @@ from tramontane.router.openai.completion_request import (
     parse_body,
     parse_completion,
 )
+from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.tokenize import Detokenized
 
 USER = {"role": "user", "content": "Hello!"}
@@ -79,7 +76,7 @@ EVERYTHING = {
     "extra_routes": [
         *BatchEndpoints(BATCHES).routes(),
         *ActivityEndpoint(_activity).routes(),
-        *MetricsEndpoint(_activity, "tiny").routes(),
+        *MetricsEndpoint(_activity, "tiny", RequestStats()).routes(),
     ],
     "extra_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
 }
@@ -344,7 +341,7 @@ def test_keys_are_in_the_description_where_they_are_needed() -> None:
         for path, methods in page["paths"].items()
         if any("401" not in each["responses"] for each in methods.values())
     ]
-    assert without == ["/health"]
+    assert without == ["/health", "/ping"]
     assert [
         path
         for path, methods in page["paths"].items()

@@ -766,6 +766,7 @@ DEFAULTS = {
     "move_experts": False,
     "public_metrics": False,
     "strict_requests": False,
+    "allowed_origins": (),
     "log_format": "text",
     "log_level": "warning",
     "tracing_exporter": None,
@@ -804,6 +805,7 @@ FLAGS_OF_ONE_RUN = {
     "top_k",
     "config",
     "show_experts",
+    "folder",
 }
 OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
 OF_SERVE = {
@@ -826,6 +828,7 @@ OF_SERVE = {
     "move_experts",
     "public_metrics",
     "strict_requests",
+    "allowed_origins",
     "log_format",
     "log_level",
     "tracing_exporter",

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from batch_jobs import request, requests
+from prometheus_client.parser import text_string_to_metric_families
 from serve_cluster import GRPC, URL, running_application, wait_until_idle
 
 from tramontane.client import Client
@@ -30,7 +31,8 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "threads_per_stage": 1,
 }
-SETTINGS |= {"api_key": (ANNA, BERT), "public_metrics": True}
+PAGE = "https://chat.example.com"
+SETTINGS |= {"api_key": (ANNA, BERT), "public_metrics": True, "allowed_origins": (PAGE,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +51,38 @@ def test_metrics_alone_are_public() -> None:
         for path in ("/metrics", "/activity", "/v1/models")
     }
     assert statuses == {"/metrics": 200, "/activity": 401, "/v1/models": 401}
+
+
+def test_metrics_have_the_requests_by_vllms_names() -> None:
+    """Of the only ingress replica, through Ray Serve's proxy."""
+
+    def number_of_requests() -> float:
+        families = text_string_to_metric_families(httpx.get(f"{URL}/metrics", timeout=60).text)
+        return next(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "vllm:e2e_request_latency_seconds_count"
+        )
+
+    before = number_of_requests()
+    with _http(ANNA) as http:
+        answer = http.post("/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 2})
+        assert answer.status_code == 200
+        assert number_of_requests() == before + 1
+        assert http.get("/load").json() == {"server_load": 0}
+
+
+def test_a_page_of_an_allowed_origin_reads_answers_through_ray_serves_proxy() -> None:
+    asks = {"origin": PAGE, "access-control-request-method": "POST"}
+    url = f"{URL}/v1/completions"
+    assert httpx.options(url, headers=asks, timeout=60).status_code == 200
+    with _http(ANNA) as http:
+        body = {"prompt": "ROMEO:", "max_tokens": 2}
+        answer = http.post("/v1/completions", json=body, headers={"origin": PAGE})
+    assert answer.headers.get_list("access-control-allow-origin") == [PAGE]
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert httpx.post(f"{URL}/ping", timeout=60).json() == {"status": "ready"}
 
 
 def _upload(http: httpx.Client, text: bytes) -> str:
