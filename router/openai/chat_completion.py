@@ -59,7 +59,7 @@ from tramontane.router.tokenization.reasoning_parser import (
 from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
 
 # without the unknown fields that a client may have sent
-TOOL_FIELDS = {"type": True, "function": set(Function.model_fields)}
+TOOL_FIELDS: dict[str, Any] = {"type": True, "function": set(Function.model_fields)}
 CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
 
 
