@@ -369,18 +369,29 @@ class ResponsesRequest(RequestBody):
             if isinstance(choice, ChosenFunction)
             else choice or "auto",
             "tools": [
-                {
-                    key: getattr(tool, key)
-                    for key in ("type", "name", "description", "parameters", "strict")
-                }
-                if isinstance(tool, FunctionTool)
-                else tool.model_dump(exclude_none=True)
-                for tool in self.tools or ()
+                _echo_of(tool) for tool in self.tools or () if not isinstance(tool, OtherObject)
             ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+
+
+def _echo_of(tool: FunctionTool | CustomTool | Namespace) -> dict[str, Any]:
+    """Return a tool as an answer repeats it: without fields that have no effect, whose values may
+    be more than JSON has, as NaN.
+    """
+    echo: dict[str, Any] = {"type": tool.type, "name": tool.name}
+    if isinstance(tool, Namespace):
+        inner = (each for each in tool.tools if not isinstance(each, OtherObject))
+        return echo | {"tools": [_echo_of(each) for each in inner]}
+    echo["description"] = tool.description
+    if isinstance(tool, FunctionTool):
+        return echo | {"parameters": tool.parameters, "strict": tool.strict}
+    if (form := tool.format) is not None:
+        fields = {"type": form.type, "syntax": form.syntax, "definition": form.definition}
+        echo["format"] = {key: value for key, value in fields.items() if value is not None}
+    return echo
 
 
 def parse_responses(body: bytes) -> Conversation:

@@ -144,7 +144,12 @@ def _arguments(value: Any) -> Any:
     """
     if value is None or value == "":
         return "{}"
-    return value if isinstance(value, str) else to_json(value)
+    if isinstance(value, str):
+        return value
+    try:
+        return to_json(value)
+    except ValueError:
+        raise ValueError("it has a number that is not JSON, or is too long") from None
 
 
 class FunctionCall(RequestModel):

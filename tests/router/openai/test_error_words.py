@@ -640,6 +640,11 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ChatRequest,
+            {"messages": [MESSAGES[2] | {"function_call": {"arguments": {"a": float("nan")}}}]},
+            "messages[0].function_call.arguments: it has a number that is not JSON",
+        ),
+        (
+            ChatRequest,
             {"tools": [TOOL] * 257},
             "tools is a list of 257 items; it must be a list of at most 256 items",
         ),
