@@ -34,7 +34,7 @@ from tramontane.router.tokenization.template_chat import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
-FIELDS_OF_MISTRAL = frozenset(("random_seed", "safe_prompt", "prompt_mode"))
+FIELDS_OF_MISTRAL = ("random_seed", "safe_prompt", "prompt_mode")
 TEXTS = TextParts()
 
 NO_PROMPT_LOGPROBS = (
@@ -158,7 +158,7 @@ class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
     id: Annotated[Text, default_if_null("")] = ""
-    type: NoEffect = None
+    type: Any = None  # there is only "function", which every client sends
     function: FunctionCall
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
@@ -276,7 +276,7 @@ class ChatRequest(SamplingFields):
     @property
     def has_fields_of_mistral(self) -> bool:
         """Whether the body has a field that only Mistral's API has."""
-        return not FIELDS_OF_MISTRAL.isdisjoint(self.model_fields_set)
+        return any(getattr(self, name) is not None for name in FIELDS_OF_MISTRAL)
 
     @property
     def echoed_prefix(self) -> str:

@@ -15,6 +15,7 @@ from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 from tramontane.router.tokenization.tool_parser import (
     CallDelta,
+    CallJoiner,
     ToolCallParser,
     merge_deltas,
     new_call_id,
@@ -115,3 +116,17 @@ def test_openais_shapes() -> None:
     ids = {new_call_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(len(call_id) == 9 and call_id.isalnum() and call_id.isascii() for call_id in ids)
+
+
+def test_a_call_is_joined_and_returned_as_soon_as_it_is_complete() -> None:
+    joiner = CallJoiner()
+    first, more = CallDelta(0, "", "abcdefghi", "f"), CallDelta(0, '{"a": ')
+    assert joiner.push([first, more], is_complete=False) == []
+    whole = CallDelta(0, '{"a": 1}', "abcdefghi", "f")
+    assert joiner.push([CallDelta(0, "1}")], is_complete=True) == [whole]
+    # one token may end a call and begin the next one
+    assert joiner.push([first, more], is_complete=False) == []
+    second = CallDelta(1, "", "ihgfedcba", "g")
+    assert joiner.push([CallDelta(0, "1}"), second], is_complete=False) == [whole]
+    assert joiner.finish() == [second]
+    assert joiner.finish() == []
