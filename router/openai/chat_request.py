@@ -35,7 +35,7 @@ from tramontane.router.tokenization.template_chat import OPENS_ANSWER, TemplateV
 
 MAX_MESSAGES = 2048
 MAX_CALLS = 128
-FIELDS_OF_MISTRAL = frozenset(("random_seed", "safe_prompt", "prompt_mode"))
+FIELDS_OF_MISTRAL = ("random_seed", "safe_prompt", "prompt_mode")
 
 NO_PROMPT_LOGPROBS = (
     "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of"
@@ -165,7 +165,7 @@ class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
     id: Annotated[Text, default_if_null("")] = ""
-    type: NoEffect = None
+    type: Any = None  # there is only "function", which every client sends
     function: Annotated[FunctionCall, default_if_null(FunctionCall())] = FunctionCall()
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
@@ -283,7 +283,7 @@ class ChatRequest(SamplingFields):
     @property
     def has_fields_of_mistral(self) -> bool:
         """Whether the body has a field that only Mistral's API has."""
-        return not FIELDS_OF_MISTRAL.isdisjoint(self.model_fields_set)
+        return any(getattr(self, name) is not None for name in FIELDS_OF_MISTRAL)
 
     @property
     def echoed_prefix(self) -> str:

@@ -102,7 +102,7 @@ def run_program(program: Program, server: AgentServer, node: Path) -> Result:
         seconds = time.monotonic() - began
     return Result(
         program,
-        _problem(status, output, exchanges),
+        _problem(program, status, output, exchanges),
         seconds,
         output,
         without_paths(exchanges, folder),
@@ -159,7 +159,9 @@ def _run(program: Program, place: Place, node: Path) -> tuple[int | None, str]:
     return status, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _problem(status: int | None, output: str, exchanges: Sequence[Exchange]) -> str:
+def _problem(
+    program: Program, status: int | None, output: str, exchanges: Sequence[Exchange]
+) -> str:
     """Return what is wrong with a run, "" if nothing is."""
     answered = [each for each in exchanges if each.path in GENERATES]
     refused = [each for each in answered if each.status >= 400]
@@ -172,8 +174,8 @@ def _problem(status: int | None, output: str, exchanges: Sequence[Exchange]) -> 
         return "it has not run the tool"
     if not any(SECRET in text for text in results):
         return f"the tool's result is not the file: {results[0]:.200}"
-    if ANSWER not in output:
-        return "it has not printed the answer"
+    if (num_printed := output.count(ANSWER)) < program.answers:
+        return f"it has printed the answer {num_printed} times, not {program.answers}"
     if status is None:
         return f"it has not ended after {LIMIT_S} s"
     return f"exit status {status}" if status else ""
@@ -199,7 +201,8 @@ def _bodies(results: Sequence[Result]) -> Iterator[AgentBody]:
         client = f"{result.program.name} {result.program.version}"
         for each in result.exchanges:
             if each.path in GENERATES:
-                yield AgentBody(client, each.user_agent.partition(" ")[0], each.path, each.body)
+                agent = each.user_agent.partition(" ")[0]
+                yield AgentBody(client, agent, each.path, each.body, each.warning)
 
 
 def main() -> None:

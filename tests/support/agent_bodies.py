@@ -28,13 +28,14 @@ OF_MACHINE = frozenset(("os", "os_version", "arch", "platform", "terminal_emulat
 @dataclass(frozen=True)
 class AgentBody:
     """A request. ``client``: the program with its version; ``agent``: the first word of its header
-    User-Agent.
+    User-Agent; ``warning``: the header Warning of the answer, which names what had no effect.
     """
 
     client: str
     agent: str
     path: str
     body: dict[str, Any]
+    warning: str = ""
 
 
 def without_texts(value: Any) -> Any:  # any JSON
@@ -80,6 +81,7 @@ def written(bodies: Iterable[AgentBody]) -> str:
                 "client": each.client,
                 "agent": each.agent,
                 "path": each.path,
+                "warning": each.warning,
                 "body": without_texts(each.body),
             },
             ensure_ascii=False,
@@ -92,4 +94,4 @@ def written(bodies: Iterable[AgentBody]) -> str:
 def read_bodies() -> Iterator[AgentBody]:
     """Yield the requests of the file."""
     for each in json.loads(PATH.read_text(encoding="utf-8")):
-        yield AgentBody(each["client"], each["agent"], each["path"], with_texts(each["body"]))
+        yield AgentBody(**each | {"body": with_texts(each["body"])})

@@ -16,6 +16,7 @@ from tramontane.router.tokenization.loader import load_chat_template, require_to
 from tramontane.router.tokenization.tokenizer import Tokenizer
 from tramontane.router.tokenization.tool_parser import (
     CallDelta,
+    CallJoiner,
     ToolCallParser,
     call_ids,
     merge_deltas,
@@ -187,3 +188,17 @@ def test_a_call_that_is_cut_off_in_its_id_is_not_reported(tmp_path: Path) -> Non
         assert parser.push(token_id) == []
     assert parser.is_calling
     assert parser.num_calls == 0
+
+
+def test_a_call_is_joined_and_returned_as_soon_as_it_is_complete() -> None:
+    joiner = CallJoiner()
+    first, more = CallDelta(0, "", "abcdefghi", "f"), CallDelta(0, '{"a": ')
+    assert joiner.push([first, more], is_complete=False) == []
+    whole = CallDelta(0, '{"a": 1}', "abcdefghi", "f")
+    assert joiner.push([CallDelta(0, "1}")], is_complete=True) == [whole]
+    # one token may end a call and begin the next one
+    assert joiner.push([first, more], is_complete=False) == []
+    second = CallDelta(1, "", "ihgfedcba", "g")
+    assert joiner.push([CallDelta(0, "1}"), second], is_complete=False) == [whole]
+    assert joiner.finish() == [second]
+    assert joiner.finish() == []
