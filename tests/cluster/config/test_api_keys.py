@@ -527,7 +527,7 @@ def test_a_command_sends_the_first_key_of_the_environment_where_it_is_given_none
     assert auth_headers(OTHER, None) == {"authorization": f"Bearer {OTHER}"}
     assert auth_headers(None, tmp_path / "keys") == {"authorization": "Bearer sk-of-the-file"}
     monkeypatch.setenv("TRAMONTANE_API_KEY", f"{KEY} {OTHER}")
-    with pytest.raises(ConfigError, match="^TRAMONTANE_API_KEY must hold an API key") as refused:
+    with pytest.raises(ConfigError, match=r"^TRAMONTANE_API_KEY must hold an API key") as refused:
         auth_headers(None, None)
     assert KEY not in str(refused.value)
     monkeypatch.delenv("TRAMONTANE_API_KEY")
