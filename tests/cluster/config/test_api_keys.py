@@ -455,6 +455,8 @@ def test_ray_gets_a_command_line_without_keys() -> None:
     ]
     hidden += ["--jobs-database", "***", "--jobs-storage=***"]
     assert redact_arguments(arguments) == hidden
+    underscores = ["--api_key", KEY, f"--jobs_database={KEY}"]
+    assert redact_arguments(underscores) == ["--api_key", "***", "--jobs_database=***"]
     program = (
         "import json, sys; from tramontane.cluster.console.terminal import hide_secrets_in_title\n"
         "hide_secrets_in_title(sys.argv)\n"
@@ -514,6 +516,22 @@ def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="printable") as refused:
         auth_headers(f"{KEY}\n", None)
     assert KEY not in str(refused.value)
+
+
+def test_a_command_sends_the_first_key_of_the_environment_where_it_is_given_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("sk-of-the-file")
+    monkeypatch.setenv("TRAMONTANE_API_KEY", f" {KEY},{OTHER}")
+    assert auth_headers(None, None) == {"authorization": f"Bearer {KEY}"}
+    assert auth_headers(OTHER, None) == {"authorization": f"Bearer {OTHER}"}
+    assert auth_headers(None, tmp_path / "keys") == {"authorization": "Bearer sk-of-the-file"}
+    monkeypatch.setenv("TRAMONTANE_API_KEY", f"{KEY} {OTHER}")
+    with pytest.raises(ConfigError, match=r"^TRAMONTANE_API_KEY must hold an API key") as refused:
+        auth_headers(None, None)
+    assert KEY not in str(refused.value)
+    monkeypatch.delenv("TRAMONTANE_API_KEY")
+    assert auth_headers(None, None) == {}
 
 
 @in_event_loop
