@@ -2,6 +2,7 @@
 in logs.
 """
 
+import hashlib
 import math
 import operator
 import re
@@ -69,6 +70,12 @@ class Identity(NamedTuple):
     # a number for sharing slots, which changes with the set of keys; 0 unless there are several
     owner: int = 0
     tenant: str = ""  # the key's digest, the owner of batch jobs and files; empty without keys
+
+    def cache_salt(self, own: str) -> str:
+        """Return the salt of a request; ``own``: the client's, which may be any text."""
+        if not own:
+            return self.tenant
+        return f"{self.tenant} {hashlib.sha256(own.encode()).hexdigest()}"
 
 
 # ---- from the client

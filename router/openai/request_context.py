@@ -21,7 +21,6 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Identity, Request, RequestOutput
 from tramontane.router.engine.stats import SampleBuffer
 from tramontane.router.openai.detokenizer import ChoiceDetokenizer
-from tramontane.router.scheduling.prefix_cache import request_salt
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
@@ -63,12 +62,11 @@ class RequestTokenSource:
         """
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _deadline_error()
-        owner, tenant = self._identity
         request = replace(
             request,
-            owner=owner,
+            owner=self._identity.owner,
             request_id=self._request_id,
-            cache_salt=request_salt(tenant, request.cache_salt),
+            cache_salt=self._identity.cache_salt(request.cache_salt),
             priority=self._priority,
         )
         async with aclosing(self._source.generate(request)) as batches:

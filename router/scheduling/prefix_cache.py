@@ -126,16 +126,11 @@ class BlockHasher:
             self.keys.append(digest())
 
 
-def request_salt(tenant: str, own: str) -> str:
-    """Return the salt of a request of a tenant; ``own``: the client's, which may be any text."""
-    return f"{tenant} {hashlib.sha256(own.encode()).hexdigest()}" if own else tenant
-
-
-def cache_salt(model: str, salt: str, *, share_prefixes: bool) -> str:
+def cache_salt(model: str, salt: str, *, share_prefixes: bool = False) -> str:
     """Return the salt of the keys, so that models do not share blocks, and neither do tenants
     unless they ``share_prefixes``. Blocks with a client's own salt are shared only with that.
 
-    ``salt``: see ``request_salt``.
+    ``salt``: see ``Identity.cache_salt``.
     """
     tenant, *own = salt.split(" ", 1)
     return " ".join((model, "" if share_prefixes else tenant, *own))

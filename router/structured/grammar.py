@@ -215,7 +215,7 @@ class JsonSchemaFormat(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """``response_format`` of a request. ``schema``: of other servers, beside the type."""
+    """``response_format`` of a request. ``schema``: where other servers have it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

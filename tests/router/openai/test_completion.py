@@ -536,7 +536,7 @@ def test_a_response_format_becomes_the_grammar_of_every_sequence() -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     _run(MODEL, source, n=2, response_format=wanted)
     first, second = (spec.sampling.grammar for spec in source.requested[-1])
-    assert '"type": "integer"' in first
+    assert '"type":"integer"' in first
     assert first == second
     _run(MODEL, source, n=2, response_format={"type": "text"})
     assert {spec.sampling.grammar for spec in source.requested[-1]} == {""}

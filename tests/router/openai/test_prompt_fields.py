@@ -17,7 +17,7 @@ from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.request_context import RequestTokenSource
-from tramontane.router.scheduling.prefix_cache import cache_salt, request_salt
+from tramontane.router.scheduling.prefix_cache import cache_salt
 
 LONG = "What news? " * 100
 HELLO = {"messages": [{"role": "user", "content": "Good morrow"}]}
@@ -143,7 +143,7 @@ def test_a_salt_is_joined_with_the_clients_own() -> None:
     for ask in (lambda **fields: _completed(prompt="a", **fields), _chatted):
         plain, salted = ask()[0], ask(cache_salt="s")[0]
         assert plain.cache_salt == "tenant"
-        assert salted.cache_salt == request_salt("tenant", "s") != plain.cache_salt
+        assert salted.cache_salt == Identity(0, "tenant").cache_salt("s") != plain.cache_salt
         assert ask(cache_salt="s")[0].cache_salt == salted.cache_salt
         assert ask(cache_salt="other")[0].cache_salt != salted.cache_salt
         assert ask(cache_salt="")[0].cache_salt == ask(cache_salt=None)[0].cache_salt == "tenant"
@@ -151,9 +151,15 @@ def test_a_salt_is_joined_with_the_clients_own() -> None:
 
 def test_only_equal_salts_of_one_tenant_share_blocks() -> None:
     requests = [(tenant, own) for tenant in ("", "a", "b") for own in ("", "a", "b", "a b")]
-    apart = [cache_salt("m", request_salt(*each), share_prefixes=False) for each in requests]
+    apart = [
+        cache_salt("m", Identity(0, each[0]).cache_salt(each[1]), share_prefixes=False)
+        for each in requests
+    ]
     assert len(set(apart)) == len(requests)
-    shared = [cache_salt("m", request_salt(*each), share_prefixes=True) for each in requests]
+    shared = [
+        cache_salt("m", Identity(0, each[0]).cache_salt(each[1]), share_prefixes=True)
+        for each in requests
+    ]
     assert len(set(shared)) == 4, "as many as salts"
     assert shared[:4] * 3 == shared
     assert apart[0] == "m ", "as without salts"

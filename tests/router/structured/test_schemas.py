@@ -170,7 +170,7 @@ def test_other_patterns_stay_as_they_are(pattern: str) -> None:
     assert without_lookahead(pattern) == (pattern,)
 
 
-def test_a_rewritten_pattern_keeps_what_a_schema_has_beside_it() -> None:
+def test_a_rewritten_pattern_keeps_what_else_a_schema_has() -> None:
     schema = {"type": "string", "pattern": DECIMAL, "allOf": [{"pattern": "5$"}], "maxLength": 3}
     grammar = build_grammar(_format(schema))
     assert _takes(grammar, '"2.5"')
@@ -226,7 +226,7 @@ def test_a_schema_is_followed_wherever_it_is(given: dict[str, Any]) -> None:
     assert not _takes(grammar, "{}")
 
 
-def test_errors_name_the_schema_beside_the_type() -> None:
+def test_errors_name_the_schema_next_to_the_type() -> None:
     given = {"type": "json_object", "schema": {"not": {}}}
     with pytest.raises(ParameterError, match=r"^response_format\.schema cannot be") as refused:
         build_grammar(ResponseFormat.model_validate(given))
