@@ -3,7 +3,6 @@ in another format.
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tramontane.cluster.http.body_reader import BodyReader, warning_header
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
@@ -21,8 +21,6 @@ from tramontane.cluster.http.sse import (
     fingerprint_header,
     sse_events,
 )
-from tramontane.cluster.http.upload_limiter import BodyLimiter
-from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_message
@@ -33,57 +31,21 @@ from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.errors import unknown_parameter
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.json_limits import run_off_loop
 from tramontane.router.openai.request_context import (
     TIMEOUT_HEADER,
-    RequestStats,
     RequestTokenSource,
     parse_timeout,
 )
 from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
-from tramontane.router.structured.request_model import RequestBody
 from tramontane.router.tokenization.chat import ChatTemplate
 
-MAX_WARNING_CHARS = 1024
-T = TypeVar("T")
+Parsed = CompletionRequest | ChatRequest | FimRequest | Conversation
 Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
-
-
-class BodyReader:
-    """Reads and parses bodies within the limits of a server, and counts the bodies refused because
-    too many are being read.
-    """
-
-    def __init__(
-        self,
-        limiter: BodyLimiter,
-        max_bytes: int,
-        counts: RequestStats,
-        *,
-        refuses_unknown: bool = False,
-    ) -> None:
-        self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
-        self._refuses_unknown = refuses_unknown
-
-    async def parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """See ``BodyLimiter.parse``. Raises ParameterError also for an unknown field if the server
-        refuses these.
-        """
-        try:
-            parsed = await self._limiter.parse(request, self._max_bytes, parse)
-        except OverloadedError as error:
-            self._counts.record_refusal(error)
-            raise
-        if isinstance(parsed, RequestBody | Conversation):
-            if self._refuses_unknown and parsed.unknown:
-                raise unknown_parameter(parsed.unknown)
-            self._counts.ignored_fields += len(parsed.ignored)
-        return parsed
 
 
 class TokenEndpoints:
@@ -168,7 +130,7 @@ class TokenEndpoints:
         response.headers.update(warning_header(ignored))
         return response
 
-    def _ignored(self, parsed: RequestBody | Conversation) -> Sequence[str]:
+    def _ignored(self, parsed: Parsed) -> Sequence[str]:
         """Return the fields of a request that have no effect, and count those that this model
         ignores.
         """
@@ -176,7 +138,7 @@ class TokenEndpoints:
         self._model.counts.ignored_fields += len(of_model)
         return (*parsed.ignored, *of_model)
 
-    def _ignored_settings(self, parsed: RequestBody | Conversation) -> Iterator[str]:
+    def _ignored_settings(self, parsed: Parsed) -> Iterator[str]:
         """Yield the settings of a request for which this model has no choice."""
         if isinstance(parsed, ChatRequest) and not self._chat.efforts:
             if parsed.reasoning_effort is not None:
@@ -225,20 +187,6 @@ async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: R
     )
     headers = fingerprint_header(answer.generation.fingerprint)
     return Response(body, media_type="application/json", headers=headers)
-
-
-def warning_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the fields of a request that had no effect, at most
-    ``MAX_WARNING_CHARS`` of their names; no header if there are none.
-
-    It is as RFC 9111 had it: 299 is a warning that stays with the response.
-    """
-    if not ignored:
-        return {}
-    names = ", ".join(ignored)
-    written = re.sub(r'[^ -~]|["\\\\]', "?", names[:MAX_WARNING_CHARS])
-    more = "" if len(names) <= MAX_WARNING_CHARS else ", ..."
-    return {"Warning": f'299 - "ignored: {written}{more}"'}
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:
