@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +27,7 @@ from tramontane.cluster.config.measurements import (
     MeasuredLoad,
     parse_load,
 )
-from tramontane.cluster.http.body_reader import BodyReader, warning_header
+from tramontane.cluster.http.body_reader import BodyReader
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,
     internal_error_handler,
@@ -46,7 +45,6 @@ from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.chat_completion import NoChatTemplate
-from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.openai.response_models import (
     ExpertTokens,
@@ -59,12 +57,6 @@ from tramontane.router.openai.served_model import (
     check_model_name,
     model_entry,
     model_list,
-)
-from tramontane.router.openai.tokenize import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    detokenize,
-    tokenize,
 )
 from tramontane.router.tokenization.chat import ChatTemplate
 
@@ -154,8 +146,6 @@ class HttpApp:
             *self.tokens.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
@@ -232,20 +222,6 @@ class HttpApp:
         load = await self._bodies.parse(request, _parse_expert_load)
         num_moved, num_pipelines = await self._config.move_experts(load)
         return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
-
-    async def tokenize(self, request: Request) -> Response:
-        """Answer ``POST /tokenize``."""
-        parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
-        check_model_name(self._model, parsed.model)
-        answer = await tokenize(self._model, self._chat, parsed)
-        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
-
-    async def detokenize(self, request: Request) -> Response:
-        """Answer ``POST /detokenize``."""
-        parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
-        check_model_name(self._model, parsed.model)
-        answer = await detokenize(self._model, parsed)
-        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:

@@ -1,5 +1,5 @@
 """Endpoints that generate tokens, whole or as a stream: completions, chats, and APIs that are chats
-in another format.
+in another format; and those that only convert texts to tokens and back.
 """
 
 import asyncio
@@ -30,7 +30,11 @@ from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
-from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.completion_request import (
+    CompletionRequest,
+    parse_body,
+    parse_completion,
+)
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.json_limits import run_off_loop
@@ -42,6 +46,12 @@ from tramontane.router.openai.request_context import (
 from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
+from tramontane.router.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from tramontane.router.tokenization.chat import ChatTemplate
 
 Parsed = CompletionRequest | ChatRequest | FimRequest | Conversation
@@ -76,6 +86,8 @@ class TokenEndpoints:
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -108,6 +120,20 @@ class TokenEndpoints:
         check_model_name(self._model, parsed.model)
         answer = await count_tokens(self._model, self._chat, parsed)
         return JSONResponse(answer.as_json(), headers=warning_header(self._ignored(parsed)))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer ``POST /tokenize``."""
+        parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
+        check_model_name(self._model, parsed.model)
+        answer = await tokenize(self._model, self._chat, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer ``POST /detokenize``."""
+        parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
+        check_model_name(self._model, parsed.model)
+        answer = await detokenize(self._model, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
     async def _complete(
         self,
