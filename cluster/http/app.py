@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +28,7 @@ from tramontane.cluster.config.measurements import (
     MeasuredLoad,
     parse_load,
 )
+from tramontane.cluster.http.body_reader import BodyReader
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,
     internal_error_handler,
@@ -41,11 +41,10 @@ from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddlew
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
-from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints, warning_header
+from tramontane.cluster.http.token_endpoints import TokenEndpoints
 from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.openai.response_models import (
     ExpertTokens,
@@ -54,13 +53,7 @@ from tramontane.router.openai.response_models import (
     Version,
 )
 from tramontane.router.openai.served_model import ModelCatalog, ServedModel, check_model_name
-from tramontane.router.openai.tokenize import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    detokenize,
-    tokenize,
-)
-from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate, ignored_variables
+from tramontane.router.tokenization.chat import ChatTemplate, NoChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +148,6 @@ class HttpApp:
             *self.tokens.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version, methods=["GET"]),
@@ -240,21 +231,6 @@ class HttpApp:
         load = await self._bodies.parse(request, _parse_expert_load)
         num_moved, num_pipelines = await self._config.move_experts(load)
         return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
-
-    async def tokenize(self, request: Request) -> Response:
-        """Answer ``POST /tokenize``."""
-        parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
-        check_model_name(self._model, parsed.model)
-        answer = await tokenize(self._model, self._chat, parsed)
-        unused = ignored_variables(self._chat, parsed.chat_template_kwargs)
-        return JSONResponse(answer.as_json(), headers=warning_header((*parsed.ignored, *unused)))
-
-    async def detokenize(self, request: Request) -> Response:
-        """Answer ``POST /detokenize``."""
-        parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
-        check_model_name(self._model, parsed.model)
-        answer = await detokenize(self._model, parsed)
-        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -1,9 +1,8 @@
 """Endpoints that generate tokens, whole or as a stream: completions, chats, and APIs that are chats
-in another format.
+in another format; and those that only convert texts to tokens and back.
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tramontane.cluster.http.body_reader import BodyReader, warning_header
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
@@ -21,8 +21,6 @@ from tramontane.cluster.http.sse import (
     fingerprint_header,
     sse_events,
 )
-from tramontane.cluster.http.upload_limiter import BodyLimiter
-from tramontane.proto.errors import OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_message
@@ -32,58 +30,32 @@ from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.chat_completion import prepare_chat
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
-from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.errors import unknown_parameter
+from tramontane.router.openai.completion_request import (
+    CompletionRequest,
+    parse_body,
+    parse_completion,
+)
 from tramontane.router.openai.fim import FimRequest, parse_fim, prepare_fim
 from tramontane.router.openai.formatter import AnswerFormatter
 from tramontane.router.openai.json_limits import run_off_loop
 from tramontane.router.openai.request_context import (
     TIMEOUT_HEADER,
-    RequestStats,
     RequestTokenSource,
     parse_timeout,
 )
 from tramontane.router.openai.response_models import encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name
-from tramontane.router.structured.request_model import RequestBody
+from tramontane.router.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from tramontane.router.tokenization.chat import ChatTemplate, ignored_variables
 
-MAX_WARNING_CHARS = 1024
-T = TypeVar("T")
+Parsed = CompletionRequest | ChatRequest | FimRequest | Conversation
 Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
-
-
-class BodyReader:
-    """Reads and parses bodies within the limits of a server, and counts the bodies refused because
-    too many are being read.
-    """
-
-    def __init__(
-        self,
-        limiter: BodyLimiter,
-        max_bytes: int,
-        counts: RequestStats,
-        *,
-        refuses_unknown: bool = False,
-    ) -> None:
-        self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
-        self._refuses_unknown = refuses_unknown
-
-    async def parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """See ``BodyLimiter.parse``. Raises ParameterError also for an unknown field if the server
-        refuses these.
-        """
-        try:
-            parsed = await self._limiter.parse(request, self._max_bytes, parse)
-        except OverloadedError as error:
-            self._counts.record_refusal(error)
-            raise
-        if isinstance(parsed, RequestBody | Conversation):
-            if self._refuses_unknown and parsed.unknown:
-                raise unknown_parameter(parsed.unknown)
-            self._counts.ignored_fields += len(parsed.ignored)
-        return parsed
 
 
 class TokenEndpoints:
@@ -114,6 +86,8 @@ class TokenEndpoints:
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -150,6 +124,21 @@ class TokenEndpoints:
         answer = await count_tokens(self._model, self._chat, parsed)
         return JSONResponse(answer.as_json(), headers=warning_header(self._ignored(parsed)))
 
+    async def tokenize(self, request: Request) -> Response:
+        """Answer ``POST /tokenize``."""
+        parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
+        check_model_name(self._model, parsed.model)
+        answer = await tokenize(self._model, self._chat, parsed)
+        unused = ignored_variables(self._chat, parsed.chat_template_kwargs)
+        return JSONResponse(answer.as_json(), headers=warning_header((*parsed.ignored, *unused)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer ``POST /detokenize``."""
+        parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
+        check_model_name(self._model, parsed.model)
+        answer = await detokenize(self._model, parsed)
+        return JSONResponse(answer.as_json(), headers=warning_header(parsed.ignored))
+
     async def _complete(
         self,
         request: Request,
@@ -171,7 +160,7 @@ class TokenEndpoints:
         response.headers.update(warning_header(ignored))
         return response
 
-    def _ignored(self, parsed: RequestBody | Conversation) -> Sequence[str]:
+    def _ignored(self, parsed: Parsed) -> Sequence[str]:
         """Return the fields of a request that have no effect, and count those that this model
         ignores.
         """
@@ -179,7 +168,7 @@ class TokenEndpoints:
         self._model.counts.ignored_fields += len(of_model)
         return (*parsed.ignored, *of_model)
 
-    def _ignored_settings(self, parsed: RequestBody | Conversation) -> Iterator[str]:
+    def _ignored_settings(self, parsed: Parsed) -> Iterator[str]:
         """Yield the settings of a request for which this model has no choice."""
         if isinstance(parsed, ChatRequest):
             yield from ignored_variables(self._chat, parsed.chat_template_kwargs)
@@ -244,20 +233,6 @@ def is_of_mistral(request: Request) -> bool:
         and headers.get("cache-control") == "no-store"
     )
     return "mistral" in agent or reads_by_httpx_sse
-
-
-def warning_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the fields of a request that had no effect, at most
-    ``MAX_WARNING_CHARS`` of their names; no header if there are none.
-
-    It is as RFC 9111 had it: 299 is a warning that stays with the response.
-    """
-    if not ignored:
-        return {}
-    names = ", ".join(ignored)
-    written = re.sub(r'[^ -~]|["\\\\]', "?", names[:MAX_WARNING_CHARS])
-    more = "" if len(names) <= MAX_WARNING_CHARS else ", ..."
-    return {"Warning": f'299 - "ignored: {written}{more}"'}
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

@@ -69,7 +69,7 @@ class TextBlock(RequestModel):
 
 
 TEXTS = TextParts(hints=no_effect_fields(TextBlock))
-Parts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+Parts = Annotated[list[TextBlock | OtherObject], Field(max_length=MAX_PARTS)]
 Texts = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
 ]
@@ -248,7 +248,7 @@ NAMES = (
     (r"^reasoning_effort$", "output_config.effort"),
 )
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
     Field(max_length=MAX_STOPS),
 ]
 

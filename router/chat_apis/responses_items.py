@@ -47,7 +47,7 @@ TEXTS = TextParts(
     ("input_text", "output_text", "text", "reasoning_text", "summary_text"),
     no_effect_fields(InputPart),
 )
-Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+Parts = Annotated[list[InputPart | OtherObject], Field(max_length=MAX_PARTS)]
 Texts = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
 ]

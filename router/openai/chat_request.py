@@ -14,6 +14,7 @@ from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
     NoEffect,
+    OtherObject,
     RequestModel,
     TextParts,
     bounded,
@@ -57,7 +58,7 @@ class TextPart(RequestModel):
 
 
 TEXTS = TextParts(hints=no_effect_fields(TextPart))
-Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Parts = Annotated[list[TextPart | OtherObject], Field(max_length=MAX_PARTS)]
 Content = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
 ]
@@ -73,7 +74,9 @@ class ThinkingPart(RequestModel):
     closed: bool = True
 
 
-ThoughtfulParts = Annotated[list[TextPart | ThinkingPart], Field(max_length=MAX_PARTS)]
+ThoughtfulParts = Annotated[
+    list[TextPart | ThinkingPart | OtherObject], Field(max_length=MAX_PARTS)
+]
 
 
 def _thoughtful(value: Any, info: ValidationInfo) -> tuple[str | Thought, ...]:
@@ -156,9 +159,7 @@ class FunctionCall(RequestModel):
     """Name and arguments (JSON) of a call."""
 
     name: Annotated[Text, default_if_null("")] = ""
-    arguments: Annotated[
-        Text, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None)
-    ] = "{}"
+    arguments: Annotated[Text, BeforeValidator(_arguments, json_schema_input_type=Any)] = "{}"
 
 
 class AssistantToolCall(RequestModel):

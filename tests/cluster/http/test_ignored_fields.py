@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
+from tramontane.cluster.http.body_reader import MAX_WARNING_CHARS, warning_header
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.http.token_endpoints import MAX_WARNING_CHARS, warning_header
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -73,13 +73,13 @@ async def test_every_endpoint_names_and_counts_what_it_ignores(path: str) -> Non
     model = replace(MODEL, counts=RequestStats())
     app = http_app_for(ScriptedSource(), model, chat=CHAT).app()
     async with client_for(app) as client:
-        plain = await client.post(path, json=BODIES[path] | {"colour": None})
+        plain = await client.post(path, json=BODIES[path] | {"tone": None})
         assert (plain.status_code, "warning" in plain.headers) == (200, False)
         assert model.counts.ignored_fields == 0
-        more = {"colour": "red", "size": [1], "stream\u00e9\u00e9\u00e9": 1}
+        more = {"tone": "red", "size": [1], "stream\u00e9\u00e9\u00e9": 1}
         response = await client.post(path, json=BODIES[path] | more)
         assert response.status_code == 200, response.text
-        assert response.headers["warning"] == '299 - "ignored: colour, size, stream???"'
+        assert response.headers["warning"] == '299 - "ignored: size, stream???, tone"'
         assert model.counts.ignored_fields == 3
 
 
@@ -89,12 +89,12 @@ async def test_a_strict_server_refuses_unknown_fields_and_no_others(path: str) -
     source, model = ScriptedSource(), replace(MODEL, counts=RequestStats())
     app = http_app_for(source, model, chat=CHAT, strict_requests=True).app()
     async with client_for(app) as client:
-        refused = await client.post(path, json=BODIES[path] | {"colour": "red"})
+        refused = await client.post(path, json=BODIES[path] | {"tone": "red"})
         assert refused.status_code == 400
-        error = check_error(refused.content, param="colour", path=path)
-        assert error["message"] == "colour is not a parameter of this endpoint"
+        error = check_error(refused.content, param="tone", path=path)
+        assert error["message"] == "tone is not a parameter of this endpoint"
         assert (source.requested, model.counts.ignored_fields) == ([], 0)
-        answered = await client.post(path, json=BODIES[path] | {"colour": None})
+        answered = await client.post(path, json=BODIES[path] | {"tone": None})
         assert answered.status_code == 200
 
 
@@ -165,16 +165,16 @@ async def test_a_batch_job_may_have_unknown_fields_unless_the_server_is_strict(
     async with client_for(app) as client:
         form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("f", line)}}
         file_id = (await client.post("/v1/files", **form)).json()["id"]
-        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "colour": None}
+        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "tone": None}
         body |= {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
         made = await client.post("/v1/batches", json=body)
         assert made.status_code == 200, made.text
         assert made.headers["warning"] == '299 - "ignored: output_expires_after"'
-        unknown = await client.post("/v1/batches", json=body | {"colour": "red"})
+        unknown = await client.post("/v1/batches", json=body | {"tone": "red"})
         if is_strict:
-            check_error(unknown.content, param="colour")
+            check_error(unknown.content, param="tone")
         else:
-            names = "colour, output_expires_after"
+            names = "output_expires_after, tone"
             assert unknown.headers["warning"] == f'299 - "ignored: {names}"'
         assert unknown.status_code == (400 if is_strict else 200)
     harness.close()

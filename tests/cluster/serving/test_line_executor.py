@@ -12,7 +12,8 @@ import pytest
 from scripted_token_source import SAID, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster.serving.batch_replica import BATCH_PRIORITY, HANDLERS, LineExecutor
+from tramontane.cluster.http.line_executor import HANDLERS, LineExecutor
+from tramontane.cluster.serving.batch_replica import BATCH_PRIORITY
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.request import Identity
@@ -91,14 +92,14 @@ def test_a_line_waits_for_others_and_shares_pages_with_its_own_tenant() -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_fields_of_a_line_are_counted_or_refused(path: Endpoint) -> None:
     model = replace(MODEL, counts=RequestStats())
-    body = json.dumps(BODIES[path] | {"colour": "red", "user": "me", "size": None}).encode()
+    body = json.dumps(BODIES[path] | {"tone": "red", "user": "me", "size": None}).encode()
     asyncio.run(HANDLERS[path](LineExecutor(model, CHAT_FORMAT, ScriptedSource(SAYS)), body))
     assert model.counts.ignored_fields == 2
     source = ScriptedSource(SAYS)
     strict = LineExecutor(model, CHAT_FORMAT, source, refuses_unknown=True)
-    with pytest.raises(ParameterError, match=r"^colour is not a parameter of this endpoint$"):
+    with pytest.raises(ParameterError, match=r"^tone is not a parameter of this endpoint$"):
         asyncio.run(HANDLERS[path](strict, body))
     assert source.requested == []
-    known = json.dumps(BODIES[path] | {"user": "me", "colour": None}).encode()
+    known = json.dumps(BODIES[path] | {"user": "me", "tone": None}).encode()
     asyncio.run(HANDLERS[path](strict, known))
     assert model.counts.ignored_fields == 3

@@ -380,7 +380,7 @@ IGNORED: dict[type[BaseModel], set[str]] = {
     BatchRequest: {"output_expires_after"},
 }
 # In these requests a content of parts is a text once it is parsed.
-PART = {"text": "a", "colour": "red", "size": None, **CACHED}
+PART = {"text": "a", "tone": "red", "size": None, **CACHED}
 HAVE_PARTS = (ChatRequest, TokenizeRequest, ResponsesRequest)
 ABSENT = object()
 WRONG = [
@@ -856,7 +856,7 @@ def test_unknown_fields_of_parts_are_named_too(
     kind: type[RequestBody], changes: dict[str, Any]
 ) -> None:
     parsed = parse_body(kind, _body(REQUESTS[kind] | changes))
-    [unknown] = [path for path in parsed.ignored if path.endswith("[].colour")]
+    [unknown] = [path for path in parsed.ignored if path.endswith("[].tone")]
     assert unknown.startswith(next(iter(changes)))
     assert parsed.unknown == unknown, "for servers that refuse unknown fields"
     assert not any(path.endswith(".size") for path in parsed.ignored), "null is not given"
