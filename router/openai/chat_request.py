@@ -162,14 +162,31 @@ class FunctionCall(RequestModel):
     arguments: Annotated[Text, BeforeValidator(_arguments, json_schema_input_type=Any)] = "{}"
 
 
+class CustomCall(RequestModel):
+    """A call of a custom tool, whose input is one text. In a prompt it is a function's, with one
+    argument.
+    """
+
+    name: Annotated[Text, default_if_null("")] = ""
+    input: Annotated[Text, default_if_null("")] = ""
+
+
 class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
     id: Annotated[Text, default_if_null("")] = ""
-    type: Any = None  # there is only "function", which every client sends
-    function: Annotated[FunctionCall, default_if_null(FunctionCall())] = FunctionCall()
+    type: Any = None  # shown by which of the next two there is
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
+
+    def call(self) -> ToolCall:
+        """Return the call as chat templates take it."""
+        if self.function is None and self.custom is not None:
+            return ToolCall(self.id, self.custom.name, to_json({"input": self.custom.input}))
+        function = self.function or FunctionCall()
+        return ToolCall(self.id, function.name, function.arguments)
 
 
 class AssistantMessage(RequestModel):
@@ -196,10 +213,7 @@ class AssistantMessage(RequestModel):
         """Return the message as chat templates take it. Of thoughts that are given twice the parts
         of the content count, then ``reasoning_content``.
         """
-        calls = tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in self.tool_calls
-        )
+        calls = tuple(call.call() for call in self.tool_calls)
         if self.function_call is not None and not calls:
             calls = (ToolCall("", self.function_call.name, self.function_call.arguments),)
         content = self.content or ((self.refusal,) if self.refusal else ())

@@ -18,11 +18,12 @@ FILLER = re.compile(r"<text of (\d+)>")
 # what differs between machines and days, and what stands for it
 REPLACED = (
     (re.compile(r"\b20\d\d-\d\d-\d\d(T[\d:.]+Z?)?"), "2000-01-01"),
-    (re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "0" * 36),
-    (re.compile(r"\b[0-9a-f]{16,}\b"), "0" * 16),
+    (re.compile(r"(\b|(?<=_))[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "0" * 36),
+    (re.compile(r"(\b|(?<=_))[0-9a-f]{16,}(\b|(?=_))"), "0" * 16),
     (re.compile(r"\b(ses|prj|msg|prt)_\w{12,}"), r"\1_0"),
 )
 OF_MACHINE = frozenset(("os", "os_version", "arch", "platform", "terminal_emulator", "timezone"))
+TIMES = range(1_577_836_800_000, 4_102_444_800_000)  # milliseconds of the years 2020 to 2099
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def without_texts(value: Any) -> Any:  # any JSON
         }
     if isinstance(value, list):
         return [without_texts(each) for each in value]
+    if isinstance(value, int) and value in TIMES:
+        return TIMES.start
     return _short(value) if isinstance(value, str) else value
 
 

@@ -12,6 +12,9 @@ from agent_programs import PROGRAMS
 from agent_server import ANSWER, FORMATS, agent_app, results_of
 from scripted_token_source import client_for
 
+from tramontane.router.openai.chat_request import AssistantToolCall
+from tramontane.router.tokenization.chat import ToolCall
+
 BODIES = list(read_bodies())
 CLIENTS = [f"{program.name} {program.version}" for program in PROGRAMS]
 MAX_FILE_BYTES = 400_000
@@ -115,3 +118,26 @@ def test_the_server_of_the_programs_refuses_tokens_that_the_grammar_forbids(fold
 async def scenario_without_script(app: object, body: dict[str, object]) -> str:
     async with client_for(app) as client:  # type: ignore[arg-type]
         return (await client.post("/v1/chat/completions", json=body)).text
+
+
+@pytest.mark.parametrize("version", FORMATS)
+@pytest.mark.parametrize(
+    "call", [{"type": "custom", "custom": {"name": "f", "input": "a b"}}, {"type": "custom"}, {}]
+)
+def test_a_call_of_another_kind_in_the_history_is_answered(
+    call: dict[str, object], version: str, folder: Path
+) -> None:
+    messages = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "tool_calls": [{"id": "abcdefghi", **call}]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "done"},
+    ]
+    sent = AgentBody("", "", "/v1/chat/completions", {"messages": messages})
+    [(status, _, text)] = _answers(version, folder, [sent])
+    assert status == 200, text
+
+
+def test_a_call_of_a_custom_tool_is_one_of_a_function_with_one_argument() -> None:
+    sent = {"id": "a", "type": "custom", "custom": {"name": "f", "input": 'a "b"'}}
+    call = AssistantToolCall.model_validate(sent).call()
+    assert call == ToolCall("a", "f", '{"input":"a \\"b\\""}')
