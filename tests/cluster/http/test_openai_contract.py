@@ -379,7 +379,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a b": True}}, "chat_template_kwargs"),
     ({"verbosity": "low"}, "verbosity"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"safe_prompt": True}, "safe_prompt"),
