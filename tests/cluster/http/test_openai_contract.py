@@ -366,7 +366,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a b": True}}, "chat_template_kwargs"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"safe_prompt": True}, "safe_prompt"),
     ({"stop_token_ids": [TOKENIZER.vocab_size]}, "stop_token_ids"),

@@ -18,6 +18,7 @@ from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.scheduling.prefix_cache import cache_salt
+from tramontane.router.tokenization import tokenizer
 
 LONG = "What news? " * 100
 HELLO = {"messages": [{"role": "user", "content": "Good morrow"}]}
@@ -101,6 +102,16 @@ def test_an_echo_is_of_the_tokens_that_were_kept() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 100])
 def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(text: str, num_tokens: int) -> None:
     assert TOKENIZER.encode_end(text, num_tokens) == TOKENIZER.encode(text)[-num_tokens:]
+
+
+def test_the_cut_of_a_long_text_changes_none_of_its_last_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "CHARS_PER_TOKEN", 2)
+    text = " ".join(word * 3 for word in LONG.split()) + " marvellous kings"
+    whole = TOKENIZER.encode(text)
+    for num_tokens in range(1, 60):
+        assert TOKENIZER.encode_end(text, num_tokens) == whole[-num_tokens:]
 
 
 def test_of_a_long_text_only_the_end_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

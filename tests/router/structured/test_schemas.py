@@ -235,7 +235,8 @@ def test_errors_name_the_schema_next_to_the_type() -> None:
 
 # Schemas of tools that cannot be enforced
 
-A_AND_B = ('{"a": 5, "b": 1}', '{"a": 5, "b": "x"}')  # only b is always an integer
+B = {"type": "integer", "minimum": 0}
+A_AND_B = ('{"a": 5, "b": 1}', '{"a": 5, "b": -1}')
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,13 @@ A_AND_B = ('{"a": 5, "b": 1}', '{"a": 5, "b": "x"}')  # only b is always an inte
 )
 def test_only_what_has_no_meaning_is_ignored(schema: dict[str, Any]) -> None:
     """The other property is enforced as before."""
-    assert _tool_takes(_object(a=schema, b={"type": "integer"}), *A_AND_B) == [True, False]
+    assert _tool_takes(_object(a=schema, b=B), *A_AND_B) == [True, False]
+
+
+def test_without_the_properties_that_are_named_others_are_allowed() -> None:
+    wrong = {"type": "object", "properties": None, "additionalProperties": False}
+    texts = ('{"a": {"x": 1}, "b": 1}', '{"a": {"x": 1}, "b": -1}')
+    assert _tool_takes(_object(a=wrong, b=B), *texts) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -312,8 +319,8 @@ def test_what_cannot_be_enforced_leaves_the_shape_and_then_any_object() -> None:
         "patternProperties": {"^x": {"type": "string"}, "x$": {"type": "integer"}}
     }
     assert _tool_takes(two, '{"a": 1, "xx": null}', '{"a": "x"}') == [True, False]
-    huge = _object(a={"type": "number", "maximum": 1e300}, b={"type": "integer"})
-    assert _tool_takes(huge, *A_AND_B) == [True, False]
+    huge = _object(a={"type": "number", "maximum": 1e300}, b=B)
+    assert _tool_takes(huge, A_AND_B[0], '{"a": 5, "b": "x"}') == [True, False]
     never = _object(a={"type": "integer", "enum": ["x"]})
     assert _tool_takes(never, '{"a": null}', "{}", "[]") == [True, True, False]
     deep: dict[str, Any] = {}
