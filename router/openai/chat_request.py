@@ -33,7 +33,8 @@ from tramontane.router.tokenization.chat import (
 from tramontane.router.tokenization.template_chat import TemplateVariables
 
 MAX_MESSAGES = 2048
-MAX_CALLS = 128
+MAX_CALLS = 2048  # of one message
+CUSTOM_INPUT = "input"  # the argument of a custom tool
 TEXTS = TextParts()
 
 NO_PROMPT_LOGPROBS = (
@@ -153,14 +154,28 @@ class FunctionCall(RequestModel):
     ] = "{}"
 
 
+class CustomCall(RequestModel):
+    """Name and input of a call of a custom tool, which has one text as input."""
+
+    name: Annotated[Text, default_if_null("")] = ""
+    input: Annotated[Text, default_if_null("")] = ""
+
+
 class AssistantToolCall(RequestModel):
-    """A call in an earlier message of the assistant."""
+    """A call in an earlier message of the assistant, of a function or of a custom tool."""
 
     id: Annotated[Text, default_if_null("")] = ""
     type: NoEffect = None
-    function: FunctionCall
+    function: Annotated[FunctionCall, default_if_null(FunctionCall())] = FunctionCall()
+    custom: CustomCall | None = None
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
+
+    def call(self) -> ToolCall:
+        """Return the call as chat templates take it."""
+        if self.custom is not None:
+            return ToolCall(self.id, self.custom.name, to_json({CUSTOM_INPUT: self.custom.input}))
+        return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
 class AssistantMessage(RequestModel):
@@ -187,10 +202,7 @@ class AssistantMessage(RequestModel):
         """Return the message as chat templates take it. Of thoughts that are given twice the parts
         of the content count, then ``reasoning_content``.
         """
-        calls = tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in self.tool_calls
-        )
+        calls = tuple(call.call() for call in self.tool_calls)
         if self.function_call is not None and not calls:
             calls = (ToolCall("", self.function_call.name, self.function_call.arguments),)
         content = self.content or ((self.refusal,) if self.refusal else ())

@@ -12,6 +12,7 @@ import pytest
 from chat_formats import ADDED, FORMATS, Format, chat_format
 from odd_histories import (
     CONVERSATIONS,
+    CUSTOM,
     GO,
     TOPICS,
     Json,
@@ -318,6 +319,24 @@ def test_calls_are_texts_in_a_format_without_tools() -> None:
     assert repaired[4].parts == (Thought("hm"), "e", city)
 
 
+def test_calls_in_a_row_are_one_message_with_all_texts_and_thoughts() -> None:
+    one = calls(call("a"), content=[thought("hm"), text("One.")], name="x")
+    other = calls(call("b"), content="Two.")
+    silent = calls(call("c"))
+    for messages, parts in (
+        ([one, other, silent], (Thought("hm"), "One.", "Two.")),
+        ([other, silent, one], ("Two.", Thought("hm"), "One.")),
+        ([other, silent], ()),
+    ):
+        joined = _repaired(messages)[0]
+        texts = [part for part in parts if isinstance(part, str)] or ["Two."]
+        assert joined.parts == parts
+        assert joined.content == "\n\n".join(texts)
+        assert [each.id for each in joined.tool_calls] == [
+            each["tool_calls"][0]["id"] for each in messages
+        ]
+
+
 @pytest.mark.parametrize("has_mistral_ids", [True, False])
 @pytest.mark.parametrize(
     "name", [name for name in CONVERSATIONS if "tool" in str(CONVERSATIONS[name])]
@@ -364,6 +383,12 @@ def test_ids_of_mistral() -> None:
     }
     assert len(made) == 7
     assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in made)
+
+
+def test_a_call_of_a_custom_tool_has_one_argument() -> None:
+    [message, _] = _repaired([calls(CUSTOM)])
+    [made] = message.tool_calls
+    assert made == ToolCall("call_1", "f", '{"input":"ls \\"a\\""}')
 
 
 def test_odd_json_is_a_text() -> None:
