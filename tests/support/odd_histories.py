@@ -164,7 +164,7 @@ ORDERS: Mapping[str, list[Json]] = {
     ],
     "results interrupted by the user": [user(), calls(call("a")), result("a"), user(GO)],
     "calls first": [calls(call("a")), result("a"), user(GO)],
-    "text beside calls": [
+    "text before calls": [
         user(),
         calls(call("a"), content="I look."),
         result("a"),

@@ -28,7 +28,7 @@ def _use(call_id: str | None = "toolu_01A09q90qw90lq917835lq9", **more: Any) -> 
     return {"type": "tool_use", "id": call_id, "name": "f", "input": {"city": "Rome"}} | more
 
 
-def _told(call_id: str | None = "toolu_01A09q90qw90lq917835lq9", **more: Any) -> dict[str, Any]:
+def _result(call_id: str | None = "toolu_01A09q90qw90lq917835lq9", **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call_id, "content": "sunny"} | more
 
 
@@ -44,20 +44,24 @@ IMAGE = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
 END = _user(_text(GO))
 TURNS: Mapping[str, list[dict[str, Any]]] = MappingProxyType(
     {
-        "a call and its result": [_user(_text()), _assistant(_use()), _user(_told(), _text(GO))],
+        "a call and its result": [_user(_text()), _assistant(_use()), _user(_result(), _text(GO))],
         "the text before the result": [
             _user(_text()),
             _assistant(_text("I look."), _use()),
-            _user(_text(GO), _told()),
+            _user(_text(GO), _result()),
         ],
         "no result": [_user(_text()), _assistant(_use()), END],
-        "no call": [_user(_told(), _text()), _assistant(_text("Sunny.")), END],
-        "no ids": [_user(_text()), _assistant(_use(None), _use("")), _user(_told(None), _told(""))],
-        "one id twice": [_user(_text()), _assistant(_use(), _use()), _user(_told(), _told())],
+        "no call": [_user(_result(), _text()), _assistant(_text("Sunny.")), END],
+        "no ids": [
+            _user(_text()),
+            _assistant(_use(None), _use("")),
+            _user(_result(None), _result("")),
+        ],
+        "one id twice": [_user(_text()), _assistant(_use(), _use()), _user(_result(), _result())],
         "results out of order": [
             _user(_text()),
             _assistant(_use("a"), _use("b")),
-            _user(_told("b"), _told("a", content=None), _told("c")),
+            _user(_result("b"), _result("a", content=None), _result("c")),
         ],
         "nothing": [{"role": "user"}, {"role": "assistant", "content": None}, _assistant(), END],
         "empty texts": [_user(_text("")), _assistant(_text("")), END],
@@ -69,7 +73,7 @@ TURNS: Mapping[str, list[dict[str, Any]]] = MappingProxyType(
                 _text("I look.", citations=[]),
                 _use(),
             ),
-            _user(_told(is_error=True, cache_control={"type": "ephemeral"})),
+            _user(_result(is_error=True, cache_control={"type": "ephemeral"})),
         ],
         "a thought alone": [
             _user(_text()),
@@ -89,7 +93,7 @@ TURNS: Mapping[str, list[dict[str, Any]]] = MappingProxyType(
         "images": [
             _user(IMAGE, _text(), {"type": "hologram"}),
             _assistant(_use()),
-            _user(_told(content=[IMAGE, _text("a map")])),
+            _user(_result(content=[IMAGE, _text("a map")])),
             _assistant(_text("Sunny.")),
             END,
         ],
@@ -99,19 +103,19 @@ TURNS: Mapping[str, list[dict[str, Any]]] = MappingProxyType(
             _assistant(_use("a")),
             _assistant(_use("b")),
             _assistant(_text("Wait.")),
-            _user(_told("b"), _told("a")),
+            _user(_result("b"), _result("a")),
         ],
         "system turns": [
             {"role": "system", "content": "Be brief."},
             _user(_text()),
             _assistant(_use()),
             {"role": "system", "content": [_text("Be kind.")]},
-            _user(_told()),
+            _user(_result()),
         ],
         "300 calls": [
             _user(_text()),
             _assistant(*(_use(f"toolu_{i}") for i in range(300))),
-            _user(*(_told(f"toolu_{i}") for i in range(300)), _text(GO)),
+            _user(*(_result(f"toolu_{i}") for i in range(300)), _text(GO)),
         ],
         "an answer last": [_user(_text()), _assistant(_text("It is"))],
     }

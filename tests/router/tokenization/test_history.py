@@ -393,13 +393,13 @@ def test_a_call_of_a_custom_tool_has_one_argument() -> None:
 
 def test_odd_json_is_a_text() -> None:
     for odd in ("[" * 400 + "]" * 400, "[" * 65 + "{}" + "]" * 65, "7" * 4301, '["\\ud83d"]'):
-        [message, told] = _repaired([calls(call("a", odd)), result("a", odd)])[:2]
+        [message, written] = _repaired([calls(call("a", odd)), result("a", odd)])[:2]
         assert parsed_arguments(message.tool_calls[0].arguments) == odd
-        assert told.content == odd, "a result is a text anyway"
-        [_, told] = _repaired(
+        assert written.content == odd, "a result is a text anyway"
+        [_, written] = _repaired(
             [calls(call("a")), result("a", odd)], replace(FULL, parses_results=True)
         )
-        assert parsed_arguments(told.content) == odd
+        assert parsed_arguments(written.content) == odd
     for plain in (
         "[" * 64 + "]" * 64,
         "7" * 4300,
@@ -409,11 +409,11 @@ def test_odd_json_is_a_text() -> None:
         '{"\\ud83d',
         "{" * 99,
     ):
-        [message, told] = _repaired(
+        [message, written] = _repaired(
             [calls(call("a", plain)), result("a", plain)], replace(FULL, parses_results=True)
         )
         assert message.tool_calls[0].arguments == (plain or "{}")
-        assert told.content == plain
+        assert written.content == plain
 
 
 def test_only_a_last_answer_is_continued() -> None:
