@@ -10,7 +10,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.chat_apis.block_formatter import BlockFormatter, prepare_blocks
 from tramontane.router.chat_apis.blocks import Block, BlockEvent
 from tramontane.router.chat_apis.conversation import ClientTool, Conversation
-from tramontane.router.chat_apis.responses_items import CUSTOM_INPUT
+from tramontane.router.openai.chat_request import CUSTOM_INPUT
 from tramontane.router.openai.generation import Generation
 from tramontane.router.openai.response_models import Answer, Bulk, Event, Usage
 from tramontane.router.openai.resume_state import ResumeState

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import (
     OTHER,
     ClientTool,
@@ -16,7 +15,11 @@ from tramontane.router.chat_apis.conversation import (
     tool_call,
     typed,
 )
-from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
+from tramontane.router.openai.chat_request import (
+    CUSTOM_INPUT,
+    MAX_MESSAGES,
+    AssistantToolCall,
+)
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.response_models import to_json
 from tramontane.router.structured.request_model import (
@@ -28,8 +31,6 @@ from tramontane.router.structured.request_model import (
     default_if_null,
     no_effect_fields,
 )
-
-CUSTOM_INPUT = "input"  # the argument of a custom tool
 
 
 class InputPart(RequestModel):
@@ -180,10 +181,6 @@ class _AssistantTurn:
         """Add an item."""
         match item:
             case CallItem():
-                if len(self._calls) == MAX_CALLS:
-                    raise ParameterError(
-                        f"{place}: there may be at most {MAX_CALLS} calls in a row", place
-                    )
                 name = self._names.get((item.namespace, item.name), item.name)
                 self._calls.append(tool_call(item.call_id, name, _arguments_of(item)))
             case ReasoningItem():

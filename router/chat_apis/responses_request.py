@@ -22,7 +22,8 @@ from tramontane.router.chat_apis.conversation import (
     refused,
     typed,
 )
-from tramontane.router.chat_apis.responses_items import CUSTOM_INPUT, InputItems, add_items
+from tramontane.router.chat_apis.responses_items import InputItems, add_items
+from tramontane.router.openai.chat_request import CUSTOM_INPUT
 from tramontane.router.openai.completion_request import Text, parse_body
 from tramontane.router.openai.sampling_values import Seed
 from tramontane.router.structured.grammar import (

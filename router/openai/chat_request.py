@@ -35,7 +35,8 @@ from tramontane.router.tokenization.chat import (
 from tramontane.router.tokenization.template_chat import OPENS_ANSWER, TemplateVariables
 
 MAX_MESSAGES = 2048
-MAX_CALLS = 128
+MAX_CALLS = 2048  # of one message
+CUSTOM_INPUT = "input"  # the argument of a custom tool
 FIELDS_OF_MISTRAL = ("random_seed", "safe_prompt", "prompt_mode")
 
 NO_PROMPT_LOGPROBS = (
@@ -171,8 +172,15 @@ class CustomCall(RequestModel):
     input: Annotated[Text, default_if_null("")] = ""
 
 
+class CustomCall(RequestModel):
+    """Name and input of a call of a custom tool, which has one text as input."""
+
+    name: Annotated[Text, default_if_null("")] = ""
+    input: Annotated[Text, default_if_null("")] = ""
+
+
 class AssistantToolCall(RequestModel):
-    """A call in an earlier message of the assistant."""
+    """A call in an earlier message of the assistant, of a function or of a custom tool."""
 
     id: Annotated[Text, default_if_null("")] = ""
     type: Any = None  # shown by which of the next two there is
@@ -184,7 +192,7 @@ class AssistantToolCall(RequestModel):
     def call(self) -> ToolCall:
         """Return the call as chat templates take it."""
         if self.function is None and self.custom is not None:
-            return ToolCall(self.id, self.custom.name, to_json({"input": self.custom.input}))
+            return ToolCall(self.id, self.custom.name, to_json({CUSTOM_INPUT: self.custom.input}))
         function = self.function or FunctionCall()
         return ToolCall(self.id, function.name, function.arguments)
 

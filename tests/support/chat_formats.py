@@ -80,13 +80,13 @@ NO_SYSTEM = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_e
 {%- if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
 {{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""  # noqa: E501
-# Qwen's: tools as objects, and thoughts as a field
-HERMES = """{% for m in messages %}{{ '<|im_start|>' + (m.role if m.role != 'tool' else 'user') + '\\n' }}
-{%- if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}
+# Hermes': calls as objects with their ids, thoughts as a field, and names
+HERMES = """{% for m in messages %}{{ '<|im_start|>' + (m.role if m.role != 'tool' else 'user') + ' ' + (m.name or '') + '\\n' }}
+{%- if m.role == 'tool' %}<tool_response>{{ m.tool_call_id }}: {{ m.content }}</tool_response>{% else %}
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
-{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""  # noqa: E501
+{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant \\n' }}
+{%- endif %}"""  # noqa: E501
 # GLM's: the arguments are written one after the other
 BY_ARGUMENT = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}

@@ -62,6 +62,7 @@ def _nested(depth: int) -> str:
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 FILE = {"type": "file", "file": {"file_id": "file-1"}}
 LEGACY = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+CUSTOM = {"id": "call_1", "type": "custom", "custom": {"name": "f", "input": 'ls "a"'}}
 STORED: Json = {
     "id": "msg_1",
     "annotations": [{"type": "url_citation"}],
@@ -163,7 +164,7 @@ ORDERS: Mapping[str, list[Json]] = {
     ],
     "results interrupted by the user": [user(), calls(call("a")), result("a"), user(GO)],
     "calls first": [calls(call("a")), result("a"), user(GO)],
-    "text beside calls": [
+    "text before calls": [
         user(),
         calls(call("a"), content="I look."),
         result("a"),
@@ -182,6 +183,14 @@ ORDERS: Mapping[str, list[Json]] = {
         LEGACY,
         {"role": "function", "name": "f", "content": "sunny"},
         said("assistant", "Sunny.", function_call=None),
+        user(GO),
+    ],
+    "custom tools": [user(), calls(CUSTOM), result(), user(GO)],
+    "calls of nothing": [user(), calls({"id": "a", "type": "custom"}, {}), result("a"), user(GO)],
+    "300 calls of one answer": [
+        user(),
+        calls(*(call(f"call_{i}") for i in range(300))),
+        *(result(f"call_{i}", str(i)) for i in range(150, 300)),
         user(GO),
     ],
     "300 calls": [

@@ -140,9 +140,15 @@ def test_numbers_that_cannot_be_written_are_refused_wherever_an_answer_may_repea
         assert refused.value.parameter == parameter
 
 
-def test_calls_in_a_row_are_bounded() -> None:
+def test_calls_in_a_row_may_be_many() -> None:
+    [message] = parse_responses(json.dumps({"input": [CALL] * 300}).encode()).request.messages
+    assert len(message.message().tool_calls) == 300
+
+
+def test_calls_of_one_message_are_bounded() -> None:
+    turns = [{"role": "assistant", "content": [USE] * (MAX_CALLS + 1)}, {"role": "user"}]
     with pytest.raises(ParameterError, match=f"at most {MAX_CALLS} calls"):
-        parse_responses(json.dumps({"input": [CALL] * (MAX_CALLS + 1)}).encode())
+        parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
 
 
 @pytest.mark.parametrize("content", [None, []])

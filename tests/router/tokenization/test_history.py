@@ -12,6 +12,7 @@ import pytest
 from chat_formats import ADDED, FORMATS, Format, chat_format
 from odd_histories import (
     CONVERSATIONS,
+    CUSTOM,
     GO,
     TOPICS,
     Json,
@@ -318,6 +319,24 @@ def test_calls_are_texts_in_a_format_without_tools() -> None:
     assert repaired[4].parts == (Thought("hm"), "e", city)
 
 
+def test_calls_in_a_row_are_one_message_with_all_texts_and_thoughts() -> None:
+    one = calls(call("a"), content=[thought("hm"), text("One.")], name="x")
+    other = calls(call("b"), content="Two.")
+    silent = calls(call("c"))
+    for messages, parts in (
+        ([one, other, silent], (Thought("hm"), "One.", "Two.")),
+        ([other, silent, one], ("Two.", Thought("hm"), "One.")),
+        ([other, silent], ()),
+    ):
+        joined = _repaired(messages)[0]
+        texts = [part for part in parts if isinstance(part, str)] or ["Two."]
+        assert joined.parts == parts
+        assert joined.content == "\n\n".join(texts)
+        assert [each.id for each in joined.tool_calls] == [
+            each["tool_calls"][0]["id"] for each in messages
+        ]
+
+
 @pytest.mark.parametrize("has_mistral_ids", [True, False])
 @pytest.mark.parametrize(
     "name", [name for name in CONVERSATIONS if "tool" in str(CONVERSATIONS[name])]
@@ -366,15 +385,21 @@ def test_ids_of_mistral() -> None:
     assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in made)
 
 
+def test_a_call_of_a_custom_tool_has_one_argument() -> None:
+    [message, _] = _repaired([calls(CUSTOM)])
+    [made] = message.tool_calls
+    assert made == ToolCall("call_1", "f", '{"input":"ls \\"a\\""}')
+
+
 def test_odd_json_is_a_text() -> None:
     for odd in ("[" * 400 + "]" * 400, "[" * 65 + "{}" + "]" * 65, "7" * 4301, '["\\ud83d"]'):
-        [message, told] = _repaired([calls(call("a", odd)), result("a", odd)])[:2]
+        [message, written] = _repaired([calls(call("a", odd)), result("a", odd)])[:2]
         assert parsed_arguments(message.tool_calls[0].arguments) == odd
-        assert told.content == odd, "a result is a text anyway"
-        [_, told] = _repaired(
+        assert written.content == odd, "a result is a text anyway"
+        [_, written] = _repaired(
             [calls(call("a")), result("a", odd)], replace(FULL, parses_results=True)
         )
-        assert parsed_arguments(told.content) == odd
+        assert parsed_arguments(written.content) == odd
     for plain in (
         "[" * 64 + "]" * 64,
         "7" * 4300,
@@ -384,11 +409,11 @@ def test_odd_json_is_a_text() -> None:
         '{"\\ud83d',
         "{" * 99,
     ):
-        [message, told] = _repaired(
+        [message, written] = _repaired(
             [calls(call("a", plain)), result("a", plain)], replace(FULL, parses_results=True)
         )
         assert message.tool_calls[0].arguments == (plain or "{}")
-        assert told.content == plain
+        assert written.content == plain
 
 
 def test_only_a_last_answer_is_continued() -> None:
