@@ -172,13 +172,6 @@ class CustomCall(RequestModel):
     input: Annotated[Text, default_if_null("")] = ""
 
 
-class CustomCall(RequestModel):
-    """Name and input of a call of a custom tool, which has one text as input."""
-
-    name: Annotated[Text, default_if_null("")] = ""
-    input: Annotated[Text, default_if_null("")] = ""
-
-
 class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant, of a function or of a custom tool."""
 
