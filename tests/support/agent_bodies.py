@@ -1,7 +1,7 @@
 """The requests that programs send (``make agents``), without the programs' texts.
 
-A text of more than ``MAX_CHARS`` characters is written as its length, "<text of 12000>", and read
-as a filler of that length. Dates, ids and what names a machine are replaced.
+A description, and a text of more than ``MAX_CHARS`` characters, is written as its length, "<text of
+12000>", and read as a filler of that length. Dates, ids and what names a machine are replaced.
 """
 
 import json
@@ -23,6 +23,7 @@ REPLACED = (
     (re.compile(r"\b(ses|prj|msg|prt)_\w{12,}"), r"\1_0"),
 )
 OF_MACHINE = frozenset(("os", "os_version", "arch", "platform", "terminal_emulator", "timezone"))
+DESCRIPTIONS = frozenset(("description", "title"))
 TIMES = range(1_577_836_800_000, 4_102_444_800_000)  # milliseconds of the years 2020 to 2099
 
 
@@ -43,7 +44,11 @@ def without_texts(value: Any) -> Any:  # any JSON
     """Return a value with short texts only."""
     if isinstance(value, dict):
         return {
-            name: "unknown" if name in OF_MACHINE else without_texts(each)
+            name: "unknown"
+            if name in OF_MACHINE
+            else f"<text of {len(each)}>"
+            if name in DESCRIPTIONS and isinstance(each, str) and not FILLER.fullmatch(each)
+            else without_texts(each)
             for name, each in value.items()
         }
     if isinstance(value, list):
