@@ -346,7 +346,7 @@ class Error(Answer):
     """
 
     error: ErrorDetails
-    message: str = ""
+    message: str
 
 
 # Models of the events of a stream.
