@@ -80,7 +80,7 @@ def test_over_http() -> None:
     response = over_http(UnwellError(WHY))
     assert (response.status_code, response.headers["retry-after"]) == (418, "17")
     expected = {"message": WHY, "type": "rate_limit_error", "param": "seed", "code": "unwell"}
-    assert response.json() == {"error": expected}
+    assert response.json() == {"error": expected, "message": WHY}
     assert over_http(UnwellError(WHY), "/v1/messages").status_code == 418
 
     quiet = over_http(QuietError(WHY))

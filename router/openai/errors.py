@@ -18,8 +18,9 @@ MAX_NAME_CHARS = 64
 def error_body(
     message: str, type: ErrorType, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return OpenAI's object for an error."""
-    return Error(error=ErrorDetails(message=message, type=type, param=param, code=code)).as_json()
+    """Return OpenAI's object for an error, and the message where Mistral's clients look for it."""
+    error = ErrorDetails(message=message, type=type, param=param, code=code)
+    return Error(error=error, message=message).as_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,8 @@ class HttpErrorSpec:
     code: str | None = None
 
     def body(self, message: str) -> dict[str, Any]:
-        """Return the response's body: OpenAI's object, and the message where Mistral's clients look
-        for it.
-        """
-        body = error_body(message, self.type, self.param, self.code)
-        return body | {"message": message}
+        """Return the response's body."""
+        return error_body(message, self.type, self.param, self.code)
 
 
 def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:

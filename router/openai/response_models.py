@@ -352,7 +352,7 @@ class Error(Answer):
     """
 
     error: ErrorDetails
-    message: str = ""
+    message: str
 
 
 # Models of the events of a stream.

@@ -475,7 +475,7 @@ async def test_an_ingress_that_is_to_continue_is_tried_again_where_it_is_full_or
     error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
     assert json.loads(
         client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text
-    ) == {"error": error}
+    ) == {"error": error, "message": LOST}
     assert client.status == (200 if stream else 503)
 
 

@@ -273,6 +273,7 @@ async def test_a_whole_answer_that_no_ingress_can_make_is_an_error_of_its_api(ca
     error = json.loads(client.text)
     message = {"type": "error", "error": {"type": "overloaded_error", "message": LOST}}
     openai = {
-        "error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
+        "error": {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"},
+        "message": LOST,
     }
     assert error == (openai if path == RESPONSES else message)

@@ -101,7 +101,7 @@ async def test_errors_have_none() -> None:
             answer = await client.post(COMPLETIONS, json=body)
             assert answer.status_code >= 400
             assert HEADER not in answer.headers
-            assert answer.json().keys() == {"error"}
+            assert answer.json().keys() == {"error", "message"}
 
 
 @in_event_loop

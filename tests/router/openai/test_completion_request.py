@@ -766,7 +766,8 @@ def test_errors_have_openais_shape() -> None:
             "type": "invalid_request_error",
             "param": "n",
             "code": None,
-        }
+        },
+        "message": str(error),
     }
 
 
