@@ -46,7 +46,6 @@ name between processes and the exit code of a command: this is the only module t
 error.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -69,40 +68,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]
     similar = longer[-1:] or get_close_matches(name[:MAX_NAME_CHARS], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
-
-
-def intended_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name of which this one is a misspelling, or "": at most two letters are
-    changed, added or left out, and one in a name of at most five ("tempratur": temperature).
-    """
-    if not 3 <= len(name) <= MAX_NAME_CHARS:
-        return ""
-    most = 1 if len(name) <= 5 else 2
-    near = [other for other in known if other != name and abs(len(name) - len(other)) <= most]
-    if near:
-        # Few names have nearly the same letters. Only these are compared by their order, which
-        # takes twenty times as long.
-        letters = Counter(name)
-        near = [
-            other
-            for other in near
-            if max(len(name), len(other)) - (letters & Counter(other)).total() <= most
-        ]
-    distances = {other: _edit_distance(name, other) for other in near}
-    nearest = min(near, key=distances.__getitem__, default="")
-    return nearest if distances.get(nearest, most + 1) <= most else ""
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """Return how many letters are changed, added or left out (Levenshtein's distance): 3 between
-    "thread" and "stream". The time is the product of the lengths.
-    """
-    row = list(range(len(other) + 1))
-    for index, letter in enumerate(one, start=1):
-        before, row[0] = row[0], index
-        for at, its in enumerate(other, start=1):
-            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (letter != its))
-    return row[-1]
 
 
 # Requirements for a value, by the type of pydantic's error; the braces hold its context. JSON

@@ -352,7 +352,9 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hint(unknown: str) -> str:
-    return did_you_mean(unknown, EngineConfig.key_names()) or "; tramontane config prints all keys"
+    # of several names that begin with it the last counts, so the shortest: stages of stage
+    known = sorted(EngineConfig.key_names(), key=lambda name: (-len(name), name))
+    return did_you_mean(unknown, known) or "; tramontane config prints all keys"
 
 
 def _repeated_key(node: yaml.Node | None) -> str:

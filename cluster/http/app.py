@@ -28,7 +28,7 @@ from tramontane.cluster.config.measurements import (
     MeasuredLoad,
     parse_load,
 )
-from tramontane.cluster.http.body_reader import BodyReader
+from tramontane.cluster.http.body_reader import MAX_HELD_BYTES, BodyLimiter, BodyReader
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,
     internal_error_handler,
@@ -42,7 +42,6 @@ from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.cluster.http.token_endpoints import TokenEndpoints
-from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.json_limits import check_elements

@@ -16,10 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http.body_reader import warning_header
+from tramontane.cluster.http.body_reader import BodyLimiter, warning_header
 from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
-from tramontane.cluster.http.upload_limiter import BodyLimiter
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
 from tramontane.router.batch.files import PIECE, FileRecord

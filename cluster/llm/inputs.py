@@ -11,7 +11,13 @@ from tramontane.proto import request
 from tramontane.proto.errors import RequestError
 from tramontane.router.openai.detokenizer import ChatDetokenizer
 from tramontane.router.openai.sampling_values import parse_stops
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, Thought, with_thoughts
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    ChatTemplate,
+    Thought,
+    check_effort,
+    with_thoughts,
+)
 from tramontane.router.tokenization.loader import (
     load_chat_template,
     load_tokenizer,
@@ -133,6 +139,7 @@ class PromptEncoder:
             self._template = load_chat_template(
                 self._folder, require_tokenizer(self._folder, self._vocab_size)
             )
+        check_effort(reasoning_effort, self._template.efforts)
         chat_messages = [_to_chat_message(message, name) for message in messages]
         ids = self._template.encode(chat_messages, reasoning_effort=reasoning_effort)
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)

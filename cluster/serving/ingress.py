@@ -18,11 +18,11 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
+from tramontane.cluster.http.body_reader import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.status_endpoints import ACTIVITY_OPERATIONS, ActivityEndpoint
-from tramontane.cluster.http.upload_limiter import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import from_json
 
-from tramontane.proto.errors import RequestError, intended_name
+from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.units import format_bytes
 from tramontane.router.openai.errors import describe_json_error
 from tramontane.router.openai.json_limits import check_elements, is_utf16
+from tramontane.router.structured.request_model import intended_name
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}

@@ -314,7 +314,8 @@ class ResponsesFormatter(BlockFormatter):
         """Return the event with the response that has failed. ``error``: OpenAI's object."""
         self._number += 1  # of the event of the error
         response = self._response("failed", [self._item(block) for block in self._blocks.all])
-        code = error.get("code") or "server_error"
+        # the API has few codes for this
+        code = "rate_limit_exceeded" if error.get("type") == "rate_limit_error" else "server_error"
         response["error"] = {"code": code, "message": error.get("message")}
         return [self._event("response.failed", response=response)]
 

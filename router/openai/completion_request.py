@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from tramontane.proto.errors import ParameterError, describe_value, intended_name
+from tramontane.proto.errors import ParameterError, describe_value
 from tramontane.proto.request import SamplingParams
 from tramontane.router.openai.errors import (
     describe_json_error,
@@ -39,6 +39,7 @@ from tramontane.router.structured.request_model import (
     check_text,
     default_if_null,
     ignored_fields,
+    intended_name,
     only_true,
     unsupported_except,
 )

@@ -2,15 +2,17 @@
 that a client may send and that have no effect.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo
 
-from tramontane.proto.errors import MAX_NAME_CHARS, intended_name
+from tramontane.proto.errors import MAX_NAME_CHARS
 from tramontane.proto.request import SAMPLING_BOUNDS
 
 MAX_DEPTH = 32  # of an object that may have any fields
@@ -88,6 +90,44 @@ def no_effect_fields(kind: type[RequestModel]) -> frozenset[str]:
     return frozenset(
         name for name, field in kind.model_fields.items() if NO_EFFECT in field.metadata
     )
+
+
+def intended_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name of which this one is a misspelling, or "": at most two letters are
+    changed, swapped, added or left out, and one in a name of at most five ("tempratur":
+    temperature).
+    """
+    if not 3 <= len(name) <= MAX_NAME_CHARS:
+        return ""
+    most = 1 if len(name) <= 5 else 2
+    letters = Counter(name)
+    distances = {
+        other: _edit_distance(name, other)
+        for other in known
+        # few names have nearly the same letters; only these are compared by their order
+        if other != name
+        and abs(len(name) - len(other)) <= most
+        and max(len(name), len(other)) - (letters & Counter(other)).total() <= most
+    }
+    least = min(distances.values(), default=most + 1)
+    nearest = [other for other, distance in distances.items() if distance == least <= most]
+    return next(iter(get_close_matches(name, nearest, n=1, cutoff=0.0)), "")
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Return how many letters are changed, swapped with the next one, added or left out (optimal
+    string alignment): 3 between "thread" and "stream". The time is the product of the lengths.
+    """
+    rows = [list(range(len(other) + 1))]
+    for at, letter in enumerate(one):
+        last, row = rows[-1], [at + 1]
+        for to, its in enumerate(other):
+            least = min(last[to + 1] + 1, row[to] + 1, last[to] + (letter != its))
+            if at and to and (letter, one[at - 1]) == (other[to - 1], its):
+                least = min(least, rows[-2][to - 1] + 1)
+            row.append(least)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # any JSON

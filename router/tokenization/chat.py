@@ -191,6 +191,19 @@ class NoChatTemplate:
         raise RequestError(self.reason)
 
 
+def check_effort(effort: str | None, known: Sequence[str]) -> None:
+    """Raise RequestError for an effort that a model does not know: a Python program has no header
+    that names what has no effect, as a client over HTTP has.
+    """
+    if effort is not None and effort not in known:
+        reason = (
+            f"this model knows {', '.join(known)}"
+            if known
+            else "this model's format has no such setting; leave it out"
+        )
+        raise RequestError(f"reasoning_effort is {effort!r}; {reason}")
+
+
 def supported_effort(effort: str | None, known: Sequence[str]) -> str | None:
     """Return the effort that a model knows: the nearest one, the higher of two. None, the model's
     default, for a model that knows none: "medium" of ("none", "high") becomes "high".

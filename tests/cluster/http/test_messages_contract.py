@@ -84,6 +84,10 @@ def test_why_an_answer_ends(client: Anthropic) -> None:
     assert stopped.content[0].text == "Good morrow, "
     cut = client.messages.create(model="tiny", messages=HELLO, max_tokens=2)
     assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
+    filled = client.messages.create(model="tiny", messages=HELLO, max_tokens=0)
+    assert (filled.stop_reason, filled.usage.output_tokens) == ("max_tokens", 0)
+    assert filled.usage.input_tokens == cut.usage.input_tokens
+    assert "".join(block.to_dict()["text"] for block in filled.content) == ""
     with client.messages.stream(
         model="tiny", messages=HELLO, max_tokens=100, stop_sequences=["my"]
     ) as stream:
@@ -447,7 +451,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "messages[0].content: the model serves text only; images are not supported",
     ),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),

@@ -230,7 +230,6 @@ def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "a" * 10_000}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ("/tokenize", {"prompt": "a", "reasoning_effort": "high"}, "reasoning_effort"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "tokens"),

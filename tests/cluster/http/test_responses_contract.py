@@ -645,16 +645,27 @@ def test_an_error_within_a_stream_is_its_last_event(
 ) -> None:
     server.source.failure, server.source.fails_at = PipelineError("gone"), 2
     events = list(client.responses.create(model="tiny", input="a", stream=True))
-    last = events[-1]
-    assert last.type == "error"
-    assert (last.message, last.code, last.sequence_number) == (
+    *_, error, last = events
+    assert error.type == "error"
+    assert (error.message, error.code, error.sequence_number) == (
         "gone",
         "unavailable",
-        len(events) - 1,
+        len(events) - 2,
+    )
+    assert last.type == "response.failed"
+    assert last.sequence_number == len(events) - 1
+    assert (last.response.status, last.response.id) == ("failed", events[0].response.id)
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "gone")
+    assert last.response.output_text == "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
     )
     text = httpx.post(
         f"{server.url}/v1/responses",
         json={"input": "a", "stream": True},
         headers={"authorization": f"Bearer {KEY}"},
     ).text
-    assert parse_events("/v1/responses", text)[-1]["type"] == "error"
+    assert [event["type"] for event in parse_events("/v1/responses", text)[-2:]] == [
+        "error",
+        "response.failed",
+    ]

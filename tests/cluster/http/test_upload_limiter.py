@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
+from tramontane.cluster.http.body_reader import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.http.upload_limiter import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
 from tramontane.router.openai.json_limits import SMALL_BODY
 

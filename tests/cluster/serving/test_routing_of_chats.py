@@ -160,7 +160,7 @@ def test_clients_with_other_keys_share_only_where_they_may(shares: bool) -> None
         async with _ingress(replicas, shares=shares) as (routers, _):
             await _ask(routers, [1])
             anna, bert = (
-                RequestTokenSource(routers, Identity(owner, f"key {owner}")) for owner in (1, 2)
+                RequestTokenSource(routers, Identity(owner, f"key-{owner}")) for owner in (1, 2)
             )
             for client, num_cached in ((anna, 0), (anna, 96), (bert, 96 * shares), (bert, 96)):
                 await _pause(0)

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tramontane.proto.errors import ParameterError, intended_name
+from tramontane.proto.errors import ParameterError
 from tramontane.router.openai import completion_request
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import (
@@ -25,7 +25,7 @@ from tramontane.router.openai.completion_request import (
 from tramontane.router.openai.errors import error_body
 from tramontane.router.openai.sampling_values import MAX_STOP_CHARS, MAX_STOPS
 from tramontane.router.structured import request_model
-from tramontane.router.structured.request_model import MAX_IGNORED, no_effect_fields
+from tramontane.router.structured.request_model import MAX_IGNORED, intended_name, no_effect_fields
 
 LONGEST_MESSAGE = 300
 MAX_PARSED_DEPTH = 190  # deeper, the parser of JSON refuses a body

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tramontane.proto.errors import ParameterError, describe_value, intended_name
+from tramontane.proto.errors import ParameterError, describe_value
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.input_lines import InputLine, parse_line
 from tramontane.router.batch.schema import BatchRequest
@@ -23,7 +23,7 @@ from tramontane.router.openai.completion_request import CompletionRequest, parse
 from tramontane.router.openai.errors import describe_json_error
 from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from tramontane.router.structured.request_model import RequestBody, no_effect_fields
+from tramontane.router.structured.request_model import RequestBody, intended_name, no_effect_fields
 
 SAMPLING: dict[str, Any] = {
     **{
@@ -52,6 +52,8 @@ SAMPLING: dict[str, Any] = {
         "guided_json_object": True,
     },
     "guided_decoding_backend": "a",
+    "allowed_token_ids": [1],
+    "cache_salt": "a",
     "structured_outputs": {
         **{"json": {"type": "object"}, "regex": "a", "choice": ["a"], "json_object": True},
         **{"disable_any_whitespace": True, "disable_fallback": True},
@@ -66,6 +68,7 @@ SAMPLING: dict[str, Any] = {
         "stop": ["a"],
         "stream": True,
         "stream_options": {
+            "stream_tool_calls": True,
             "include_usage": True,
             "continuous_usage_stats": True,
             "include_obfuscation": True,
@@ -88,6 +91,7 @@ SAMPLING: dict[str, Any] = {
     },
     "response_format": {
         "type": "json_schema",
+        "schema": {"type": "object"},
         "json_schema": {
             "name": "x",
             "description": "d",
@@ -99,7 +103,8 @@ SAMPLING: dict[str, Any] = {
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
 CALLED = {"name": "f", "arguments": "{}"}
-CALL = {"id": "1", "type": "function", "index": 0, "function": CALLED}
+CUSTOM = {"name": "f", "input": "a"}
+CALL = {"id": "1", "type": "function", "index": 0, "function": CALLED, "custom": CUSTOM}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
 CACHED_PART = {**CACHED, "prompt_cache_breakpoint": {"mode": "explicit"}}
 MESSAGES = [
@@ -237,7 +242,7 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
             "echo": True,
             "return_experts": [1],
         }
-        | {"suffix": "a", "add_special_tokens": True}
+        | {"suffix": "a", "add_special_tokens": True, "truncate_prompt_tokens": 5}
     ),
     TokenizeRequest: {
         **{"model": "m", "prompt": "a", "messages": MESSAGES, "tools": [TOOL]},
@@ -339,7 +344,7 @@ IGNORED_SAMPLING = {
 IGNORED_MESSAGES = {
     *(f"messages[].content[].{name}" for name in OF_PARTS),
     *(f"messages[].{name}" for name in ("audio", "annotations")),
-    *(f"messages[].tool_calls[].{name}" for name in ("type", "index")),
+    "messages[].tool_calls[].index",
 }
 IGNORED_COUNTED = {
     *("user_profile_id", "context_management", "speed", "cache_control"),
