@@ -125,6 +125,7 @@ def _values(client: httpx.Client, query: str) -> list[float]:
 async def _burst(url: str) -> int:
     """Returns the new tokens of all requests that were taken."""
     body = {"prompt": "What news from Rome?", "max_tokens": 30, "ignore_eos": True}
+    body |= {"user": "a"}  # has no effect, which is a metric
     async with httpx.AsyncClient(timeout=120) as client:
         answers = await asyncio.gather(
             *(client.post(f"{url}/v1/completions", json=body) for _ in range(BURST))

@@ -1028,7 +1028,7 @@ REFUSED_BODIES = {
     ),
     b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
     b"\xef\xbb\xbf" + REQUEST_BODY: "the body is not JSON: a request begins with { (column 1)",
-    REQUEST_BODY.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
+    REQUEST_BODY.decode().encode("utf-16"): "the body is UTF-16, which JSON over HTTP is not",
     REQUEST_BODY + b"x": "the body is not JSON: there is more after its end (column 56)",
     REQUEST_BODY[:-1]: "the body is not JSON: it ends too early (column ",
     b'{"prompt": ' + b"[" * 10**6: "the body has more than 32768 lists and objects",
