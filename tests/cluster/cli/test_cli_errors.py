@@ -764,8 +764,8 @@ def test_help_names_the_endpoints_of_batch_jobs_in_words() -> None:
     )
     assert "--endpoint PATH " in shown
     words = (
-        "Endpoint of the requests: /v1/completions, /v1/chat/completions or /v1/fim/completions."
-        " [default: /v1/completions]"
+        "Endpoint of the requests: /v1/completions, /v1/chat/completions, /v1/fim/completions or"
+        " /v1/responses. [default: /v1/completions]"
     )
     assert words in " ".join(shown.split())
 

@@ -511,7 +511,7 @@ def test_what_a_server_sees_lies_below_the_prefix(site: Site, tail: str, is_redi
 SECRET_LINES = [
     b'{"url": "SECRET", "custom_id": "a", "body": {}}',
     b'{"method": "SECRET", "custom_id": "b", "body": {}}',
-    b'{"custom_id": "c", "SECRET": 1, "body": {}}',
+    b'{"custom_id": "c", "methodS": 1, "body": {}}',
     b'{"custom_id": "SECRET\\u0000", "body": {}}',
     b'{"custom_id": "e", "body": "SECRET"}',
     b"SECRET",
@@ -542,5 +542,6 @@ def test_errors_of_lines_repeat_nothing_that_was_read_from_a_url(tmp_path: Path)
 
     of_url, of_text = asyncio.run(errors())
     assert "SECRET" not in of_url
+    assert ("methodS" in of_url, "methodS" in of_text) == (False, True)
     assert of_url.count("invalid_line") == len(SECRET_LINES)
     assert of_text.count("SECRET") >= 3

@@ -319,9 +319,8 @@ MISTAKES: list[dict[str, Any]] = [
     {"top_k": -2},
     {"n": 0},
     {"n": 129},
-    {"stop": [""]},
     {"response_format": {"type": "xml"}},
-    {"response_format": {"type": "json_object", "x": 1}},
+    {"response_format": {"type": "json_object", "schem": {}}},
     {"response_format": []},
 ]
 

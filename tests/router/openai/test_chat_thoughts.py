@@ -336,7 +336,6 @@ def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
             "a thought must be as",
             "messages[1].content",
         ),
-        ({"content": [{"type": "thinking"}]}, "a thought must be as", "messages[1].content"),
         (
             {"content": [{"type": "thinking", "thinking": "a", "closed": 1}]},
             "a thought must be as",

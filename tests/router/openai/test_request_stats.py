@@ -98,6 +98,7 @@ def test_what_a_failure_took_is_not_work() -> None:
 @dataclass
 class Choice:
     finish: FinishReason | None = None
+    num_tokens: int = 0
 
 
 class Clock:
