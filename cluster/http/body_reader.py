@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -128,21 +128,6 @@ def _too_large(max_body: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"the body is larger than {format_bytes(max_body)}; send less at once")
 
 
-@runtime_checkable
-class ParsedBody(Protocol):
-    """A body that may have fields without effect."""
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Paths of these fields."""
-        ...
-
-    @property
-    def unknown(self) -> str:
-        """Path of the first unknown one, "" if there is none."""
-        ...
-
-
 class BodyReader:
     """Reads and parses bodies within the limits of a server, and counts the bodies refused because
     too many are being read.
@@ -168,10 +153,10 @@ class BodyReader:
         except OverloadedError as error:
             self._counts.record_refusal(error)
             raise
-        if isinstance(parsed, ParsedBody):
-            if self._refuses_unknown and parsed.unknown:
-                raise unknown_parameter(parsed.unknown)
-            self._counts.ignored_fields += len(parsed.ignored)
+        # of a ``RequestBody`` or a ``Conversation``; other bodies have no such fields
+        if self._refuses_unknown and (unknown := getattr(parsed, "unknown", "")):
+            raise unknown_parameter(unknown)
+        self._counts.ignored_fields += len(getattr(parsed, "ignored", ()))
         return parsed
 
 

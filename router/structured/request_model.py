@@ -74,14 +74,24 @@ def ignored_fields(
         if value is not None:
             yield IgnoredField(model, place, name, is_known=False)
     without_effect = no_effect_fields(type(model))
-    for name, value in model.__dict__.items():
+    for name, value in _given_fields(model):
         if isinstance(value, RequestModel):
             yield from ignored_fields(value, (*place, name))
         elif isinstance(value, tuple) and value and isinstance(value[0], RequestModel):
             for index, item in enumerate(value):
                 yield from ignored_fields(item, (*place, name, index))
-        elif value is not None and name in without_effect:
+        elif name in without_effect:
             yield IgnoredField(model, place, name, is_known=True)
+
+
+def _given_fields(model: RequestModel) -> list[tuple[str, Any]]:
+    """Return the known fields that the client has sent and that are not null: a few of many."""
+    given = model.model_fields_set
+    return [
+        (name, value)
+        for name, value in model.__dict__.items()
+        if name in given and value is not None
+    ]
 
 
 @cache
