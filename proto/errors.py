@@ -10,6 +10,7 @@
     |   |   +-- InvalidModelConfigError
     |   +-- RequestError
     |       +-- ParameterError
+    |       |   +-- ContextLengthError
     |       +-- UnknownModelError
     |       +-- UnsatisfiableSchemaError
     |       +-- NotFiniteError
@@ -242,6 +243,11 @@ class RequestError(UserError):
     grpc_reason = "WRONG_REQUEST"
     wire_name = "request"
 
+    def about(self, parameter: str | None, message: str = "") -> "ParameterError":
+        """Return this error as one about a parameter of the client's API."""
+        kind = type(self) if isinstance(self, ParameterError) else ParameterError
+        return kind(message or str(self), parameter)
+
 
 class ParameterError(RequestError):
     """One parameter is wrong; ``parameter`` is its name, or None if the body as a whole is
@@ -258,6 +264,28 @@ class ParameterError(RequestError):
     def restore(cls, message: str, retry_after_s: int = 0, parameter: str | None = None) -> Self:
         """Make the error from its transmitted fields."""
         return cls(message, parameter)
+
+
+class ContextLengthError(ParameterError):
+    """A prompt is longer than the model's context. Agents recognize this error by its code, or by
+    the words of its message, and shorten their history.
+    """
+
+    openai_code = "context_length_exceeded"
+
+    @classmethod
+    def of_prompt(
+        cls, num_tokens: int, context: int, name: str = "the prompt", *, at_least: bool = False
+    ) -> Self:
+        """Return the error for a prompt of ``num_tokens``, or of ``at_least`` so many, and a model
+        with a context of so many positions.
+        """
+        return cls(
+            f"{name} is too long: {'at least ' * at_least}{num_tokens} tokens > {context - 1}"
+            f" maximum. This model's maximum context length is {context} tokens, of which an answer"
+            " takes at least one",
+            "prompt",
+        )
 
 
 class UnknownModelError(RequestError):

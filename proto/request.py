@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tramontane.proto.errors import (
+    ContextLengthError,
     NotFiniteError,
     ParameterError,
     RequestError,
@@ -254,10 +255,7 @@ def validate_prompt(
     if not prompt_ids:
         raise RequestError(f"{name} is empty; give it at least one token")
     if len(prompt_ids) >= max_model_len:
-        raise RequestError(
-            f"{name} has {len(prompt_ids)} tokens; with a context of {max_model_len} positions "
-            f"it may have at most {max_model_len - 1}"
-        )
+        raise ContextLengthError.of_prompt(len(prompt_ids), max_model_len, name)
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(

@@ -104,19 +104,16 @@ def test_an_empty_text_without_any_token_is_refused(folder_without_bos: Path) ->
     [
         (
             [5] * CONTEXT,
-            f"the prompt has {CONTEXT} tokens; with a context of {CONTEXT} positions it may have",
+            f"the prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum",
         ),
         ([5, 1000], "the prompt has token id 1000; the model's vocabulary has the ids 0 to 999"),
         (
             "la " * CONTEXT,
-            f"tokens; with a context of {CONTEXT} positions it may have at most {CONTEXT - 1}",
+            f" > {CONTEXT - 1} maximum. This model's maximum context length is {CONTEXT} tokens",
         ),
         (
             "la " * 10**6,
-            (
-                f"the prompt: a text of 3000000 characters is too long; there is room for {CONTEXT}"
-                " tokens"
-            ),
+            "the prompt is too long: at least ",
         ),
     ],
     ids=["too many ids", "unknown id", "too many tokens", "too many characters"],

@@ -3,28 +3,28 @@ of ``/openapi.json``.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Annotated, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, QueryParams, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http.body_reader import BodyLimiter, warning_header
+from tramontane.cluster.http.body_reader import BodyLimiter, BodyReader, warning_header
 from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
-from tramontane.router.batch.files import PIECE, FileRecord
+from tramontane.router.batch.files import PIECE
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.store import StoredJob
-from tramontane.router.openai.errors import unknown_parameter
+from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.response_models import Answer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_BODY = 64 * 2**10
 MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
 MAX_FIELDS = 8
+FORM_FIELDS = ("purpose", "file")
+FORM_NEUTRAL = ("expires_after[anchor]", "expires_after[seconds]")  # every file is kept as long
 JSONL = "application/jsonl"
 TEXT: JsonSchema = {"type": "string"}
 ORDER: JsonSchema = {"enum": ["asc", "desc"]}
@@ -48,7 +50,7 @@ BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 class FileUpload(BaseModel):
     """Form of ``POST /v1/files``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     purpose: Literal["batch"]
     file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
@@ -111,16 +113,10 @@ class BatchEndpoints:
     def __init__(
         self,
         service: BatchService,
-        bodies: BodyLimiter | None = None,
-        *,
-        refuses_unknown: bool = False,
+        bodies: BodyReader | None = None,
     ) -> None:
-        self._refuses_unknown = refuses_unknown
-        self._shared_service, self._limits, self._bodies = (
-            service,
-            service.limits,
-            bodies or BodyLimiter(),
-        )
+        self._shared_service, self._limits = service, service.limits
+        self._bodies = bodies or BodyReader(BodyLimiter(), MAX_BATCH_BODY, RequestStats())
         self._keep_s = service.limits.keep_s
 
     def _service(self, request: Request) -> BatchService:
@@ -150,10 +146,9 @@ class BatchEndpoints:
         # before the body is read
         await service.check_upload(min(_min_file_size(request), self._limits.max_bytes))
         with service.uploading():
-            record = await self._store(request, service)
-        return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
+            return await self._store(request, service)
 
-    async def _store(self, request: Request, service: BatchService) -> FileRecord:
+    async def _store(self, request: Request, service: BatchService) -> Response:
         max_body = self._limits.max_bytes + MULTIPART_OVERHEAD
         parser = MultiPartParser(
             request.headers,
@@ -167,14 +162,16 @@ class BatchEndpoints:
             raise JobRefusedError(f"the form cannot be read: {error!s:.200}") from error
         try:
             file = _file_of(form)
-            return await service.upload(file.filename or "file", "batch", _pieces(file.file))
+            ignored = self._unused(form, FORM_FIELDS, FORM_NEUTRAL)
+            record = await service.upload(file.filename or "file", "batch", _pieces(file.file))
+            return JSONResponse(schema.file_answer(record, self._keep_s).as_json(), headers=ignored)
         finally:
             await form.close()
 
     async def list_files(self, request: Request) -> Response:
         """Answer ``GET /v1/files``."""
         query = request.query_params
-        schema.check_query(query, "limit", "after", "order", "purpose")
+        ignored = self._query(query, FILE_QUERY)
         limit = schema.parse_limit(query, schema.MAX_FILE_LIST, schema.MAX_FILE_LIST)
         newest_first = schema.parse_choice(query, "order", "asc", "desc") != "asc"
         if "\0" in (purpose := query.get("purpose", "")):
@@ -185,7 +182,8 @@ class BatchEndpoints:
         return JSONResponse(
             schema.FileList.of(
                 [schema.file_answer(file, self._keep_s) for file in files], limit
-            ).as_json()
+            ).as_json(),
+            headers=ignored,
         )
 
     async def file(self, request: Request) -> Response:
@@ -211,9 +209,7 @@ class BatchEndpoints:
         """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before
         returns the same job.
         """
-        parsed = await self._bodies.parse(request, MAX_BATCH_BODY, schema.parse_batch)
-        if self._refuses_unknown and parsed.unknown:
-            raise unknown_parameter(parsed.unknown)
+        parsed = await self._bodies.parse(request, schema.parse_batch)
         key = request.headers.get("idempotency-key")
         response = self._batch(
             await self._service(request).submit_file(parsed.input_file_id, parsed.options, key)
@@ -223,7 +219,7 @@ class BatchEndpoints:
 
     async def list_batches(self, request: Request) -> Response:
         """Answer ``GET /v1/batches``."""
-        schema.check_query(request.query_params, "limit", "after")
+        ignored = self._query(request.query_params, BATCH_QUERY)
         limit = schema.parse_limit(request.query_params, 20, schema.MAX_LIST)
         jobs = await self._service(request).list_stored(
             limit + 1, request.query_params.get("after")
@@ -231,7 +227,8 @@ class BatchEndpoints:
         return JSONResponse(
             schema.BatchList.of(
                 [schema.batch_answer(job, self._keep_s) for job in jobs], limit
-            ).as_json()
+            ).as_json(),
+            headers=ignored,
         )
 
     async def batch(self, request: Request) -> Response:
@@ -248,7 +245,7 @@ class BatchEndpoints:
         """Stream answers and errors as lines of the output file, from ``offset`` on until the job
         has ended.
         """
-        schema.check_query(request.query_params, "offset")
+        ignored = self._query(request.query_params, RESULTS_QUERY)
         offset = request.query_params.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
             raise ParameterError(
@@ -258,7 +255,26 @@ class BatchEndpoints:
         job_id = (await service.get_stored(request.path_params["job_id"])).job.job_id
         lines = _result_lines(service, job_id, int(offset))
         await anext(lines)  # a refusal needs to come before the response has a status
-        return StreamingResponse(lines, media_type=JSONL)
+        return StreamingResponse(lines, media_type=JSONL, headers=ignored)
+
+    def _query(self, query: QueryParams, known: Mapping[str, JsonSchema]) -> dict[str, str]:
+        """Return the header for the parameters that have no effect. Raises ParameterError for a
+        page other than the first: these lists are read on with ``after``.
+        """
+        if query.get("page", "0") not in ("0", ""):
+            raise ParameterError(
+                f"page is {query['page']!r:.60}; leave it out, and send the last id as after",
+                "page",
+            )
+        return self._unused(query, tuple(known), ("page",))
+
+    def _unused(
+        self, given: Iterable[str], known: Sequence[str], neutral: Sequence[str]
+    ) -> dict[str, str]:
+        """Return the header for the names that have no effect. Raises ParameterError."""
+        unknown, unused = schema.unused_names(given, known, neutral)
+        self._bodies.note(unknown, unused)
+        return warning_header(unused)
 
     def _batch(self, job: StoredJob) -> Response:
         return JSONResponse(schema.batch_answer(job, self._keep_s).as_json())
@@ -294,10 +310,6 @@ def _file_of(form: FormData) -> UploadFile:
         raise ParameterError("file is missing", "file")
     if "\0" in (file.filename or ""):
         raise ParameterError("the file's name has a character that no name may have", "file")
-    if unknown := sorted(set(form) - {"purpose", "file"}):
-        raise ParameterError(
-            f"{unknown[0]!r:.60} is not a parameter of this endpoint", unknown[0][:64]
-        )
     return file
 
 

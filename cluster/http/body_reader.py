@@ -144,6 +144,10 @@ class BodyReader:
         self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
         self._refuses_unknown = refuses_unknown
 
+    def stream(self, request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
+        """See ``BodyLimiter.stream``."""
+        return self._limiter.stream(request, max_body)
+
     async def parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
         """See ``BodyLimiter.parse``. Raises ParameterError also for an unknown field if the server
         refuses these.
@@ -154,10 +158,16 @@ class BodyReader:
             self._counts.record_refusal(error)
             raise
         # of a ``RequestBody`` or a ``Conversation``; other bodies have no such fields
-        if self._refuses_unknown and (unknown := getattr(parsed, "unknown", "")):
-            raise unknown_parameter(unknown)
-        self._counts.ignored_fields += len(getattr(parsed, "ignored", ()))
+        self.note(getattr(parsed, "unknown", ""), getattr(parsed, "ignored", ()))
         return parsed
+
+    def note(self, unknown: str, ignored: Sequence[str]) -> None:
+        """Count the fields without effect. Raises ParameterError for an unknown one if the server
+        refuses these.
+        """
+        if self._refuses_unknown and unknown:
+            raise unknown_parameter(unknown)
+        self._counts.ignored_fields += len(ignored)
 
 
 def warning_header(ignored: Sequence[str]) -> dict[str, str]:

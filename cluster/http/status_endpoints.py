@@ -11,7 +11,6 @@ from starlette.routing import Route
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.timing import steady_time
-from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
 # the number of the last micro-batch that the client knows, by pipeline
@@ -53,7 +52,6 @@ class ActivityEndpoint:
 
     async def activity(self, request: Request) -> Response:
         """Answer ``GET /activity``."""
-        check_query(request.query_params, "after")
         after = _parse_after(request.query_params.getlist("after"))
         pipelines = await self._get_activity(after)
         activity = Activity(now=steady_time(), pipelines=pipelines)

@@ -27,7 +27,13 @@ from tramontane.router.chat_apis.messages_answer import count_tokens, prepare_me
 from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
 from tramontane.router.chat_apis.responses_answer import prepare_response
 from tramontane.router.chat_apis.responses_request import parse_responses
-from tramontane.router.openai.chat_completion import prepare_chat
+from tramontane.router.openai.chat_completion import (
+    OF_HTTPX_SSE,
+    OF_MISTRAL,
+    OF_OPENAI,
+    ClientFormat,
+    prepare_chat,
+)
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import (
@@ -97,14 +103,12 @@ class TokenEndpoints:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/chat/completions``."""
-        prepare = partial(
-            prepare_chat, self._model, self._chat, is_of_mistral=is_of_mistral(request)
-        )
+        prepare = partial(prepare_chat, self._model, self._chat, client=client_format(request))
         return await self._complete(request, parse_chat, prepare)
 
     async def fim_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/fim/completions``."""
-        prepare = partial(prepare_fim, self._model, is_of_mistral=is_of_mistral(request))
+        prepare = partial(prepare_fim, self._model, client=client_format(request))
         return await self._complete(request, parse_fim, prepare)
 
     async def responses(self, request: Request) -> Response:
@@ -221,18 +225,21 @@ async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: R
     return Response(body, media_type="application/json", headers=headers)
 
 
-def is_of_mistral(request: Request) -> bool:
-    """Return whether the client is one of Mistral's: it says so ("mistral-client-python/3.7.0"), or
-    reads events by httpx-sse alone, as langchain-mistralai does, which names only httpx.
+def client_format(request: Request) -> ClientFormat:
+    """Return what a client expects of chats: Mistral's say who they are
+    ("mistral-client-python/3.7.0"), and langchain-mistralai reads events by httpx-sse, and names
+    only httpx.
     """
     headers = request.headers
     agent = headers.get("user-agent", "").lower()
+    if "mistral" in agent:
+        return OF_MISTRAL
     reads_by_httpx_sse = (
-        agent.startswith("python-httpx/")
+        agent.startswith("python-httpx/")  # the other headers are looked up for few requests
         and headers.get("accept") == "text/event-stream"
         and headers.get("cache-control") == "no-store"
     )
-    return "mistral" in agent or reads_by_httpx_sse
+    return OF_HTTPX_SSE if reads_by_httpx_sse else OF_OPENAI
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

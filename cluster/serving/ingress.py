@@ -17,8 +17,12 @@ from tramontane.cluster.common.ray_api import is_drained, number_deployment, sta
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
-from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
-from tramontane.cluster.http.body_reader import MAX_HELD_BYTES, BodyLimiter
+from tramontane.cluster.http.batch_endpoints import (
+    BATCH_OPERATIONS,
+    MAX_BATCH_BODY,
+    BatchEndpoints,
+)
+from tramontane.cluster.http.body_reader import MAX_HELD_BYTES, BodyLimiter, BodyReader
 from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
@@ -110,8 +114,11 @@ class IngressReplica(GrpcServicer):
         digest: str,
     ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
+        batch_bodies = BodyReader(
+            bodies, MAX_BATCH_BODY, model.counts, refuses_unknown=config.strict_requests
+        )
         extra_routes = [
-            *BatchEndpoints(self._batches, bodies, refuses_unknown=config.strict_requests).routes(),
+            *BatchEndpoints(self._batches, batch_bodies).routes(),
             *ActivityEndpoint(self._routers.queries.activity).routes(),
             *MetricsEndpoint(self._routers.queries.activity, model.name, model.counts).routes(),
         ]

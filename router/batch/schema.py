@@ -3,7 +3,7 @@ construction.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
@@ -13,8 +13,14 @@ from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
+from tramontane.router.openai.errors import printable_name
 from tramontane.router.openai.response_models import Answer
-from tramontane.router.structured.request_model import NoEffect, RequestBody, default_if_null
+from tramontane.router.structured.request_model import (
+    NoEffect,
+    RequestBody,
+    default_if_null,
+    intended_name,
+)
 
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000
@@ -236,8 +242,20 @@ def parse_choice(query: Mapping[str, str], name: str, *allowed: str) -> str | No
     return given
 
 
-def check_query(query: Mapping[str, str], *known: str) -> None:
-    """Raise ParameterError if a parameter is not ``known``."""
-    for name in query:
-        if name not in known:
-            raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])
+def unused_names(
+    given: Iterable[str], known: Sequence[str], neutral: Sequence[str] = ()
+) -> tuple[str, list[str]]:
+    """Return the first name of a query or a form that is not known, "" if there is none, and all
+    that have no effect. Raises ParameterError for a misspelling.
+
+    ``neutral``: names that are known to have no effect.
+    """
+    unused = sorted(set(given).difference(known))
+    unknown = [name for name in unused if name not in neutral]
+    for name in unknown:
+        if meant := intended_name(name, (*known, *neutral)):
+            shown = printable_name(name)
+            raise ParameterError(
+                f"{shown} is not a parameter of this endpoint; did you mean {meant}?", shown
+            )
+    return (printable_name(unknown[0]) if unknown else ""), unused

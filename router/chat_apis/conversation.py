@@ -83,10 +83,8 @@ class Conversation:
             name, is_found = re.subn(pattern, new, given)
             if is_found:
                 message = message if given == "messages" else message.replace(given, name, 1)
-                return ParameterError(PLACE.sub(self._place, message), name)
-        return ParameterError(
-            PLACE.sub(self._place, message), PLACE.sub(self._place, given) or None
-        )
+                return error.about(name, PLACE.sub(self._place, message))
+        return error.about(PLACE.sub(self._place, given) or None, PLACE.sub(self._place, message))
 
     def _place(self, found: re.Match[str]) -> str:
         index = int(found[1])

@@ -14,12 +14,13 @@ from tramontane.router.chat_apis.block_formatter import (
 )
 from tramontane.router.chat_apis.blocks import Block, BlockEvent
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_request import check_input
 from tramontane.router.openai.response_models import Answer, Event, to_json
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.structured.request_model import check_depth
 from tramontane.router.tokenization.chat import ChatTemplate
 
+MAX_INPUT_DEPTH = 64  # of the input of a call
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -230,7 +231,7 @@ def parse_input(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call; None if they are cut off, or nested too deeply."""
     try:
         value = json.loads(text)
-        check_input(value)
+        check_depth(value, MAX_INPUT_DEPTH)
         to_json(value).encode()
     except (ValueError, RecursionError):  # also for numbers and characters that JSON does not have
         return None

@@ -23,12 +23,16 @@ from tramontane.router.chat_apis.conversation import (
     tool_call,
     typed,
 )
-from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
+from tramontane.router.openai.chat_request import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    Arguments,
+    AssistantToolCall,
+)
 from tramontane.router.openai.completion_request import (
     Text,
     parse_body,
 )
-from tramontane.router.openai.response_models import to_json
 from tramontane.router.openai.sampling_values import MAX_STOP_CHARS, MAX_STOPS, parse_stops
 from tramontane.router.structured.grammar import (
     MAX_TOOLS,
@@ -48,7 +52,6 @@ from tramontane.router.structured.request_model import (
     RequestModel,
     TextParts,
     bounded,
-    check_depth,
     default_if_null,
     no_effect_fields,
 )
@@ -56,14 +59,12 @@ from tramontane.router.structured.schemas import JsonSchema
 
 # Messages of Anthropic's API, converted to messages of a chat.
 
-MAX_INPUT_DEPTH = 64  # of the input of a call
-
 
 class TextBlock(RequestModel):
     """A text."""
 
     type: Literal["text"]
-    text: Text
+    text: Annotated[Text, default_if_null("")] = ""
     cache_control: NoEffect = None
     citations: NoEffect = None
 
@@ -85,20 +86,13 @@ class ToolResultBlock(RequestModel):
     cache_control: NoEffect = None
 
 
-def check_input(value: Any) -> Any:  # any JSON
-    """Return the input of a call. Raises ValueError if it is nested more than ``MAX_INPUT_DEPTH``
-    deep.
-    """
-    return check_depth(value, MAX_INPUT_DEPTH)
-
-
 class ToolUseBlock(RequestModel):
     """A call that the model has made."""
 
     type: Literal["tool_use"]
     id: Annotated[Text, default_if_null("")] = ""
-    name: Text
-    input: Annotated[dict[str, Any] | None, AfterValidator(check_input)] = None
+    name: Annotated[Text, default_if_null("")] = ""
+    input: Arguments = "{}"
     cache_control: NoEffect = None
     caller: NoEffect = None
 
@@ -180,8 +174,8 @@ Turns = Annotated[
 
 
 def add_turns(system: Sequence[str], turns: Sequence[Turn]) -> ConversationBuilder:
-    """Return the messages of a system prompt and a conversation. Raises ParameterError for a call
-    whose input is not JSON.
+    """Return the messages of a system prompt and a conversation. Raises ParameterError for more
+    calls than a message may have.
     """
     builder = ConversationBuilder()
     if system:
@@ -213,26 +207,16 @@ def _add_user(builder: ConversationBuilder, turn: UserTurn, place: str) -> None:
         builder.add_text("user", texts, place)
 
 
-def _arguments(value: dict[str, Any] | None, place: str) -> str:
-    try:
-        return to_json(value or {})
-    except ValueError:  # NaN, or a number of thousands of digits
-        raise ParameterError(
-            f"{place}.input has a number that is not JSON, or is too long", f"{place}.input"
-        ) from None
-
-
 def _add_assistant(builder: ConversationBuilder, turn: AssistantTurn, place: str) -> None:
     """Add one message with all thoughts, all texts and all calls."""
     thoughts, texts = list[str](), list[str]()
     calls: list[AssistantToolCall] = []
-    for number, block in enumerate(turn.content):
+    for block in turn.content:
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ToolUseBlock():
-                arguments = _arguments(block.input, f"{place}.content[{number}]")
-                calls.append(tool_call(block.id, block.name, arguments))
+                calls.append(tool_call(block.id, block.name, block.input))
             case ThinkingBlock():
                 thoughts.append(block.thinking)
     if len(calls) > MAX_CALLS:

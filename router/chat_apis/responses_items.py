@@ -77,7 +77,7 @@ class CallItem(Item):
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: Annotated[Text, default_if_null("")] = ""
-    name: Text
+    name: Annotated[Text, default_if_null("")] = ""
     arguments: Annotated[Text, default_if_null("")] = ""
     input: Text | None = None
     caller: NoEffect = None

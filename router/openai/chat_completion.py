@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.proto.errors import ContextLengthError, ParameterError, RequestError
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.detokenizer import ChatDetokenizer
 from tramontane.router.openai.formatter import ChunkFormatter
@@ -26,6 +26,7 @@ from tramontane.router.openai.response_models import (
     Event,
     FunctionCall,
     ToolCall,
+    content_chunks,
 )
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import (
@@ -61,6 +62,25 @@ from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids,
 # without the unknown fields that a client may have sent
 TOOL_FIELDS: dict[str, Any] = {"type": True, "function": set(Function.model_fields)}
 CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFormat:
+    """What a client expects of answers otherwise than OpenAI's clients do.
+
+    ``whole_calls``: a streamed tool call comes in one chunk. ``ends_with_usage``: see
+    ``ChunkFormatter``. ``thinks_in_content``: reasoning is a part of the content.
+    """
+
+    whole_calls: bool = False
+    ends_with_usage: bool = False
+    thinks_in_content: bool = False
+
+
+OF_OPENAI = ClientFormat()
+OF_MISTRAL = ClientFormat(whole_calls=True, ends_with_usage=True, thinks_in_content=True)
+# of a client that names only httpx, and might not be Mistral's
+OF_HTTPX_SSE = ClientFormat(whole_calls=True, ends_with_usage=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +129,16 @@ class _Detokenizers:
 
 class ChatFormatter(ChunkFormatter):
     """Writes the response of ``/v1/chat/completions``. ``opening_text``: the client's text that
-    every answer begins with. ``ends_with_usage``: see ``ChunkFormatter``.
+    every answer begins with.
     """
 
     chunk_model = ChatChunk
 
     def __init__(
-        self, generation: Generation, opening_text: str = "", *, ends_with_usage: bool = False
+        self, generation: Generation, opening_text: str = "", client: ClientFormat = OF_OPENAI
     ) -> None:
-        super().__init__(generation, ends_with_usage=ends_with_usage)
-        self._opening_text = opening_text
+        super().__init__(generation, ends_with_usage=client.ends_with_usage)
+        self._opening_text, self._thinks_in_content = opening_text, client.thinks_in_content
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -147,7 +167,10 @@ class ChatFormatter(ChunkFormatter):
         text = self.generation.texts[change["index"]]
         assert isinstance(text, ChatDetokenizer)
         delta: dict[str, Any] = {"content": change["text"]} if change["text"] else {}
-        if reasoning := text.take_reasoning():
+        reasoning = text.take_reasoning()
+        if reasoning and self._thinks_in_content:
+            delta["content"] = content_chunks(reasoning, change["text"])
+        elif reasoning:
             delta["reasoning_content"] = delta["reasoning"] = reasoning
         if calls := text.take_calls():
             delta["tool_calls"] = [call.as_openai() for call in calls]
@@ -164,11 +187,13 @@ class ChatFormatter(ChunkFormatter):
             )
             for call in merge_deltas(choice.take_calls())
         ]
-        text = self._opening_text + text
-        content = text if text or not calls else None
+        text, reasoning = self._opening_text + text, choice.take_reasoning()
+        content: Any = text if text or not calls else None
         fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        if choice.can_think:
-            fields["reasoning_content"] = fields["reasoning"] = choice.take_reasoning() or None
+        if reasoning and self._thinks_in_content:
+            content = content_chunks(reasoning, text)
+        elif choice.can_think:
+            fields["reasoning_content"] = fields["reasoning"] = reasoning or None
         message = AnswerMessage(role="assistant", content=content, refusal=None, **fields)
         return ChatChoice(**merged | {"message": message, "finish_reason": choice.finish_reason})
 
@@ -198,20 +223,20 @@ async def prepare_chat(
     arrived_at: float,
     resume_state: ResumeState | None = None,
     *,
-    is_of_mistral: bool = False,
+    client: ClientFormat = OF_OPENAI,
 ) -> ChatFormatter:
     """Render, tokenize and validate. Raises RequestError for requests that can never run.
 
-    ``is_of_mistral``: the client is Mistral's, which the body may show, too.
+    ``client``: how it reads answers, which the body may show, too.
     """
-    is_of_mistral |= request.has_fields_of_mistral
+    client = OF_MISTRAL if request.has_fields_of_mistral else client
     options = request.stream_options
     asked = None if options is None else options.stream_tool_calls
-    whole_calls = request.stream and (is_of_mistral if asked is None else not asked)
+    whole_calls = request.stream and (client.whole_calls if asked is None else not asked)
     generation = await prepare_conversation(
         model, template, request, arrived_at, resume_state, whole_calls=whole_calls
     )
-    return ChatFormatter(generation, request.echoed_prefix, ends_with_usage=is_of_mistral)
+    return ChatFormatter(generation, request.echoed_prefix, client)
 
 
 async def prepare_conversation(
@@ -249,16 +274,12 @@ async def prepare_conversation(
 
 
 def _room(model: ServedModel, ids: Sequence[int]) -> int:
-    """Return how many tokens fit into the context after a prompt. Raises ParameterError if none
+    """Return how many tokens fit into the context after a prompt. Raises ContextLengthError if none
     does.
     """
     room = model.max_model_len - len(ids)
     if room < 1:
-        raise ParameterError(
-            f"the messages take {len(ids)} tokens; with a context of {model.max_model_len}"
-            f" positions they may take at most {model.max_model_len - 1}",
-            "messages",
-        )
+        raise ContextLengthError.of_prompt(len(ids), model.max_model_len).about("messages")
     return room
 
 
@@ -341,10 +362,9 @@ async def encode_chat(
         return await asyncio.to_thread(
             _encode_large, model, template, messages, tools, variables, reasoning_effort
         )
-    except ParameterError:
-        raise
     except RequestError as error:
-        raise ParameterError(str(error), "messages") from error
+        is_named = isinstance(error, ParameterError) and not isinstance(error, ContextLengthError)
+        raise error if is_named else error.about("messages") from error
 
 
 def _encode_large(

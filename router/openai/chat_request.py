@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import pydantic_core
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from tramontane.proto.errors import ParameterError
@@ -75,14 +76,21 @@ class ThinkingPart(RequestModel):
     closed: bool = True
 
 
+ENCRYPTED = "redacted_thinking"  # a thought that only another server can read
 ThoughtfulParts = Annotated[
     list[TextPart | ThinkingPart | OtherObject], Field(max_length=MAX_PARTS)
 ]
 
 
 def _thoughtful(value: Any, info: ValidationInfo) -> tuple[str | Thought, ...]:
-    """Return the texts and thoughts of a content; texts without a thought are joined."""
+    """Return the texts and thoughts of a content; texts without a thought are joined. Thoughts that
+    another server has encrypted are left out.
+    """
     is_list = isinstance(value, list) and len(value) <= MAX_PARTS
+    if is_list:
+        value = [
+            part for part in value if not (isinstance(part, dict) and part.get("type") == ENCRYPTED)
+        ]
     if not is_list or not any(
         isinstance(part, dict) and part.get("type") == "thinking" for part in value
     ):
@@ -152,15 +160,18 @@ def _arguments(value: Any) -> Any:
         return value
     try:
         return to_json(value)
-    except ValueError:
-        raise ValueError("it has a number that is not JSON, or is too long") from None
+    except ValueError:  # NaN and infinity, which Python's clients can send
+        return pydantic_core.to_json(value, inf_nan_mode="null").decode()
+
+
+Arguments = Annotated[Text, BeforeValidator(_arguments, json_schema_input_type=Any)]
 
 
 class FunctionCall(RequestModel):
     """Name and arguments (JSON) of a call."""
 
     name: Annotated[Text, default_if_null("")] = ""
-    arguments: Annotated[Text, BeforeValidator(_arguments, json_schema_input_type=Any)] = "{}"
+    arguments: Arguments = "{}"
 
 
 class CustomCall(RequestModel):

@@ -68,6 +68,9 @@ class NeutralFields(RequestBody):
     spaces_between_special_tokens: NoEffect = None
     request_id: NoEffect = None
     priority: NoEffect = None
+    # of other servers, whose names are nearly those of fields here
+    models: NoEffect = None
+    top_a: NoEffect = None
 
 
 class StreamOptions(RequestModel):
@@ -142,12 +145,13 @@ class SamplingFields(NeutralFields, GuidedFields):
         """Number of sequences of the request."""
         return self.n
 
+    def unused_fields(self) -> tuple[str, ...]:
+        """See ``RequestBody``."""
+        is_unused = self.stream_options is not None and not self.stream
+        return ("stream_options",) if is_unused else ()
+
     def check_combinations(self) -> None:
         """Raise ParameterError for fields that contradict each other."""
-        if self.stream_options is not None and not self.stream:
-            raise ParameterError(
-                "stream_options is only allowed with stream: true", "stream_options"
-            )
         if None not in (self.seed, self.random_seed) and self.seed != self.random_seed:
             raise ParameterError(
                 "seed and random_seed are the same thing; give one of them", "random_seed"
@@ -379,13 +383,15 @@ def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
             )
         unknown = unknown or ("" if is_known else path)
         noted.add(re.sub(r"\[\d+\]", "[]", path))
-    fields = type(parsed).model_fields
+    fields = type(parsed).model_fields if of_parts else ()
     within = next((f"{name}[]." for name in ("input", "messages") if name in fields), "")
     for given, is_known in of_parts.items():
         path = printable_name(given if given.partition("[")[0] in fields else within + given)
         unknown = unknown or ("" if is_known else path)
         noted.add(path)
-    parsed.note_ignored(tuple(sorted(noted)), unknown)
+    noted.update(parsed.unused_fields())
+    if noted:
+        parsed.note_ignored(tuple(sorted(noted)), unknown)
 
 
 @cache

@@ -5,7 +5,13 @@ of a chat's answer.
 from typing import Annotated, Any
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.openai.chat_completion import CHAT_LOGPROBS, ChatFormatter, chat_change
+from tramontane.router.openai.chat_completion import (
+    CHAT_LOGPROBS,
+    OF_OPENAI,
+    ChatFormatter,
+    ClientFormat,
+    chat_change,
+)
 from tramontane.router.openai.completion import prepare_text
 from tramontane.router.openai.completion_request import (
     CompletionRequest,
@@ -75,15 +81,15 @@ async def prepare_fim(
     arrived_at: float,
     resume_state: ResumeState | None = None,
     *,
-    is_of_mistral: bool = False,
+    client: ClientFormat = OF_OPENAI,
 ) -> FimFormatter:
     """Tokenize and validate. Raises ParameterError for requests that can never run.
 
-    ``is_of_mistral``: the client is Mistral's.
+    ``client``: how it reads answers.
     """
     text = request.as_completion(model.max_model_len)
     kind = "fim", "chat.completion.chunk"
     return FimFormatter(
         await prepare_text(model, text, arrived_at, resume_state, kind, CHAT_LOGPROBS),
-        ends_with_usage=is_of_mistral,
+        client=client,
     )

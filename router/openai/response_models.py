@@ -268,13 +268,35 @@ class ToolCall(Answer):
     function: FunctionCall
 
 
+class TextChunk(Answer):
+    """A text as a part of a message's content, as Mistral's API has it."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkChunk(Answer):
+    """Reasoning as a part of a message's content, as Mistral's API has it."""
+
+    type: Literal["thinking"]
+    thinking: list[TextChunk]
+
+
+def content_chunks(thought: str, text: str) -> list[dict[str, Any]]:
+    """Return reasoning, and the text after it if there is one, as Mistral's API has them."""
+    chunks: list[dict[str, Any]] = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": thought}]}
+    ]
+    return [*chunks, {"type": "text", "text": text}] if text else chunks
+
+
 class AnswerMessage(Answer):
     """The assistant's message. A reasoning model's message has its reasoning by two names, null if
-    there is none.
+    there is none; for Mistral's clients it is a part of the content instead.
     """
 
     role: Literal["assistant"]
-    content: str | None
+    content: str | list[ThinkChunk | TextChunk] | None
     refusal: None
     tool_calls: list[ToolCall] = []
     reasoning_content: str | None = None
@@ -421,7 +443,7 @@ class Delta(Answer):
     """The chunk's part for one message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | list[ThinkChunk | TextChunk] = ""
     tool_calls: list[ToolCallDelta] = Field(default=[])
     reasoning_content: str = Field(default="", description="of a thought")
     reasoning: str = Field(default="", description="the same text as reasoning_content")

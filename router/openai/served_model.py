@@ -82,7 +82,7 @@ async def tokenize_prompts(
     try:
         return await offload_if_large(num_characters, encode)
     except RequestError as error:
-        raise ParameterError(str(error), "prompt") from error
+        raise error.about("prompt") from error
 
 
 def kept_prompt_tokens(model: ServedModel, request: CompletionRequest) -> int | None:
@@ -112,7 +112,7 @@ async def cut_prompts(
     try:
         return await offload_if_large(num_characters, lambda: tuple(map(cut, prompts)))
     except RequestError as error:
-        raise ParameterError(str(error), "prompt") from error
+        raise error.about("prompt") from error
 
 
 def ignores_eos(model: ServedModel, request: SamplingFields) -> bool:
@@ -135,7 +135,7 @@ def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]
         validate_prompt(ids, model.max_model_len, model.vocab_size, "the prompt with its suffix")
         return ids
     except RequestError as error:
-        raise ParameterError(str(error), "suffix") from error
+        raise error.about("suffix") from error
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:

@@ -42,6 +42,10 @@ class RequestBody(RequestModel):
         """Path of the first field that this server does not know, "" if it knows all."""
         return self._unknown
 
+    def unused_fields(self) -> tuple[str, ...]:
+        """Return the fields that have no effect in this request, because of others."""
+        return ()
+
     def note_ignored(self, ignored: tuple[str, ...], unknown: str) -> None:
         """Set both, once the body is parsed."""
         self._ignored, self._unknown = ignored, unknown
@@ -70,28 +74,24 @@ def ignored_fields(
         if isinstance(model.text, Omitted) and not model.output:
             yield IgnoredField(model, place, f"type={model.type}", is_known=True)
         return
-    for name, value in (model.__pydantic_extra__ or {}).items():
-        if value is not None:
-            yield IgnoredField(model, place, name, is_known=False)
-    without_effect = no_effect_fields(type(model))
-    for name, value in _given_fields(model):
+    if model.__pydantic_extra__:
+        yield from _unknown_fields(model, place)
+    without_effect, values = no_effect_fields(type(model)), model.__dict__
+    for name in sorted(model.__pydantic_fields_set__):  # those that the client has sent
+        value = values.get(name)
         if isinstance(value, RequestModel):
             yield from ignored_fields(value, (*place, name))
         elif isinstance(value, tuple) and value and isinstance(value[0], RequestModel):
             for index, item in enumerate(value):
                 yield from ignored_fields(item, (*place, name, index))
-        elif name in without_effect:
+        elif value is not None and name in without_effect:
             yield IgnoredField(model, place, name, is_known=True)
 
 
-def _given_fields(model: RequestModel) -> list[tuple[str, Any]]:
-    """Return the known fields that the client has sent and that are not null: a few of many."""
-    given = model.model_fields_set
-    return [
-        (name, value)
-        for name, value in model.__dict__.items()
-        if name in given and value is not None
-    ]
+def _unknown_fields(model: RequestModel, place: tuple[str | int, ...]) -> Iterator[IgnoredField]:
+    for name, value in (model.__pydantic_extra__ or {}).items():
+        if value is not None:
+            yield IgnoredField(model, place, name, is_known=False)
 
 
 @cache

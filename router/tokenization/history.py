@@ -65,7 +65,9 @@ def repair_history(messages: Sequence[ChatMessage], form: HistoryFormat) -> list
 def leave_out_thoughts(messages: list[ChatMessage], form: HistoryFormat) -> list[ChatMessage]:
     """Leave out the thoughts of a message whose role has none in the format; its texts stay."""
     return [
-        replace(message, parts=()) if message.role not in form.thinking_roles else message
+        replace(message, parts=())
+        if message.parts and message.role not in form.thinking_roles
+        else message
         for message in messages
     ]
 
@@ -168,9 +170,12 @@ def shorten_ids(messages: list[ChatMessage], form: HistoryFormat) -> list[ChatMe
 def continue_last_answer(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessage]:
     """Let the model continue a last message of the assistant, and no other message."""
     last = len(messages) - 1
+    continues = [
+        index == last and message.role == "assistant" for index, message in enumerate(messages)
+    ]
     return [
-        replace(message, is_prefix=index == last and message.role == "assistant")
-        for index, message in enumerate(messages)
+        message if message.is_prefix == is_prefix else replace(message, is_prefix=is_prefix)
+        for message, is_prefix in zip(messages, continues, strict=True)
     ]
 
 

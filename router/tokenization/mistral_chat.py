@@ -4,6 +4,7 @@ text.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -135,7 +136,7 @@ class MistralChatTemplate:
             tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
         return cls(tokenizer)
 
-    @property
+    @cached_property  # asked several times per request
     def tool_format(self) -> ToolFormat | None:
         """None in version 1, which has no tools. From version 11 on each call has its own control
         tokens, in version 11 also for its id.
@@ -150,7 +151,7 @@ class MistralChatTemplate:
             token_id("[CALL_ID]") if version == TokenizerVersion.v11 else None,
         )
 
-    @property
+    @cached_property  # asked several times per request
     def reasoning_format(self) -> ReasoningFormat | None:
         """None unless the tokenizer has Mistral's markers of reasoning; tokenizers of version 13
         and later may have them.
@@ -162,7 +163,7 @@ class MistralChatTemplate:
             begin, end, tokenizer.get_special_token(begin), tokenizer.get_special_token(end)
         )
 
-    @property
+    @cached_property  # asked several times per request
     def efforts(self) -> Sequence[str]:
         """The supported values of ``reasoning_effort``; from version 15 on the tokenizer's file may
         list some.

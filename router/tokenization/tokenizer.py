@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ContextLengthError, RequestError
 from tramontane.proto.request import validate_prompt
 
 
@@ -190,19 +190,17 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text that is valid Unicode."""
 
-    def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError if a text certainly has more than ``max_tokens`` tokens, without
-        tokenizing it.
+    def check_length(self, text: str, max_model_len: int, name: str = "the prompt") -> None:
+        """Raise ContextLengthError if a text certainly has more tokens than the context has
+        positions, without tokenizing it: 900 characters in tokens of at most 8 are 113 or more.
         """
-        if len(text) > max_tokens * self.max_piece_bytes:
-            raise RequestError(
-                f"a text of {len(text)} characters is too long; there is room for {max_tokens}"
-                " tokens"
-            )
+        if len(text) > max_model_len * self.max_piece_bytes:
+            num_tokens = -(-len(text) // self.max_piece_bytes)
+            raise ContextLengthError.of_prompt(num_tokens, max_model_len, name, at_least=True)
 
-    def check_num_tokens(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError if a long text has more than twice ``max_tokens`` tokens; call it in a
-        thread.
+    def check_num_tokens(self, text: str, max_model_len: int, name: str = "the prompt") -> None:
+        """Raise ContextLengthError if a long text has more than twice as many tokens as the context
+        has positions; call it in a thread.
 
         The libraries hold Python's interpreter lock while they build a list of all ids: 75 ms for
         2.8 million. So a long text is tokenized in pieces first. The cuts change a few tokens,
@@ -213,10 +211,9 @@ class Tokenizer(ABC):
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self.encode(text[start : start + PIECE_CHARS]))
-            if num_tokens > 2 * max_tokens:
-                raise RequestError(
-                    f"the text has more than {num_tokens // 2} tokens; there is room for"
-                    f" {max_tokens}"
+            if num_tokens > 2 * max_model_len:
+                raise ContextLengthError.of_prompt(
+                    num_tokens // 2, max_model_len, name, at_least=True
                 )
 
     def decoder(self, *, is_text_start: bool = False) -> IncrementalDecoder:
@@ -284,9 +281,11 @@ def encode_prompt(
         if tokenizer is None:
             raise RequestError(f"{name} is a text, and this model has no tokenizer; give token ids")
         try:
-            tokenizer.check_length(prompt, max_model_len)
-            tokenizer.check_num_tokens(prompt, max_model_len)
+            tokenizer.check_length(prompt, max_model_len, name)
+            tokenizer.check_num_tokens(prompt, max_model_len, name)
             prompt = tokenizer.encode(prompt)
+        except ContextLengthError:
+            raise
         except RequestError as error:
             raise RequestError(f"{name}: {error}") from error
     validate_prompt(prompt, max_model_len, vocab_size, name)

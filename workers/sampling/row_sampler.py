@@ -57,7 +57,8 @@ def _choose(
     elif top_k < len(scaled_V) and not is_complete:
         return None
     # A probability below min_p * best is a logit below best + ln(min_p).
-    floor = best + np.log(np.float32(params.min_p)) if params.min_p else np.float32(-np.inf)
+    min_p = np.float32(params.min_p)  # 0 for less than 1e-45, which leaves no token out either
+    floor = best + np.log(min_p) if min_p else np.float32(-np.inf)
     if scaled_V[candidates_C[-1]] < floor:
         candidates_C, is_complete = candidates_C[scaled_V[candidates_C] >= floor], True
     weights_C = np.exp(scaled_V[candidates_C] - best).astype(np.float64)

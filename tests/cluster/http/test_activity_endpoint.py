@@ -82,7 +82,7 @@ def test_what_follows_is_requested() -> None:
 
 @pytest.mark.parametrize(
     "query",
-    ["?after=7", "?after=app:", "?after=app:-1", "?after=:1", "?after=a:1&after=", "?since=1"],
+    ["?after=7", "?after=app:", "?after=app:-1", "?after=:1", "?after=a:1&after="],
 )
 def test_other_questions_are_refused(query: str) -> None:
     requested: list[Mapping[str, int]] = []

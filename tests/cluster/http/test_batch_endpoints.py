@@ -383,7 +383,7 @@ def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> Non
             (400, post("/v1/files", content=b"--b\r\nnonsense", headers=boundary)),
             (400, post("/v1/files", files={"file": ("f", b"x")})),
             (400, post("/v1/files", **form | {"data": {"purpose": "fine-tune"}})),
-            (400, post("/v1/files", **form | {"data": {"purpose": "batch", "more": "1"}})),
+            (400, post("/v1/files", **form | {"data": {"purpose": "batch", "fil": "1"}})),
             (400, post("/v1/files", data={"purpose": "batch"}, files={"other": ("f", b"x")})),
             (
                 413,
@@ -413,7 +413,7 @@ def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> Non
             (404, server.http.get("/v1/batches/none/results")),
             (400, server.http.get("/v1/batches?limit=101")),
             (404, server.http.get("/v1/batches?after=none")),
-            (400, server.http.get("/v1/batches?more=1")),
+            (400, server.http.get("/v1/batches?limt=1")),
             (404, server.http.get("/v1/files/%00")),
             (404, server.http.get("/v1/files?after=%00")),
             (400, server.http.get("/v1/files?purpose=%00")),

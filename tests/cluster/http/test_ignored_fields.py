@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import new_batch_harness
+from batch_jobs import BatchHarness, new_batch_harness
 from event_loops import in_event_loop
 from examples import examples
 from http_fuzz import check_error
@@ -18,8 +18,13 @@ from scripted_token_source import ScriptedSource, client_for, http_app_for
 from starlette.applications import Starlette
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster.http.batch_endpoints import BatchEndpoints
-from tramontane.cluster.http.body_reader import MAX_WARNING_CHARS, warning_header
+from tramontane.cluster.http.batch_endpoints import MAX_BATCH_BODY, BatchEndpoints
+from tramontane.cluster.http.body_reader import (
+    MAX_WARNING_CHARS,
+    BodyLimiter,
+    BodyReader,
+    warning_header,
+)
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.router.openai.request_context import RequestStats
 from tramontane.router.openai.served_model import ServedModel
@@ -153,14 +158,72 @@ async def test_an_effort_is_named_only_where_the_model_knows_none() -> None:
         assert model.counts.ignored_fields == 1
 
 
+def _batch_app(harness: BatchHarness, *, is_strict: bool = False) -> tuple[Starlette, RequestStats]:
+    counts = RequestStats()
+    bodies = BodyReader(BodyLimiter(), MAX_BATCH_BODY, counts, refuses_unknown=is_strict)
+    routes = BatchEndpoints(harness.service(), bodies).routes()
+    return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS), counts
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@in_event_loop
+async def test_a_file_may_have_unknown_fields_unless_the_server_is_strict(
+    tmp_path: Path, is_strict: bool
+) -> None:
+    harness = new_batch_harness(tmp_path)
+    app, counts = _batch_app(harness, is_strict=is_strict)
+    line = json.dumps({"custom_id": "a", "body": {"prompt": "a"}}).encode()
+
+    async def upload(client: Any, **fields: str) -> Any:
+        data = {"purpose": "batch"} | fields
+        return await client.post("/v1/files", data=data, files={"file": ("f", line)})
+
+    async with client_for(app) as client:
+        expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        made = await upload(client, **expiry)
+        assert made.status_code == 200, made.text
+        names = ", ".join(expiry)
+        assert made.headers["warning"] == f'299 - "ignored: {names}"'
+        assert counts.ignored_fields == 2
+        unknown = await upload(client, visibility="workspace")
+        misspelt = await upload(client, purpos="batch")
+        check_error(misspelt.content, param="purpos")
+        assert "did you mean purpose?" in misspelt.text
+        if is_strict:
+            check_error(unknown.content, param="visibility")
+            assert counts.ignored_fields == 2
+        else:
+            assert unknown.headers["warning"] == '299 - "ignored: visibility"'
+            assert counts.ignored_fields == 3
+        assert unknown.status_code == (400 if is_strict else 200)
+        assert len((await client.get("/v1/files")).json()["data"]) == (1 if is_strict else 2)
+    harness.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+@in_event_loop
+async def test_a_list_may_be_asked_for_with_unknown_parameters(tmp_path: Path, path: str) -> None:
+    harness = new_batch_harness(tmp_path)
+    app, counts = _batch_app(harness)
+    async with client_for(app) as client:
+        listed = await client.get(path, params={"page": "0", "page_size": "100", "limit": "5"})
+        assert listed.status_code == 200, listed.text
+        assert listed.headers["warning"] == '299 - "ignored: page, page_size"'
+        assert counts.ignored_fields == 2
+        # A client that reads page after page until one is empty would never end.
+        check_error((await client.get(path, params={"page": "1"})).content, param="page")
+        check_error((await client.get(path, params={"limt": "1"})).content, param="limt")
+        assert "warning" not in (await client.get(path, params={"limit": "5"})).headers
+    harness.close()
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 @in_event_loop
 async def test_a_batch_job_may_have_unknown_fields_unless_the_server_is_strict(
     tmp_path: Path, is_strict: bool
 ) -> None:
     harness = new_batch_harness(tmp_path)
-    endpoints = BatchEndpoints(harness.service(), refuses_unknown=is_strict)
-    app = Starlette(routes=endpoints.routes(), exception_handlers=ERROR_HANDLERS)
+    app, _ = _batch_app(harness, is_strict=is_strict)
     line = json.dumps({"custom_id": "a", "body": {"prompt": "a"}}).encode()
     async with client_for(app) as client:
         form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("f", line)}}

@@ -445,7 +445,7 @@ async def test_tools_are_refused_where_the_format_has_none(tmp_path: Path) -> No
 USE = {"type": "tool_use", "id": "123456789", "name": "f", "input": {}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "prompt is too long"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content: the model serves text only; images are not supported",

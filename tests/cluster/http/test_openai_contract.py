@@ -385,7 +385,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["audio"]}, "modalities"),

@@ -16,11 +16,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
-from tramontane.cluster.http.batch_endpoints import BatchEndpoints
-from tramontane.cluster.http.body_reader import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
+from tramontane.cluster.http.batch_endpoints import MAX_BATCH_BODY, BatchEndpoints
+from tramontane.cluster.http.body_reader import (
+    MIN_PROGRESS_BYTES,
+    BodyLimiter,
+    BodyReader,
+    BodyTooSlowError,
+)
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
 from tramontane.router.openai.json_limits import SMALL_BODY
+from tramontane.router.openai.request_context import RequestStats
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_BODY = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
@@ -156,7 +162,9 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
     harness = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
-        endpoints = BatchEndpoints(harness.service(), BodyLimiter(progress_timeout_s=0.01))
+        limiter = BodyLimiter(progress_timeout_s=0.01)
+        bodies = BodyReader(limiter, MAX_BATCH_BODY, RequestStats())
+        endpoints = BatchEndpoints(harness.service(), bodies)
         app = Starlette(routes=endpoints.routes(), exception_handlers=ERROR_HANDLERS)
         assert (
             await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).send_to(app, "/v1/files")

@@ -18,8 +18,12 @@ from tokenizer_files import SENTENCEPIECE
 
 from tramontane.router.chat_apis.block_formatter import BlockFormatter
 from tramontane.router.chat_apis.blocks import AnswerPiece, Block, BlockEvent, Blocks
-from tramontane.router.chat_apis.messages_answer import parse_input, prepare_message
-from tramontane.router.chat_apis.messages_request import MAX_INPUT_DEPTH, parse_messages
+from tramontane.router.chat_apis.messages_answer import (
+    MAX_INPUT_DEPTH,
+    parse_input,
+    prepare_message,
+)
+from tramontane.router.chat_apis.messages_request import parse_messages
 from tramontane.router.chat_apis.responses_answer import error_event, next_number, prepare_response
 from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.response_models import Event

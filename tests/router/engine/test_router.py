@@ -124,7 +124,7 @@ async def test_a_refused_request_touches_nothing() -> None:
     async with _running(ScriptedChain()) as router:
         with pytest.raises(RequestError, match="empty"):
             await _all(router, (), 3)
-        with pytest.raises(RequestError, match="at most 255"):
+        with pytest.raises(RequestError, match="256 tokens > 255 maximum"):
             await _all(router, (1,) * 256, 3)
         assert router.scheduler.is_idle
         assert router._requests == {}

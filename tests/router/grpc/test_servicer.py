@@ -489,7 +489,7 @@ async def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> 
                     harness.client._inference.Generate, pb.GenerateRequest(), None
                 )
             )
-        with pytest.raises(RequestError, match="at most 255"):
+        with pytest.raises(RequestError, match="256 tokens > 255 maximum"):
             await anext(harness.client.generate([5] * 256))
         with pytest.raises(
             ConfigError, match=r"no parameter temprature; did you mean temperature\? There are freq"

@@ -18,7 +18,13 @@ from scripted_token_source import ScriptedSource
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import wire
-from tramontane.proto.errors import ParameterError, PipelineError, RequestError, UnknownModelError
+from tramontane.proto.errors import (
+    ContextLengthError,
+    ParameterError,
+    PipelineError,
+    RequestError,
+    UnknownModelError,
+)
 from tramontane.proto.request import FinishReason, Request, RequestTimings
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
@@ -785,7 +791,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
         raise AssertionError("this text must not be tokenized")
 
     monkeypatch.setattr(MODEL.tokenizer, "encode", refuse)
-    with pytest.raises(ParameterError, match=f"{longest + 1} characters") as refused:
+    with pytest.raises(ContextLengthError, match=f"at least {CONTEXT + 1} tokens") as refused:
         asyncio.run(_prepared(MODEL, prompt="a" * (longest + 1)))
     assert refused.value.parameter == "prompt"
 

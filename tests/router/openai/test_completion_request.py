@@ -478,9 +478,11 @@ def test_an_unknown_parameter_is_ignored_and_named() -> None:
     assert (_parsed().ignored, _parsed().unknown) == ((), "")
 
 
-def test_stream_options_without_a_stream_are_refused() -> None:
-    assert _refused_fields(stream_options={"include_usage": True}).parameter == "stream_options"
-    assert _refused_fields(stream=False, stream_options={}).parameter == "stream_options"
+def test_stream_options_without_a_stream_have_no_effect() -> None:
+    for fields in ({"stream_options": {"include_usage": True}}, {"stream_options": {}}):
+        assert _parsed(**fields).ignored == ("stream_options",)
+        assert _parsed(**fields, stream=False).unknown == ""
+        assert _parsed(**fields, stream=True).ignored == ()
 
 
 def test_an_unknown_stream_option_is_ignored_and_a_wrong_one_is_named() -> None:

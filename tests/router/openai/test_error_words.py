@@ -44,7 +44,13 @@ SAMPLING: dict[str, Any] = {
         "service_tier": "auto",
         "request_id": "a",
     },
-    **{"prompt_cache_options": {"mode": "explicit"}, "store": True, "priority": 1},
+    **{
+        "prompt_cache_options": {"mode": "explicit"},
+        "store": True,
+        "priority": 1,
+        "models": ["a"],
+        "top_a": 0.5,
+    },
     **{
         "guided_json": {"type": "object"},
         "guided_regex": "a",
@@ -337,7 +343,7 @@ OF_PARTS = ("cache_control", "prompt_cache_breakpoint")
 IGNORED_SAMPLING = {
     *NEUTRAL,
     *("prompt_cache_options", "metadata", "service_tier", "store", "request_id", "priority"),
-    *("spaces_between_special_tokens", "guided_decoding_backend"),
+    *("spaces_between_special_tokens", "guided_decoding_backend", "models", "top_a"),
     *("structured_outputs.disable_any_whitespace", "structured_outputs.disable_fallback"),
     "stream_options.include_obfuscation",
 }
@@ -645,11 +651,6 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ChatRequest,
-            {"messages": [MESSAGES[2] | {"function_call": {"arguments": {"a": float("nan")}}}]},
-            "messages[0].function_call.arguments: it has a number that is not JSON",
-        ),
-        (
-            ChatRequest,
             {"tools": [TOOL] * 257},
             "tools is a list of 257 items; it must be a list of at most 256 items",
         ),
@@ -686,11 +687,6 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ResponsesRequest,
-            {"input": [*ITEMS, {"type": "function_call"}]},
-            "input[5].name is missing",
-        ),
-        (
-            ResponsesRequest,
             {"input": [*ITEMS, 5]},
             "input[5] is 5; it must be an object",
         ),
@@ -701,18 +697,8 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             MessagesRequest,
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            "messages[0].content[0].name is missing",
-        ),
-        (
-            MessagesRequest,
             {"messages": [{"role": "user", "content": 5}]},
             "messages[0].content is 5; it must be a list",
-        ),
-        (
-            MessagesRequest,
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text is missing",
         ),
         (MessagesRequest, {"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ],

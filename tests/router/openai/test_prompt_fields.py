@@ -85,7 +85,7 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_keeps_one_token() -> None:
 
 
 def test_no_more_than_the_context_is_kept_of_a_prompt() -> None:
-    with pytest.raises(ParameterError, match=f"the prompt has {CONTEXT} tokens"):
+    with pytest.raises(ParameterError, match=f"the prompt is too long: {CONTEXT} tokens"):
         _completed(truncate_prompt_tokens=2**31 - 1)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tokenizer
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ContextLengthError
 from tramontane.router.tokenization import tokenizer as tokenizer_module
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -89,9 +89,7 @@ def test_a_text_is_too_long_if_even_its_longest_pieces_are_too_many(tokenizer: T
     longest = tokenizer.max_piece_bytes
     assert longest > 1
     tokenizer.check_length("a" * (7 * longest), 7)
-    with pytest.raises(
-        RequestError, match=f"{7 * longest + 1} characters is too long; there is room for 7 tokens"
-    ):
+    with pytest.raises(ContextLengthError, match="too long: at least 8 tokens > 6 maximum"):
         tokenizer.check_length("a" * (7 * longest + 1), 7)
 
 
@@ -109,9 +107,7 @@ def test_a_long_text_of_far_too_many_tokens_is_found_out_piece_by_piece(
     tokenizer.check_num_tokens(text, (num_tokens + 1) // 2)
     assert lengths == [16] * 17 + [8], "to its end"
     lengths.clear()
-    with pytest.raises(
-        RequestError, match=r"the text has more than \d+ tokens; there is room for 12"
-    ):
+    with pytest.raises(ContextLengthError, match=r"too long: at least \d+ tokens > 11 maximum"):
         tokenizer.check_num_tokens(text, 12)
     assert 1 < len(lengths) < 17, "only until it is known"
     lengths.clear()

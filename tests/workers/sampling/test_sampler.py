@@ -68,6 +68,7 @@ def test_min_p_keeps_what_has_its_share_of_the_best_after_the_temperature() -> N
         (0.3, 2.0, {0, 1, 2, 3}),
         (1.0, 1.0, {0}),
         (0.0, 1.0, None),
+        (1e-251, 1.0, None),  # less than float32 has
     ):
         params = _params(min_p=min_p, temperature=temperature)
         tokens = set(sample(row.expand(2000, -1), [params] * 2000, range(2000)))
