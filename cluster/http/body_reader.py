@@ -23,6 +23,7 @@ MIN_PROGRESS_BYTES = 64 * 2**10
 PROGRESS_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 5
 MAX_WARNING_CHARS = 1024
+BYTES_PER_OBJECT = 16
 
 
 class BodyTooLargeError(RequestError):
@@ -62,7 +63,9 @@ class BodyLimiter:
         too many bytes are held.
         """
         async with self._read(request, max_body) as body:
-            return await run_off_loop(len(body), lambda: parse(body))
+            # an object takes as long as some bytes more than it has
+            cost = len(body) + BYTES_PER_OBJECT * body.count(b"{")
+            return await run_off_loop(cost, lambda: parse(body))
 
     @asynccontextmanager
     async def _read(self, request: Request, max_body: int) -> AsyncIterator[bytes]:

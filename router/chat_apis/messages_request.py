@@ -28,6 +28,7 @@ from tramontane.router.openai.chat_request import (
     MAX_MESSAGES,
     Arguments,
     AssistantToolCall,
+    CallId,
 )
 from tramontane.router.openai.completion_request import (
     Text,
@@ -47,6 +48,7 @@ from tramontane.router.structured.grammar import (
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
     NoEffect,
+    Omitted,
     OtherObject,
     RequestBody,
     RequestModel,
@@ -76,12 +78,16 @@ Texts = Annotated[
 ]
 
 
+# of a result: what is no content is JSON
+Result = Annotated[tuple[str, ...], PlainValidator(TEXTS.result, json_schema_input_type=Any)]
+
+
 class ToolResultBlock(RequestModel):
     """The result of a call. Chat formats lack ``is_error``: the content says it."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[Text, default_if_null("")] = ""
-    content: Texts = ()
+    tool_use_id: CallId = ""
+    content: Result = ()
     is_error: NoEffect = None
     cache_control: NoEffect = None
 
@@ -90,7 +96,7 @@ class ToolUseBlock(RequestModel):
     """A call that the model has made."""
 
     type: Literal["tool_use"]
-    id: Annotated[Text, default_if_null("")] = ""
+    id: CallId = ""
     name: Annotated[Text, default_if_null("")] = ""
     input: Arguments = "{}"
     cache_control: NoEffect = None
@@ -153,7 +159,7 @@ class AssistantTurn(RequestModel):
 class SystemTurn(RequestModel):
     """Instructions within a conversation."""
 
-    role: Literal["system"]
+    role: Literal["system", "developer"]
     content: Texts = ()
 
 
@@ -219,6 +225,8 @@ def _add_assistant(builder: ConversationBuilder, turn: AssistantTurn, place: str
                 calls.append(tool_call(block.id, block.name, block.input))
             case ThinkingBlock():
                 thoughts.append(block.thinking)
+            case OtherObject() if not isinstance(block.text, Omitted):
+                texts.append(block.text)
     if len(calls) > MAX_CALLS:
         raise ParameterError(f"{place}: there may be at most {MAX_CALLS} calls in a message", place)
     builder.add_answer("\n".join(thoughts), "\n".join(texts) if texts else None, calls, place)
@@ -346,6 +354,7 @@ class Thinking(RequestModel):
 class CountTokensRequest(RequestBody):
     """Body of ``POST /v1/messages/count_tokens``: a conversation, up to where the model answers."""
 
+    has_history = True
     model: str | None = None
     messages: Turns
     system: Texts = ()

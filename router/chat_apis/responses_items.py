@@ -18,13 +18,16 @@ from tramontane.router.chat_apis.conversation import (
 from tramontane.router.openai.chat_request import (
     CUSTOM_INPUT,
     MAX_MESSAGES,
+    Arguments,
     AssistantToolCall,
+    CallId,
 )
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.response_models import to_json
 from tramontane.router.structured.request_model import (
     MAX_PARTS,
     NoEffect,
+    Omitted,
     OtherObject,
     RequestModel,
     TextParts,
@@ -49,6 +52,8 @@ TEXTS = TextParts(
     no_effect_fields(InputPart),
 )
 Parts = Annotated[list[InputPart | OtherObject], Field(max_length=MAX_PARTS)]
+# of a result: what is no content is JSON
+Result = Annotated[tuple[str, ...], PlainValidator(TEXTS.result, json_schema_input_type=Any)]
 Texts = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
 ]
@@ -76,9 +81,9 @@ class CallItem(Item):
     """
 
     type: Literal["function_call", "custom_tool_call"]
-    call_id: Annotated[Text, default_if_null("")] = ""
+    call_id: CallId = ""
     name: Annotated[Text, default_if_null("")] = ""
-    arguments: Annotated[Text, default_if_null("")] = ""
+    arguments: Arguments = "{}"
     input: Text | None = None
     caller: NoEffect = None
     namespace: Text | None = None
@@ -88,8 +93,8 @@ class CallOutputItem(Item):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Annotated[Text, default_if_null("")] = ""
-    output: Texts = ()
+    call_id: CallId = ""
+    output: Result = ()
     name: Text | None = None
     caller: NoEffect = None
     namespace: NoEffect = None
@@ -196,6 +201,9 @@ class _AssistantTurn:
                 # of a tool that another server has run; its call has no name that the model knows
                 self.end()
                 self.builder.add_result("", (output,), place, item.type)
+            case OtherObject() if not isinstance(item.text, Omitted):
+                self.end()
+                self.builder.add_text("user", (item.text,), place)
         is_answer = bool(self._thoughts or self._calls) or self._text is not None
         self._place = (self._place or place) if is_answer else ""
 
@@ -218,4 +226,6 @@ class _AssistantTurn:
 
 def _arguments_of(item: CallItem) -> str:
     """Return the arguments of a call. A custom tool is a function with one text argument."""
-    return item.arguments if item.input is None else to_json({CUSTOM_INPUT: item.input})
+    if item.input is None or (item.type == CALLS[0] and item.arguments != "{}"):
+        return item.arguments
+    return to_json({CUSTOM_INPUT: item.input})

@@ -4,6 +4,7 @@ Fields, items and tools that this server does not know have no effect. Fields th
 answer are refused by name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -48,6 +49,7 @@ from tramontane.router.structured.schemas import JsonSchema
 
 NOT_STORED = "this server stores no answers; send the whole conversation as input"
 MAX_INCLUDED = 64
+MAX_NAME = 128  # characters of a function's name
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 # Parameters of a chat, and their names here.
 NAMES = (
@@ -235,6 +237,7 @@ Tools = Annotated[
 class ResponsesRequest(RequestBody):
     """Body of ``POST /v1/responses``."""
 
+    has_history = True
     model: str | None = None
     messages: Annotated[
         Any,
@@ -273,7 +276,7 @@ class ResponsesRequest(RequestBody):
     background: Annotated[Any, refused(f"{NOT_STORED}, and wait for its answer")] = None
     conversation: Annotated[Any, refused(NOT_STORED)] = None
     moderation: Annotated[Any, refused("this server has no moderation; leave it out")] = None
-    previous_response_id: Annotated[Any, refused(NOT_STORED)] = None
+    previous_response_id: Annotated[Any, refused(NOT_STORED, "")] = None
     prompt: Annotated[Any, refused("this server stores no prompts; send the text as input")] = None
     seed: Seed | None = None
     stream_options: NoEffect = None
@@ -333,18 +336,26 @@ class ResponsesRequest(RequestBody):
         """Return the functions that the model sees, by their names, with their namespaces.
 
         A function of a namespace has its own name where no other function has it, and otherwise
-        ``namespace.name``.
+        ``namespace.name``. Raises ParameterError for too many functions, or two of one name.
         """
+        functions = [
+            (each, tool.name if isinstance(tool, Namespace) else None)
+            for tool in self.tools or ()
+            for each in (tool.tools if isinstance(tool, Namespace) else (tool,))
+            if isinstance(each, FunctionTool | CustomTool)
+        ]
+        if len(functions) > MAX_TOOLS:
+            raise ParameterError(
+                f"there are {len(functions)} tools; there may be at most {MAX_TOOLS}", "tools"
+            )
+        outside = {each.name for each, namespace in functions if namespace is None}
         found: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}
-        for tool in self.tools or ():
-            namespace = tool.name if isinstance(tool, Namespace) else None
-            for each in tool.tools if isinstance(tool, Namespace) else (tool,):
-                if isinstance(each, FunctionTool | CustomTool):
-                    is_taken = namespace is not None and each.name in found
-                    name = f"{namespace}.{each.name}" if is_taken else each.name
-                    if name in found:
-                        raise ParameterError(f"tools: there are two of the name {name!r}", "tools")
-                    found[name] = (each, namespace)
+        for each, namespace in functions:
+            is_taken = namespace is not None and (each.name in found or each.name in outside)
+            name = _qualified_name(namespace or "", each.name) if is_taken else each.name
+            if name in found:
+                raise ParameterError(f"tools: there are two of the name {name!r}", "tools")
+            found[name] = (each, namespace)
         return found
 
     def echo(self) -> dict[str, Any]:
@@ -376,6 +387,14 @@ class ResponsesRequest(RequestBody):
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+
+
+def _qualified_name(namespace: str, name: str) -> str:
+    """Return ``namespace.name`` with the letters that names of functions have, and no more of
+    them.
+    """
+    prefix = re.sub(r"[^a-zA-Z0-9_.:/-]", "_", namespace[:MAX_NAME])
+    return f"{prefix}.{name}"[-MAX_NAME:]
 
 
 def _echo_of(tool: FunctionTool | CustomTool | Namespace) -> dict[str, Any]:

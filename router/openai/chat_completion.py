@@ -3,6 +3,7 @@ answers it, and the answer as OpenAI's object or chunks.
 """
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,7 @@ from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids,
 
 # without the unknown fields that a client may have sent
 TOOL_FIELDS: dict[str, Any] = {"type": True, "function": set(Function.model_fields)}
+CHARS_PER_OBJECT = 64  # a message or a call takes as long as so many characters
 CHAT_LOGPROBS = LogprobsFormat(chat_logprobs, merge_chat_logprobs)
 
 
@@ -357,7 +359,9 @@ async def encode_chat(
     try:
         if model.tokenizer is not None:
             model.tokenizer.check_length("".join(texts), model.max_model_len)
-        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
+        num_objects = len(messages) + sum(len(message.tool_calls) for message in messages)
+        cost = sum(map(len, texts)) + CHARS_PER_OBJECT * num_objects
+        if cost <= OFFLOAD_CHARS and not tools:
             return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
         return await asyncio.to_thread(
             _encode_large, model, template, messages, tools, variables, reasoning_effort
@@ -380,12 +384,14 @@ def _encode_large(
 
     Templates parse the JSON of tool calls.
     """
+    specs = [tool.model_dump(include=TOOL_FIELDS, exclude_none=True) for tool in tools]
     if model.tokenizer is not None:
-        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
+        text = "".join((*message_texts(messages), json.dumps(specs, ensure_ascii=False)))
+        model.tokenizer.check_length(text, model.max_model_len)
+        model.tokenizer.check_num_tokens(text, model.max_model_len)
     for message in messages:
         for call in message.tool_calls:
             check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
         if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
             check_elements(message.content.encode(), "the result of a tool", "messages")
-    specs = [tool.model_dump(include=TOOL_FIELDS, exclude_none=True) for tool in tools]
     return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)

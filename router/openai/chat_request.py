@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -61,6 +62,8 @@ class TextPart(RequestModel):
 
 TEXTS = TextParts(hints=no_effect_fields(TextPart))
 Parts = Annotated[list[TextPart | OtherObject], Field(max_length=MAX_PARTS)]
+# of a result: what is no content is JSON
+Result = Annotated[tuple[str, ...], PlainValidator(TEXTS.result, json_schema_input_type=Any)]
 Content = Annotated[
     tuple[str, ...], PlainValidator(TEXTS.texts, json_schema_input_type=str | Parts | None)
 ]
@@ -167,6 +170,13 @@ def _arguments(value: Any) -> Any:
 Arguments = Annotated[Text, BeforeValidator(_arguments, json_schema_input_type=Any)]
 
 
+def _id(value: Any) -> Any:
+    return "" if value is None else str(value) if type(value) is int else value
+
+
+CallId = Annotated[Text, BeforeValidator(_id, json_schema_input_type=str | int | None)]
+
+
 class FunctionCall(RequestModel):
     """Name and arguments (JSON) of a call."""
 
@@ -186,7 +196,7 @@ class CustomCall(RequestModel):
 class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant, of a function or of a custom tool."""
 
-    id: Annotated[Text, default_if_null("")] = ""
+    id: CallId = ""
     type: Any = None  # shown by which of the next two there is
     function: FunctionCall | None = None
     custom: CustomCall | None = None
@@ -201,6 +211,12 @@ class AssistantToolCall(RequestModel):
         return ToolCall(self.id, function.name, function.arguments)
 
 
+def _without_nulls(value: Any) -> Any:
+    if value is None:
+        return ()
+    return [each for each in value if each is not None] if isinstance(value, list) else value
+
+
 class AssistantMessage(RequestModel):
     """Earlier answer of the assistant, with its thoughts by either name or as parts of the
     content.
@@ -210,7 +226,7 @@ class AssistantMessage(RequestModel):
     content: ThoughtfulContent = ()
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
+    tool_calls: Annotated[tuple[AssistantToolCall, ...], BeforeValidator(_without_nulls)] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
     name: Text | None = None
@@ -240,8 +256,8 @@ class ToolMessage(RequestModel):
     """Result of a tool call."""
 
     role: Literal["tool", "function"]
-    content: Content = ()
-    tool_call_id: Annotated[Text, default_if_null("")] = ""
+    content: Result = ()
+    tool_call_id: CallId = ""
     name: Text | None = None
 
     def message(self) -> ChatMessage:
@@ -273,6 +289,7 @@ Tools = Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, fail_fast=True)]
 class ChatRequest(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
+    has_history = True
     model: str | None = None
     messages: Messages
     max_tokens: Annotated[int | None, bounded("max_tokens")] = None
@@ -386,7 +403,9 @@ def check_continuation(
             f"add_generation_prompt is {given}; this conversation needs {is_needed}",
             "add_generation_prompt",
         )
-    for index, message in reversed(list(enumerate(messages))):
+    answers = (isinstance(message, AssistantMessage) for message in reversed(messages))
+    num_begun = sum(1 for _ in takewhile(bool, answers))  # the answer's own beginning
+    for index, message in reversed(list(enumerate(messages[: len(messages) - num_begun]))):
         if isinstance(message, AssistantMessage):
             break
         if isinstance(message, UserMessage):
@@ -417,7 +436,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         opens_answer=opens_answer(request.add_generation_prompt, request.chat_template_kwargs),
     )
     _check_prefix(request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
     if (
         None not in (request.max_tokens, request.max_completion_tokens)

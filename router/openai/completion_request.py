@@ -30,7 +30,9 @@ from tramontane.router.openai.sampling_values import (
 )
 from tramontane.router.structured.guided import MAX_TOKEN_ID, GuidedFields
 from tramontane.router.structured.request_model import (
+    MAX_COMPARED,
     MAX_IGNORED,
+    IgnoredField,
     NoEffect,
     NotedFields,
     RequestBody,
@@ -339,6 +341,17 @@ def _check_suffix(request: CompletionRequest) -> None:
 
 
 Body = TypeVar("Body", bound=RequestBody)
+HISTORIES = (("messages",), ("input",))
+MAX_MENDED_BYTES = 2**18  # up to a comma, where other threads may run: at most 40 ms
+LONE_SURROGATE = re.compile("lone leading surrogate|end of hex escape")
+# The escape of half of a surrogate pair, after an even number of backslashes: of "\\ud83d\\ude00x"
+# none, and of "\\ud83dx" the first. A pair has D800 to DBFF and then DC00 to DFFF.
+HALF = re.compile(
+    rb"(?<!\\)((?:\\\\)*)\\u[dD]"
+    rb"(?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
+WITHOUT_HALF = rb"\1\\ufffd"
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
@@ -356,7 +369,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
     noted: NotedFields = {}
     try:
-        parsed = kind.model_validate_json(body, context=noted)
+        parsed = _parsed(kind, body, noted)
     except ValidationError as error:
         raise _to_parameter_error(error) from None
     except RecursionError:
@@ -365,24 +378,41 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     return parsed
 
 
+def _parsed(kind: type[Body], body: bytes, noted: NotedFields) -> Body:
+    """Parse a body. Halves of surrogate pairs in a conversation, where a client has cut an emoji,
+    become U+FFFD. Raises ValidationError.
+    """
+    try:
+        return kind.model_validate_json(body, context=noted)
+    except ValidationError as error:
+        [problem, *_] = error.errors(include_url=False, include_input=False)
+        is_cut = problem["type"] == "json_invalid" and LONE_SURROGATE.search(problem["msg"])
+        # no escape has a comma
+        parts = body.split(b",") if is_cut and kind.has_history else []
+        if not 0 < max(map(len, parts), default=0) <= MAX_MENDED_BYTES:
+            raise
+        noted.clear()
+        mended = b",".join(HALF.sub(WITHOUT_HALF, part) for part in parts)
+        return kind.model_validate_json(mended, context=noted)
+
+
 def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
     """Note the fields of a body that have no effect. Raises ParameterError for one that is probably
     a misspelling.
     """
-    unknown, noted = "", set[str]()
+    unknown, noted, num_unknown = "", set[str](), 0
     checked: set[tuple[type[RequestModel], str]] = set()
-    for model, place, name, is_known in ignored_fields(parsed):
-        kind = type(model), name
+    for field in ignored_fields(parsed):
+        kind = type(field.model), field.name
         if kind in checked or len(checked) == MAX_IGNORED:
             continue
         checked.add(kind)
-        path = printable_path((*place, name))
-        if not is_known and (meant := intended_name(name, _names(type(model)))):
-            raise ParameterError(
-                f"{path} is not a parameter of this endpoint; did you mean {meant}?", path
-            )
-        unknown = unknown or ("" if is_known else path)
-        noted.add(re.sub(r"\[\d+\]", "[]", path))
+        path = printable_path((*field.place, field.name))
+        num_unknown += not field.is_known
+        if not field.is_known and num_unknown <= MAX_COMPARED:
+            _check_spelling(field, path)
+        unknown = unknown or ("" if field.is_known else path)
+        noted.add(path if field.has_effect_elsewhere else re.sub(r"\[\d+\]", "[]", path))
     fields = type(parsed).model_fields if of_parts else ()
     within = next((f"{name}[]." for name in ("input", "messages") if name in fields), "")
     for given, is_known in of_parts.items():
@@ -392,6 +422,18 @@ def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
     noted.update(parsed.unused_fields())
     if noted:
         parsed.note_ignored(tuple(sorted(noted)), unknown)
+
+
+def _check_spelling(field: IgnoredField, path: str) -> None:
+    """Raise ParameterError if an unknown field is probably a misspelling. In a conversation, which
+    a client cannot take back, only of a field that is not given beside it.
+    """
+    meant = intended_name(field.name, _names(type(field.model)))
+    is_extra = field.place[:1] in HISTORIES and meant in field.model.model_fields_set
+    if meant and not is_extra:
+        raise ParameterError(
+            f"{path} is not a parameter of this endpoint; did you mean {meant}?", path
+        )
 
 
 @cache

@@ -2,13 +2,14 @@
 that a client may send and that have no effect.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo
 
@@ -17,6 +18,7 @@ from tramontane.proto.request import SAMPLING_BOUNDS
 
 MAX_DEPTH = 32  # of an object that may have any fields
 MAX_IGNORED = 256  # different fields without effect of one request that are noted
+MAX_COMPARED = 32  # unknown names of one request that may be misspellings
 UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
@@ -27,8 +29,11 @@ class RequestModel(BaseModel):
 
 
 class RequestBody(RequestModel):
-    """A whole body, and which of its fields have no effect."""
+    """A whole body, and which of its fields have no effect. ``has_history``: it is a conversation,
+    in which the client repeats what it has got.
+    """
 
+    has_history: ClassVar[bool] = False
     _ignored: tuple[str, ...] = PrivateAttr(())
     _unknown: str = PrivateAttr("")
 
@@ -57,41 +62,56 @@ NoEffect = Annotated[Any, NO_EFFECT]  # a known field that cannot change an answ
 
 class IgnoredField(NamedTuple):
     """A field without effect, of the object at ``place``: ("messages", 0). ``is_known``: it is a
-    field of the model.
+    field of the model. ``siblings``: the objects of the same list.
     """
 
     model: RequestModel
     place: tuple[str | int, ...]
     name: str
     is_known: bool
+    siblings: tuple[Any, ...] = ()
+
+    @property
+    def has_effect_elsewhere(self) -> bool:
+        """Whether the field has an effect in another object of the list, of another type."""
+        return any(
+            other.__dict__.get(self.name) is not None
+            and self.name in other.__pydantic_fields_set__
+            and self.name not in no_effect_fields(type(other))
+            for other in self.siblings
+            if isinstance(other, RequestModel)
+        )
 
 
 def ignored_fields(
-    model: RequestModel, place: tuple[str | int, ...] = ()
+    model: RequestModel, place: tuple[str | int, ...] = (), siblings: tuple[Any, ...] = ()
 ) -> Iterator[IgnoredField]:
     """Yield every field of a request, at every depth, that is not null and has no effect."""
     if isinstance(model, OtherObject):
-        if isinstance(model.text, Omitted) and not model.output:
+        if isinstance(model.text, Omitted):
             yield IgnoredField(model, place, f"type={model.type}", is_known=True)
         return
     if model.__pydantic_extra__:
-        yield from _unknown_fields(model, place)
+        for name, value in model.__pydantic_extra__.items():
+            if value is not None:
+                yield IgnoredField(model, place, name, False, siblings)
     without_effect, values = no_effect_fields(type(model)), model.__dict__
     for name in sorted(model.__pydantic_fields_set__):  # those that the client has sent
         value = values.get(name)
-        if isinstance(value, RequestModel):
-            yield from ignored_fields(value, (*place, name))
-        elif isinstance(value, tuple) and value and isinstance(value[0], RequestModel):
-            for index, item in enumerate(value):
-                yield from ignored_fields(item, (*place, name, index))
-        elif value is not None and name in without_effect:
-            yield IgnoredField(model, place, name, is_known=True)
+        if value is not None and name in without_effect:
+            yield IgnoredField(model, place, name, True, siblings)
+        else:
+            for at, item, items in _objects_in(value):
+                yield from ignored_fields(item, (*place, name, *at), items)
 
 
-def _unknown_fields(model: RequestModel, place: tuple[str | int, ...]) -> Iterator[IgnoredField]:
-    for name, value in (model.__pydantic_extra__ or {}).items():
-        if value is not None:
-            yield IgnoredField(model, place, name, is_known=False)
+def _objects_in(value: Any) -> Iterator[tuple[tuple[int, ...], RequestModel, tuple[Any, ...]]]:
+    """Yield the objects of a field: their places in it, and the list that they are in."""
+    if isinstance(value, RequestModel):
+        yield (), value, ()
+    elif isinstance(value, tuple) and value and isinstance(value[0], RequestModel):
+        for index, item in enumerate(value):
+            yield (index,), item, value
 
 
 @cache
@@ -299,7 +319,18 @@ class TextParts:
             raise ValueError("it must be a text or a list of parts")
         if len(value) > MAX_PARTS:
             raise ValueError(f"a list of parts may have at most {MAX_PARTS}")
-        return tuple(self.text_of(part, info) for part in value)
+        return tuple(self.text_of(part, info) for part in value if part is not None)
+
+    def result(self, value: Any, info: ValidationInfo) -> tuple[str, ...]:  # any JSON
+        """Return the texts of the result of a call; what is neither a text nor a list of parts is
+        JSON.
+        """
+        is_content = value is None or isinstance(value, str)
+        if isinstance(value, list):
+            is_content = all(isinstance(part, str | None) or _is_part(part) for part in value)
+        if not is_content:
+            return (check_text(json.dumps(value, ensure_ascii=False)),)
+        return self.texts(value, info)
 
     def join(self, value: Any, info: ValidationInfo) -> str:  # any JSON
         """Return the texts of a content as lines of one text. Raises ValueError."""
@@ -309,7 +340,11 @@ class TextParts:
         """Return the text of a part, ``Omitted`` if it is not text. Raises ValueError for what is
         not a part.
         """
+        if isinstance(part, str):
+            return check_text(part)
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
+            kind = self.types[0]
         if not isinstance(kind, str):
             raise ValueError('a part must be an object with a type, {"type": "text", ...}')
         if kind in NESTED and (text := NESTED[kind](part)) is not None:
@@ -322,9 +357,16 @@ class TextParts:
         text = "" if part.get("text") is None else part["text"]
         if not isinstance(text, str):
             raise ValueError(f'a part must be as {{"type": "{kind}", "text": "..."}}')
-        if len(part) > 2:
+        if len(part) > 2 or "text" not in part:
             note_ignored(part, ("type", "text"), self.hints, info)
         return check_text(text)
+
+
+def _is_part(value: Any) -> bool:  # any JSON
+    """Return whether a value is a part of a content: an object with a type or a text."""
+    return isinstance(value, dict) and any(
+        isinstance(value.get(name), str) for name in ("type", "text")
+    )
 
 
 def check_text(text: str) -> str:
@@ -356,9 +398,9 @@ def note_ignored(
     for name, value in part.items():
         if value is None or name in known:
             continue
-        if _note(name, info, is_known=name in hints) and (
-            meant := intended_name(name, (*known, *hints))
-        ):
+        is_new = _note(name, info, is_known=name in hints)
+        meant = intended_name(name, (*known, *hints)) if is_new else ""
+        if meant and part.get(meant) is None:
             raise ValueError(f"{name!a} is not a field of a part; did you mean {meant}?")
 
 
@@ -369,7 +411,14 @@ def _note(name: str, info: ValidationInfo | None, *, is_known: bool) -> bool:
     path = f"{info.field_name}[].{name[:MAX_NAME_CHARS]}"
     is_new = path not in info.context
     info.context[path] = is_known
-    return is_new and not is_known
+    return is_new and not is_known and len(info.context) <= MAX_COMPARED
+
+
+OUTPUTS = ("output", "outputs", "results")  # fields of results of tools
+
+
+def _is_image(value: Any) -> bool:  # any JSON
+    return isinstance(value, dict) and "image" in str(value.get("type"))
 
 
 class OtherObject(RequestModel):
@@ -379,12 +428,16 @@ class OtherObject(RequestModel):
 
     @property
     def text(self) -> str:
-        """The text of a document or similar, otherwise ``Omitted``."""
+        """The text of a document or similar, or of a result, otherwise ``Omitted``."""
         part = {"type": self.type, **(self.__pydantic_extra__ or {})}
-        return TextParts(()).text_of(part)
+        return self.output or TextParts(()).text_of(part)
 
     @property
     def output(self) -> str:
-        """The text of a result in ``output``, "" if it has none."""
-        output = (self.__pydantic_extra__ or {}).get("output")
+        """The text of a result, "" if it has none. A list is JSON, without its images."""
+        given = self.__pydantic_extra__ or {}
+        output = next((given[name] for name in OUTPUTS if given.get(name)), "")
+        if isinstance(output, list):
+            texts = [each for each in output if not _is_image(each)]
+            output = json.dumps(texts, ensure_ascii=False) if texts else ""
         return output if isinstance(output, str) else ""

@@ -33,6 +33,7 @@ class HistoryFormat:
     has_tools: bool = True
     has_mistral_ids: bool = True  # ids of calls are nine letters and digits
     parses_results: bool = False  # the result of a call is written as a JSON value
+    system_first: bool = False  # system messages go before the first text of the user
 
 
 def derived_id(seed: str) -> str:
@@ -120,7 +121,7 @@ def join_calls(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessag
     return [_joined(run) if len(run) > 1 else run[0] for run in runs]
 
 
-def pair_results(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessage]:
+def pair_results(messages: list[ChatMessage], form: HistoryFormat) -> list[ChatMessage]:
     """Put the results of an answer's calls right after it, one for each call.
 
     A result belongs to the call of its id; one without an id, or of calls without ids, to the call
@@ -140,7 +141,8 @@ def pair_results(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMess
             end += 1
         elif message.tool_calls:
             paired[end:end] = waiting.interrupted()
-            calls = _distinct_calls(message.tool_calls, num_calls)
+            written = mistral_id if form.has_mistral_ids else str
+            calls = _distinct_calls(message.tool_calls, num_calls, written)
             num_calls += len(calls)
             waiting = _OpenCalls(message.tool_calls, calls)
             paired.append(replace(message, tool_calls=calls))
@@ -167,6 +169,15 @@ def shorten_ids(messages: list[ChatMessage], form: HistoryFormat) -> list[ChatMe
     ]
 
 
+def keep_later_system_in_place(
+    messages: list[ChatMessage], form: HistoryFormat
+) -> list[ChatMessage]:
+    """Turn system messages after an answer into messages of the user if the format would write
+    them before it: a conversation that ends with one would end with an answer.
+    """
+    return _with_later_system_as_user(messages) if form.system_first else messages
+
+
 def continue_last_answer(messages: list[ChatMessage], _: HistoryFormat) -> list[ChatMessage]:
     """Let the model continue a last message of the assistant, and no other message."""
     last = len(messages) - 1
@@ -190,6 +201,7 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
             join_calls,
             pair_results,
             write_calls_as_text,
+            keep_later_system_in_place,
             shorten_ids,
             continue_last_answer,
         )
@@ -235,17 +247,22 @@ class _OpenCalls:
         return None
 
 
-def _distinct_calls(calls: Sequence[ToolCall], num_before: int) -> tuple[ToolCall, ...]:
-    """Return the calls of one message with distinct ids. An id that is missing or not the first
-    is derived from the number of the call in the conversation, so that it stays the same when the
-    conversation grows: the second of two calls "a" after five others becomes "a-6".
+def _distinct_calls(
+    calls: Sequence[ToolCall], num_before: int, written: Callable[[str], str]
+) -> tuple[ToolCall, ...]:
+    """Return the calls of one message with ids that are distinct as they are ``written``. An id
+    that is missing or not the first is derived from the number of the call in the conversation, so
+    that it stays the same when the conversation grows: the second of two calls "a" after five
+    others becomes "a-6".
     """
     made: list[ToolCall] = []
-    taken = set(NO_IDS)
+    taken = set[str]()
     for number, call in enumerate(calls, start=num_before):
-        own = replace(call, id=f"{call.id}-{number}") if call.id in taken else call
-        made.append(own)
-        taken.add(own.id)
+        own_id = call.id
+        while own_id in NO_IDS or written(own_id) in taken:
+            own_id += f"-{number}"
+        made.append(call if own_id == call.id else replace(call, id=own_id))
+        taken.add(written(own_id))
     return tuple(made)
 
 
@@ -308,6 +325,7 @@ def alternate_roles(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     first, then the user and the assistant in turns, where an answer follows the results of calls;
     Mistral's ids; and arguments that are objects.
     """
+    messages = _with_later_system_as_user(messages)
     system = [message for message in messages if message.role == "system"]
     made = [] if not system else [_joined(system)]
     for message in messages:
@@ -338,6 +356,18 @@ def all_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     does not take these calls or results.
     """
     return system_in_user_text(write_calls_as_text(list(messages), HistoryFormat(has_tools=False)))
+
+
+def _with_later_system_as_user(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with the user's role for system messages after the first answer."""
+    roles = [message.role for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    return [
+        replace(message, role="user", parts=())
+        if number > first and message.role == "system"
+        else message
+        for number, message in enumerate(messages)
+    ]
 
 
 def _with_objects(message: ChatMessage) -> ChatMessage:

@@ -118,6 +118,7 @@ class MistralChatTemplate:
             self._thinking_roles(),
             has_tools=self.tool_format is not None,
             parses_results=version < TokenizerVersion.v7,
+            system_first=version < TokenizerVersion.v7,
         )
 
     @classmethod

@@ -145,7 +145,7 @@ MANY_MISTAKES: dict[str, tuple[type[BaseModel], bytes]] = {
     "messages": (ChatRequest, _many(b'{"messages":[', b"{}")),
     "calls": (
         ChatRequest,
-        _many(b'{"messages":[{"role":"assistant","tool_calls":[', b'{"id":1}', b"]}]}"),
+        _many(b'{"messages":[{"role":"assistant","tool_calls":[', b'{"id":[]}', b"]}]}"),
     ),
     "tools": (ChatRequest, _many(USER + b'"tools":[', b"{}")),
     "good tools": (

@@ -19,7 +19,7 @@ from tramontane.router.chat_apis.messages_request import CountTokensRequest, Mes
 from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.client.messages import PARAMETERS
 from tramontane.router.openai.chat_request import ChatRequest
-from tramontane.router.openai.completion_request import CompletionRequest, parse_body
+from tramontane.router.openai.completion_request import HISTORIES, CompletionRequest, parse_body
 from tramontane.router.openai.errors import describe_json_error
 from tramontane.router.openai.fim import FimRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -375,12 +375,13 @@ IGNORED: dict[type[BaseModel], set[str]] = {
         *("prompt_cache_options", "service_tier", "max_tool_calls", "truncation", "store"),
         *("client_metadata", "context_management", "stream_options", "text.verbosity"),
         *(f"reasoning.{name}" for name in ("summary", "generate_summary", "context", "mode")),
-        *(f"tools[].{name}" for name in ("output_schema", *OFFERED, "description")),
+        *(f"tools[].{name}" for name in ("output_schema", *OFFERED)),
+        "tools[2].description",  # of a namespace; that of a function has an effect
         *(
             f"input[].{name}"
             for name in ("id", "status", "phase", "summary", "encrypted_content", "caller")
         ),
-        "input[].namespace",
+        "input[4].namespace",  # of a result; that of a call has an effect
         *(f"input[].content[].{name}" for name in ("annotations", "logprobs", *OF_PARTS)),
     },
     CountTokensRequest: IGNORED_COUNTED,
@@ -636,7 +637,7 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (
             ChatRequest,
-            {"messages": [{"role": "user", "content": ["a"]}]},
+            {"messages": [{"role": "user", "content": [5]}]},
             "messages[0].content: a part must be an object with a type, {",
         ),
         (
@@ -738,17 +739,21 @@ def test_every_parameter_that_grpc_lacks_is_named_as_such() -> None:
 
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_a_misspelt_field_is_refused_with_the_field_of_its_place(kind: type[RequestBody]) -> None:
-    """At every place of every request. A name of three letters at most has no misspellings: in one
-    of five only one letter may differ.
+    """At every place of every request; in a conversation only without the field itself. A name of
+    three letters at most has no misspellings: in one of five only one letter may differ.
     """
     num_refused = 0
     for path, owner in _objects(REQUESTS[kind]):
         for field in owner if CLIENTS_OWN.isdisjoint(path) else ():
             name = _as_openai_writes((*path, f"{field}_x"))
             body = _body(_with(REQUESTS[kind], path, owner | {f"{field}_x": 1}))
-            if len(field) <= 3:
+            if len(field) <= 3 or (is_deep := path[:1] in HISTORIES):
                 assert re.sub(r"\[\d+\]", "[]", name) in parse_body(kind, body).ignored
+            if len(field) <= 3 or (is_deep and field in ("type", "role")):
                 continue
+            if is_deep:
+                others = {key: value for key, value in owner.items() if key != field}
+                body = _body(_with(REQUESTS[kind], path, others | {f"{field}_x": 1}))
             with pytest.raises(ParameterError) as refused:
                 parse_body(kind, body)
             num_refused += 1

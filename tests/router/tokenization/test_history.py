@@ -152,6 +152,7 @@ RULE_CASES = {
     "join_calls": ("v7", "orders: calls in messages in a row"),
     "pair_results": ("v11", "orders: calls without results"),
     "write_calls_as_text": ("v1", "ids: openai"),
+    "keep_later_system_in_place": ("v3", "roles: a system message last"),
     "shorten_ids": ("v3", "ids: openai"),
     "continue_last_answer": ("tekken v7", "roles: an answer last"),
 }
@@ -430,6 +431,8 @@ def test_only_a_last_answer_is_continued() -> None:
 
 def test_the_strictest_templates_get_turns() -> None:
     messages = [
+        said("system", "s"),
+        said("system", "t"),
         said("assistant", "0"),
         said("system", "a"),
         user("b"),
@@ -443,14 +446,14 @@ def test_the_strictest_templates_get_turns() -> None:
     alternating = alternate_roles(_repaired(messages))
     own = mistral_id("x")
     assert _outline(alternating) == [
-        ("system", "a\n\nf"),
+        ("system", "s\n\nt"),
         ("user", ""),
         ("assistant", "0"),
-        ("user", "b\n\nc"),
+        ("user", "a\n\nb\n\nc"),
         ("assistant", own),
         ("tool", own, "g"),
         ("assistant", INTERRUPTED),
-        ("user", "h"),
+        ("user", "f\n\nh"),
     ]
     assert alternating[4].content == "d\n\ne"
     assert alternating[4].tool_calls[0].arguments == '{"arguments": 7}'
