@@ -426,7 +426,7 @@ def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
 
 def _check_spelling(field: IgnoredField, path: str) -> None:
     """Raise ParameterError if an unknown field is probably a misspelling. In a conversation, which
-    a client cannot take back, only of a field that is not given beside it.
+    a client cannot take back, only of a field that the object lacks.
     """
     meant = intended_name(field.name, _names(type(field.model)))
     is_extra = field.place[:1] in HISTORIES and meant in field.model.model_fields_set
