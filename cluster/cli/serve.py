@@ -85,10 +85,7 @@ def _take_model(context: typer.Context, folder: Path | None) -> None:
         return
     option_value = context.params["model"]
     if option_value is not None and Path(option_value) != folder:
-        raise ConfigError(
-            f"MODEL is {folder} and --model is {option_value}; give one of them (names of"
-            " --served-model-name have commas between them)"
-        )
+        raise ConfigError(f"MODEL is {folder} and --model is {option_value}; give one of them")
     context.params["model"] = folder
 
 

@@ -31,6 +31,7 @@ from tramontane.cluster.config.measurements import (
     parse_load_option,
     parse_stage_times_option,
 )
+from tramontane.cluster.config.vllm_values import parse_dtype, parse_length, parse_number
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import KvCacheDtype, Link, SpeculativeConfig
 from tramontane.proto.step import STEP_TIMEOUT_S
@@ -181,7 +182,9 @@ class PipelineKeys(KeyGroup):
         unset="start a local Ray",
         in_serve_config=False,
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(parse_dtype)
+    ] = key(
         "auto",
         "bfloat16, float16 or float32, which keeps bfloat16 matrices. auto: the checkpoint's.",
         defines_pipeline=True,
@@ -202,8 +205,12 @@ class PipelineKeys(KeyGroup):
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )
-    max_model_len: PositiveInt | None = key(
-        None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True
+    max_model_len: Annotated[PositiveInt | None, BeforeValidator(parse_length)] = key(
+        None,
+        "Positions per sequence: 4096, 32k (32,000), 32K (32,768), or auto.",
+        unset="the checkpoint's",
+        metavar="<int>",
+        defines_pipeline=True,
     )
     page_size: PageSize = key(
         16,
@@ -338,12 +345,13 @@ class BatchingKeys(KeyGroup):
         unset="64 without a GPU; on GPUs up to 256, as memory allows (docs/planning.md)",
         defines_pipeline=True,
     )
-    max_num_batched_tokens: PositiveInt | None = key(
+    max_num_batched_tokens: Annotated[PositiveInt | None, BeforeValidator(parse_number)] = key(
         None,
         "Tokens in one micro-batch, of which several may be in flight.",
         unset=(
             "512 without a GPU; on GPUs 2048 to 8192, by their speed and memory (docs/planning.md)"
         ),
+        metavar="<int>",
     )
     enable_prefix_caching: bool = key(
         True,

@@ -23,6 +23,7 @@ from tramontane.cluster.config.key import (
     parse_url_prefixes,
 )
 from tramontane.cluster.config.logging import LogFormat, LogLevel
+from tramontane.cluster.config.vllm_values import parse_names
 
 
 class ServingKeys(KeyGroup):
@@ -30,7 +31,7 @@ class ServingKeys(KeyGroup):
 
     title = "Serving"
 
-    served_model_name: Text | None = key(
+    served_model_name: Annotated[Text | None, BeforeValidator(parse_names)] = key(
         None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model"
     )
     host: Text = key("127.0.0.1", "Address on which HTTP and gRPC listen.", in_serve_config=False)

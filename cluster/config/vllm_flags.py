@@ -154,7 +154,8 @@ FLAGS = (
     VllmFlag(
         "--limit-mm-per-prompt",
         (ANY,),
-        "the text model is served, and messages with images are refused",
+        "the text model is served; an image since the last answer is refused, earlier ones are"
+        " [image omitted]",
     ),
     VllmFlag("--generation-config", ("vllm",), "sampling has the defaults of the API", _SAMPLING),
     VllmFlag("--override-generation-config", (), instead=_SAMPLING),

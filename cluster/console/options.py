@@ -24,6 +24,7 @@ from tramontane.proto.units import format_bytes_flag
 # flags of other types take text, which EngineConfig parses
 FLAG_TYPES = (bool, int, float, Path)
 REPEATED = {"api_key"}
+AS_TEXT = {"max_model_len", "max_num_batched_tokens"}  # numbers such as 32k
 
 
 def option(*names: str, help: str, panel: str | None = None, **details: Any) -> Any:
@@ -147,6 +148,8 @@ def with_options(
 def _flag_type(name: str) -> Any:  # a type, or list[str]
     if name in REPEATED:
         return list[str]
+    if name in AS_TEXT:
+        return str
     kinds = _plain_types(FIELDS[name][0].annotation)
     return next((kind for kind in FLAG_TYPES if kinds == {kind}), str)
 

@@ -2,7 +2,7 @@
 
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -73,6 +73,8 @@ def without_echo() -> Iterator[None]:
 # dashboard.
 
 FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
+# Options that may have several words behind them, as in vLLM: --api-key KEY KEY.
+API_KEY, NAMES = "--api-key", "--served-model-name"
 HIDDEN = "***"
 
 
@@ -84,16 +86,19 @@ def hide_secrets_in_title(arguments: Sequence[str]) -> None:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the values of ``FLAGS`` hidden: both ``--api-key KEY`` and
-    ``--api-key=KEY``.
+    """Return the arguments with the values of ``FLAGS`` hidden: ``--api-key KEY``,
+    ``--api-key=KEY``, and all words behind ``--api-key``, which may be keys.
     """
     shown: list[str] = []
+    last = ""  # the flag before these words
     for argument in arguments:
         flag, mark, _ = argument.partition("=")
-        if shown and dashes(shown[-1]) in FLAGS:
+        is_value = bool(shown) and dashes(shown[-1]) in FLAGS
+        if is_value or (last == API_KEY and not argument.startswith("-")):
             shown.append(HIDDEN)
-        else:
-            shown.append(f"{flag}={HIDDEN}" if mark and dashes(flag) in FLAGS else argument)
+            continue
+        last = dashes(flag)
+        shown.append(f"{flag}={HIDDEN}" if mark and last in FLAGS else argument)
     return shown
 
 
@@ -181,7 +186,9 @@ class PlainCommand(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Warns of former names of keys."""
+        """Parse the arguments, in which some options may have several words. Warns of former names
+        of keys.
+        """
         from tramontane.cluster.config.engine_config import (
             FORMER_NAMES,
             OTHER_NAMES,
@@ -196,7 +203,18 @@ class PlainCommand(TyperCommand):
                 continue
             words = describe_former_name(as_flag(former), as_flag(OTHER_NAMES[former]))
             print(f"warning: {words}", file=sys.stderr)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self._with_one_word_each(args))
+
+    def _with_one_word_each(self, args: list[str]) -> list[str]:
+        from tramontane.cluster.config.engine_config import OTHER_NAMES
+        from tramontane.cluster.config.vllm_flags import SHORT_NAMES
+
+        options = [each for each in self.params if isinstance(each, TyperOption)]
+        names = {name for each in options if not each.is_flag for name in each.opts}
+        if NAMES not in names:  # other commands have arguments behind one --api-key
+            return args
+        names |= {*map(as_flag, OTHER_NAMES), *SHORT_NAMES}
+        return with_one_word_each(args, names, has_argument=len(options) < len(self.params))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show typer's help with each option's long names and its value in one column, which is
@@ -211,6 +229,32 @@ class PlainCommand(TyperCommand):
             for each in self.params
         ]
         super(PlainCommand, shown).format_help(ctx, formatter)
+
+
+def with_one_word_each(
+    arguments: Sequence[str], with_value: Collection[str], *, has_argument: bool
+) -> list[str]:
+    """Return ``--api-key A --api-key B`` for ``--api-key A B``, and ``--served-model-name A,B`` for
+    two names. ``with_value``: the options that have a value.
+
+    Without ``--model``, and where no other word is before it, the last of several words is the
+    argument MODEL, if the command ``has_argument``.
+    """
+    made, rest, is_free = list[str](), list(arguments), has_argument
+    is_free &= all(dashes(each.partition("=")[0]) not in ("--model", "--") for each in rest)
+    while rest and (word := rest.pop(0)) != "--":
+        made.append(word)
+        is_free &= word.startswith("-")
+        if dashes(word) not in with_value or not rest:
+            continue
+        words = [rest.pop(0)]
+        while dashes(word) in (API_KEY, NAMES) and rest and not rest[0].startswith("-"):
+            words.append(rest.pop(0))
+        if is_free and len(words) > 1:
+            rest.insert(0, words.pop())
+        made.append(",".join(words) if dashes(word) == NAMES else words[0])
+        made += [each for key in words[1:] for each in (API_KEY, key) if dashes(word) == API_KEY]
+    return [*made, "--", *rest] if rest else made
 
 
 def as_flag(key: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import (
@@ -57,7 +57,7 @@ from tramontane.router.structured.request_model import (
     default_if_null,
     no_effect_fields,
 )
-from tramontane.router.structured.schemas import JsonSchema
+from tramontane.router.structured.schemas import JsonSchema, ToolSchema, writable_schema_of
 
 # Messages of Anthropic's API, converted to messages of a chat.
 
@@ -257,13 +257,15 @@ class ToolDefinition(RequestModel):
     type: Annotated[Literal["custom"], default_if_null("custom")] = "custom"
     name: str = Field(pattern=NAME)
     description: str | None = None
-    input_schema: JsonSchema
+    input_schema: ToolSchema
     strict: bool | None = None
     cache_control: NoEffect = None
     eager_input_streaming: NoEffect = None
     allowed_callers: NoEffect = None
     defer_loading: NoEffect = None
     input_examples: NoEffect = None
+
+    _writable = model_validator(mode="before")(writable_schema_of("input_schema"))
 
     def tool(self) -> Tool:
         """Return the tool in the format of chats."""

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.completion_request import SamplingFields, Text, parse_body
 from tramontane.router.openai.response_models import to_json
-from tramontane.router.structured.grammar import MAX_TOOLS, Constraint, Tool, ToolChoice
+from tramontane.router.structured.answer_rules import Constraint
+from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.request_model import (
     MAX_PARTS,

@@ -119,6 +119,7 @@ class SamplingFields(NeutralFields, GuidedFields):
     cache_salt: Annotated[Text | None, Field(max_length=MAX_SALT_CHARS)] = None
 
     bad_words: Annotated[Any, unsupported_except([], reason=NO_BAD_WORDS)] = None
+    best_of: Annotated[Any, unsupported_except(1)] = None
     detokenize: Annotated[
         Literal[True] | None, only_true("answers always have text; leave it out")
     ] = None
@@ -279,7 +280,6 @@ class CompletionRequest(SamplingFields):
         only_true("prompts that are texts begin as the model's training texts do; give token ids"),
     ] = None
 
-    best_of: Annotated[Any, unsupported_except(1)] = None
     # the last tokens of each prompt are kept; -1: as many as fit
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=MAX_TOKEN_ID)] | None = None
 

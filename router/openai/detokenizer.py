@@ -8,7 +8,8 @@ from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
 from tramontane.router.openai.resume_state import ChoiceState
-from tramontane.router.structured.grammar import Constraint, build_grammar
+from tramontane.router.structured.answer_rules import Constraint
+from tramontane.router.structured.grammar import build_grammar
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split

@@ -11,24 +11,35 @@ space after commas and colons: with free whitespace a model may emit spaces and 
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from llguidance import LLMatcher
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from tramontane.proto.errors import ParameterError
+from tramontane.router.structured.answer_rules import (
+    AnswerRule,
+    Constraint,
+    constraint_rule,
+    json_rule,
+    tool_rule,
+)
 from tramontane.router.structured.request_model import RequestModel
 from tramontane.router.structured.schemas import (
     MAX_GRAMMAR_CHARS,
     NUM_WEAKER,
-    OPTIONS,
+    TYPES,
     JsonSchema,
-    Schema,
-    as_enforced,
-    as_lenient,
+    ToolSchema,
     too_large,
-    weaker_schema,
+    writable_schema_of,
 )
 from tramontane.router.structured.validator import GrammarError, validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
@@ -82,120 +93,6 @@ class ThoughtRules:
         return text.replace("/", r"\/")
 
 
-# Constraints on an answer or on the arguments of a call, as rules of a grammar (llguidance's Lark),
-# within limits.
-
-# No numeric escapes: "\u0061" would count as a property that the schema does not name, although it
-# reads as "a".
-JSON_STYLE = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
-
-
-class Constraint(NamedTuple):
-    """A constraint on the answer: JSON of a schema (a dictionary), one of several texts, a text
-    that matches a pattern, or tokens of a set.
-
-    ``where``: the parameter of the request.
-    """
-
-    kind: Literal["json", "choice", "regex", "tokens"]
-    value: Any
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRule:
-    """A rule of the grammar. ``where``: the parameter of the request. ``label``: how errors name
-    it.
-
-    ``schema``: of a tool that is not strict. ``num_weakened``: which of its weaker forms is used,
-    because the ones before cannot be followed.
-    """
-
-    rule: str
-    where: str
-    definition: str
-    label: str = ""
-    schema: Schema | None = None
-    num_weakened: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name in errors."""
-        return self.label or self.where
-
-    @property
-    def can_weaken(self) -> bool:
-        """Whether there is a weaker schema."""
-        return self.schema is not None and self.num_weakened < NUM_WEAKER
-
-    def weakened(self, num_steps: int) -> "AnswerRule":
-        """Return the rule with a weaker schema, if there is one."""
-        if self.schema is None:
-            return self
-        number = min(self.num_weakened + num_steps, NUM_WEAKER)
-        definition = _json_definition(weaker_schema(self.schema, number), lenient=True)
-        return replace(self, definition=definition, num_weakened=number)
-
-
-def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
-    """Return the rule for a constraint. Raises ParameterError if it is too large."""
-    kind, value, where = constraint
-    if kind == "json":
-        return json_rule(rule, value, where)
-    if kind == "tokens":
-        return AnswerRule(rule, where, f"<[{','.join(map(str, sorted(set(value))))}]>+")
-    if (num_chars := len(value) if kind == "regex" else sum(map(len, value))) > MAX_GRAMMAR_CHARS:
-        raise too_large(num_chars, where)
-    if kind == "choice":
-        return AnswerRule(
-            rule, where, " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-        )
-    # llguidance writes a pattern between slashes, and escapes slashes in it.
-    written = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
-    return AnswerRule(rule, where, written.removeprefix("start: "))
-
-
-def json_rule(rule: str, schema: Schema, where: str) -> AnswerRule:
-    """Return the rule for JSON of a schema. Raises ParameterError if it is too large or too
-    deep.
-    """
-    if OPTIONS in schema:
-        raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
-    return _bounded_rule(rule, as_enforced(schema, where, where), where, where)
-
-
-def tool_rule(rule: str, schema: Schema, where: str, label: str, *, strict: bool) -> AnswerRule:
-    """Return the rule for the arguments of a tool. What cannot be enforced of its schema is ignored
-    unless it is ``strict``; then this raises ParameterError as ``json_rule`` does.
-    """
-    if strict:
-        if OPTIONS in schema:
-            raise ParameterError(f"{label}: {OPTIONS} is not supported; leave it out", where)
-        return _bounded_rule(rule, as_enforced(schema, label, where), where, label)
-    enforced = as_lenient(schema, label, where)
-    return replace(_bounded_rule(rule, enforced, where, label, lenient=True), schema=enforced)
-
-
-def _bounded_rule(
-    rule: str, schema: Schema, where: str, label: str, *, lenient: bool = False
-) -> AnswerRule:
-    made = AnswerRule(rule, where, _json_definition(schema, lenient=lenient), label)
-    if len(made.definition) > MAX_GRAMMAR_CHARS:
-        raise too_large(len(made.definition), where, label)
-    return made
-
-
-def _json_definition(schema: Schema, *, lenient: bool) -> str:
-    options = {OPTIONS: JSON_STYLE | {"lenient": lenient}}
-    written = json.dumps({**schema, **options}, allow_nan=False, separators=(",", ":"))
-    return f"%json {written}"
-
-
 MAX_WEAKENINGS = 4  # of the schemas of a request, each followed by a check of at most a second
 MAX_SENT_CHARS = 2**20  # total of one request: each sequence carries the grammar to the stages
 NO_TOOLS = "this model's chat format has no tools; leave tools out"
@@ -227,8 +124,10 @@ class Function(RequestModel):
 
     name: str = Field(pattern=NAME)
     description: str | None = None
-    parameters: JsonSchema | None = None
+    parameters: ToolSchema | None = None
     strict: bool | None = None
+
+    _writable = model_validator(mode="before")(writable_schema_of("parameters"))
 
 
 class Tool(RequestModel):
@@ -305,16 +204,9 @@ def build_grammar(
     answer = None if must_call else _answer(response_format)
     if not answer and not callable_tools:
         return ""
-    if isinstance(response_format, Constraint) and response_format.kind == "tokens":
-        if callable_tools:
-            raise ParameterError(
-                f"{response_format.where} says what all of the answer must be, and a call of a tool"
-                ' would be something else; leave it out, or send tool_choice: "none"',
-                response_format.where,
-            )
+    if _is_of_tokens(response_format, may_call=bool(callable_tools)):
         thoughts, drops_space = None, False  # thoughts and spaces are tokens like the others
-    schemas = [answer] if answer else []
-    rules = ["start: answer"]
+    schemas, calls = [answer] if answer else [], list[str]()
     if callable_tools:
         if tool_format is None:
             raise ParameterError(NO_TOOLS, "tools")
@@ -322,21 +214,9 @@ def build_grammar(
             _arguments(tool.function, f"args{number}", index)
             for number, (index, tool) in enumerate(callable_tools)
         ]
-        rules[0] = (
-            "start: calls"
-            if must_call
-            else "start: answer | calls"
-            if answer
-            else "start: TEXT? calls?"
-        )
         names = [tool.function.name for _, tool in callable_tools]
-        rules += [*_calls(names, tool_format, parallel=parallel), TEXT]
-    if answer:  # leading spaces are insignificant in JSON
-        rules.append(
-            'answer: " "? body'
-            if drops_space or answer.definition.startswith("%json")
-            else "answer: body"
-        )
+        calls = _calls(names, tool_format, parallel=parallel)
+    rules = _rules(answer, calls, must_call=must_call, drops_space=drops_space)
 
     def written(schemas: Sequence[AnswerRule]) -> str:
         made = [*rules, *(f"{schema.rule}: {schema.definition}" for schema in schemas)]
@@ -345,6 +225,44 @@ def build_grammar(
         return grammar
 
     return _followable(written, schemas)
+
+
+def _rules(
+    answer: AnswerRule | None, calls: Sequence[str], *, must_call: bool, drops_space: bool
+) -> list[str]:
+    """Return the rules of an answer, of calls, or of either, without those of their schemas."""
+    rules = ["start: answer"]
+    if calls:
+        rules[0] = (
+            "start: calls"
+            if must_call
+            else "start: answer | calls"
+            if answer
+            else "start: TEXT? calls?"
+        )
+        rules += [*calls, TEXT]
+    if answer:  # leading spaces are insignificant in JSON
+        rules.append(
+            'answer: " "? body'
+            if drops_space or answer.definition.startswith("%json")
+            else "answer: body"
+        )
+    return rules
+
+
+def _is_of_tokens(response_format: ResponseFormat | Constraint | None, *, may_call: bool) -> bool:
+    """Return whether the answer is of the tokens of a set. Raises ParameterError where it may be a
+    call instead.
+    """
+    if not isinstance(response_format, Constraint) or response_format.kind != "tokens":
+        return False
+    if may_call:
+        raise ParameterError(
+            f"{response_format.where} says what all of the answer must be, and a call of a tool"
+            ' would be something else; leave it out, or send tool_choice: "none"',
+            response_format.where,
+        )
+    return True
 
 
 def visible_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
@@ -426,15 +344,18 @@ def _arguments(function: Function, rule: str, index: int) -> AnswerRule:
     where = f"tools[{index}].function.parameters"
     label = f'{where} ("{function.name}")'
     schema = {"type": "object"} | (function.parameters or {})
-    if schema["type"] is None or (not function.strict and _may_be_object(schema["type"])):
+    if schema["type"] is None or not (function.strict or _is_another_type(schema["type"])):
         schema["type"] = "object"
     if schema["type"] != "object":
         raise ParameterError(f"{label}: its type must be object", where)
     return tool_rule(rule, schema, where, label, strict=bool(function.strict))
 
 
-def _may_be_object(types: Any) -> bool:  # any JSON
-    return isinstance(types, list) and "object" in types
+def _is_another_type(given: Any) -> bool:  # any JSON
+    """Return whether a type is known and not an object's: true of "array", not of "Object"."""
+    types = given if isinstance(given, list) else [given]
+    known = all(isinstance(each, str) and each in TYPES for each in types)
+    return bool(types) and known and "object" not in types
 
 
 def _check_size(grammar: str, num_sequences: int, where: str) -> None:

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured.grammar import Constraint, ResponseFormat
+from tramontane.router.structured.answer_rules import Constraint
+from tramontane.router.structured.grammar import ResponseFormat
 from tramontane.router.structured.request_model import (
     NoEffect,
     RequestModel,

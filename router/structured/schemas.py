@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import unquote
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 from tramontane.proto.errors import ParameterError
 
@@ -90,17 +90,46 @@ def check_numbers(schema: Schema) -> Schema:
     """Return the schema. Raises ValueError for a number that JSON does not support, or an integer
     that is too long to write.
     """
-    level: list[Any] = [schema]
+    if fault := _fault_of_numbers(schema):
+        raise ValueError(fault)
+    return schema
+
+
+def _fault_of_numbers(value: Any) -> str:  # any JSON
+    """Return why a value cannot be written as JSON, "" if it can."""
+    level: list[Any] = [value]
     while level:
         if any(isinstance(node, int) and node.bit_length() > MAX_NUMBER_BITS for node in level):
-            raise ValueError(f"a number has more than {MAX_NUMBER_BITS} bits")
+            return f"a number has more than {MAX_NUMBER_BITS} bits"
         if any(isinstance(node, float) and not math.isfinite(node) for node in level):
-            raise ValueError("NaN and Infinity are not JSON")
+            return "NaN and Infinity are not JSON"
         level = [child for node in level for child in _children(node)]
+    return ""
+
+
+def _check_tool_numbers(schema: Schema, info: ValidationInfo) -> Schema:
+    """Return the schema as ``check_numbers`` does, with the tool's name in errors."""
+    if fault := _fault_of_numbers(schema):
+        raise ValueError(f"{fault} (in the schema of the tool {info.data.get('name')!r})")
     return schema
 
 
 JsonSchema = Annotated[Schema, AfterValidator(check_numbers)]
+ToolSchema = Annotated[Schema, AfterValidator(_check_tool_numbers)]  # in a model with a ``name``
+
+
+def writable_schema_of(field: str) -> Callable[[Any], Any]:
+    """Return a validator of whole tools, before their fields: of the schema in this field of a tool
+    that is not ``strict`` it leaves out what cannot be written as JSON.
+    """
+
+    def leave_out(tool: Any) -> Any:  # any JSON
+        schema = tool.get(field) if isinstance(tool, dict) else None
+        if not isinstance(schema, dict) or tool.get("strict") or not _fault_of_numbers(schema):
+            return tool
+        return tool | {field: edited(schema, _without_unwritable)}
+
+    return leave_out
 
 
 def as_enforced(schema: Mapping[str, Any], label: str, where: str) -> Schema:
@@ -228,8 +257,33 @@ def _without(schema: Schema, keys: Collection[str]) -> Schema:
     return {key: value for key, value in schema.items() if key not in keys}
 
 
+def _without_unwritable(schema: Schema) -> Schema:
+    """Return a schema without keywords, examples and values of ``enum`` that cannot be written as
+    JSON. Its subschemas are done already.
+    """
+    made: Schema = {}
+    for key, value in schema.items():
+        if key in HOLD_NAMED and isinstance(value, dict):
+            made[key] = {name: each for name, each in value.items() if _is_writable(each)}
+        elif key in HOLD_LIST | {"enum", "examples"} and isinstance(value, list):
+            is_value = key not in HOLD_LIST
+            kept = [each for each in value if _is_writable(each, is_value=is_value)]
+            if kept or not value:
+                made[key] = kept
+        elif _is_writable(value, is_value=key not in HOLD_ONE):
+            made[key] = value
+    return made
+
+
+def _is_writable(value: Any, *, is_value: bool = False) -> bool:
+    """Return whether a value, or what should be a schema, can be written as JSON."""
+    return (isinstance(value, dict) and not is_value) or not _fault_of_numbers(value)
+
+
 def _without_annotations(schema: Schema) -> Schema:
+    """Return a schema without annotations, and without keywords that are null: not given."""
     made = _without(schema, ANNOTATIONS)
+    made = {key: value for key, value in made.items() if value is not None or key == "const"}
     if made.get("format", "date") not in FORMATS:
         del made["format"]
     if isinstance(pattern := made.get("pattern"), str) and "(?" in pattern:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from tiny_models import tiny_args, write_checkpoint
 
 from tramontane.cluster.cli.main import LazyCommands, app
@@ -51,17 +52,110 @@ def test_the_argument_overrides_a_file(served: Served, tmp_path: Path) -> None:
 
 
 def test_two_models_are_refused(refused: Callable[..., str]) -> None:
-    assert refused("serve", "a", "--model", "b") == (
-        "MODEL is a and --model is b; give one of them (names of --served-model-name have commas"
-        " between them)"
-    )
+    assert refused("serve", "a", "--model", "b") == "MODEL is a and --model is b; give one of them"
 
 
 def test_a_second_argument_is_refused(refused: Callable[..., str]) -> None:
     assert "unexpected extra argument(s) (b)" in refused("serve", "a", "b")
 
 
+# Values of options in vLLM's notations
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "m --served-model-name a b --api-key k1 k2 --port 80",
+        "--served_model_name a b m --api_key k1 k2",
+        "--model m --api-key k1 k2 --served-model-name a b",
+        "--api-key k1 k2 --served-model-name a b --model=m",
+        "--served-model-name=a,b --api-key k1 --api-key k2 m",
+        "--api-key k1 k2 m --served-model-name a b",
+        "--port 80 -pp 2 --no-dashboard --api-key k1 k2 m --served-model-name a b",
+        "--served-model-name a b --api-key k1 k2 -- m",
+    ],
+)
+def test_several_words_are_names_or_keys(served: Served, given: str) -> None:
+    config = served(*given.split())
+    assert config.model == Path("m")
+    assert config.model_names == ("a", "b")
+    assert [key.get_secret_value() for key in config.api_key] == ["k1", "k2"]
+
+
+def test_one_word_behind_a_name_or_a_key_is_the_model(served: Served) -> None:
+    for option in ("--served-model-name", "--api-key"):
+        config = served(option, "a", "m")
+        assert config.model == Path("m")
+    assert served("--served-model-name", "a", "--", "m").model == Path("m")
+    with pytest.raises(typer.TyperException, match="requires an argument"):
+        served("m", "--served-model-name")
+
+
+def test_a_file_may_have_lists_and_notations(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("served-model-name: [a, b]\nmax-model-len: 32K\ndtype: half\n")
+    config = served("--config", file)
+    assert config.model_names == ("a", "b")
+    assert (config.max_model_len, config.dtype) == (32_768, "float16")
+    assert served("--config", file, "--max-model-len", "auto").max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5k", 1500),
+        ("1.5K", 1536),
+        ("1.5m", 1_500_000),
+        ("1.5M", 3 * 2**19),
+        ("0.001g", 1_000_000),
+        ("0.0078125G", 2**23),
+        ("auto", None),
+        ("-1", None),
+    ],
+)
+def test_lengths_have_vllms_notations(served: Served, text: str, number: int | None) -> None:
+    assert served("--max-model-len", text).max_model_len == number
+    if number is not None:
+        assert served("--max-num-batched-tokens", text).max_num_batched_tokens == number
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("32q", "'32q'; it must be a whole number"),
+        ("1.5", "'1.5'; it must be a whole number"),
+        ("-2", "'-2'; it must be at least 1"),
+        ("1G", "1073741824; it must be at most 16777216"),
+        ("9" * 5000, "it must be a whole number"),
+    ],
+)
+def test_a_length_that_is_none_is_refused(
+    refused: Callable[..., str], text: str, message: str
+) -> None:
+    shown = refused("serve", "--max-model-len", text)
+    assert shown.startswith("--max-model-len is ")
+    assert message in shown
+
+
+def test_data_types_have_vllms_names(served: Served, refused: Callable[..., str]) -> None:
+    assert served("--dtype", "half").dtype == "float16"
+    assert served("--dtype", "float").dtype == "float32"
+    assert refused("serve", "--dtype", "double").startswith(
+        "--dtype is 'double'; it must be 'auto'"
+    )
+
+
 # Flags of vLLM
+
+
+def test_values_are_compared_without_case(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served("--tokenizer-mode", "Mistral")
+    assert capsys.readouterr().err.startswith("note: --tokenizer-mode Mistral has no effect: ")
 
 
 def _arguments(flag: VllmFlag, value: str) -> list[str]:

@@ -457,6 +457,9 @@ def test_ray_gets_a_command_line_without_keys() -> None:
     assert redact_arguments(arguments) == hidden
     underscores = ["--api_key", KEY, f"--jobs_database={KEY}"]
     assert redact_arguments(underscores) == ["--api_key", "***", "--jobs_database=***"]
+    several = ["serve", "m", "--api-key", KEY, OTHER, "-x", "y", "--api_key=-a", OTHER, "--port"]
+    shown = ["serve", "m", "--api-key", "***", "***", "-x", "y", "--api_key=***", "***", "--port"]
+    assert redact_arguments(several) == shown
     program = (
         "import json, sys; from tramontane.cluster.console.terminal import hide_secrets_in_title\n"
         "hide_secrets_in_title(sys.argv)\n"

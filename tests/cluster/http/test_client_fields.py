@@ -225,6 +225,8 @@ def _says(part: dict[str, Any]) -> dict[str, Any]:
         (CHAT, _says({"type": "image_url", "image_url": {"url": "x"}}), "images"),
         (CHAT, _says({"type": "input_audio"}), "recordings of sound"),
         (CHAT, _says({"type": "document_url", "document_url": "x"}), "files"),
+        (CHAT, _says({"type": "video_url", "video_url": {"url": "x"}}), "videos"),
+        (CHAT, _says({"type": "video"}), "videos"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images"),
         (MESSAGES, _says({"type": "image", "source": {"type": "base64"}}), "images"),
         (MESSAGES, _says({"type": "document"}), "documents"),
@@ -242,6 +244,17 @@ def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(
     assert answered.status == 400, answered.text
     message = check_error(answered.text.encode(), path=path)["message"]
     assert message.endswith(f": the model serves text only; {media} are not supported"), message
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, {"prompt": "a"})])
+def test_best_of_is_refused_unless_it_is_one(path: str, body: dict[str, Any]) -> None:
+    refused = Answered(path, body | {"best_of": 2})
+    assert refused.status == 400, refused.text
+    error = check_error(refused.text.encode(), path=path)
+    assert error["param"] == "best_of"
+    accepted = Answered(path, body | {"best_of": 1})
+    assert accepted.status == 200, accepted.text
+    assert "warning" not in accepted.headers
 
 
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}

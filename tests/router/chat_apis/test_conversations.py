@@ -11,6 +11,8 @@ from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.messages_request import parse_messages
 from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.openai.chat_request import MAX_CALLS
+from tramontane.router.structured.grammar import Tool, build_grammar
+from tramontane.router.tokenization.chat import ToolFormat
 
 CALL = {"type": "function_call", "call_id": "123456789", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "123456789", "output": "x"}
@@ -268,3 +270,31 @@ def test_an_error_names_the_place_of_the_client() -> None:
         ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters")
     )
     assert (str(named), named.parameter) == ("tools[1].parameters: no", "tools[1].parameters")
+
+
+# Schemas of tools
+
+
+def _parsed_tool(schema: str, *, strict: bool = False) -> Tool:
+    tool = f'{{"name": "f", "strict": {json.dumps(strict)}, "input_schema": {schema}}}'
+    turns = '[{"role": "user", "content": "a"}]'
+    body = f'{{"max_tokens": 5, "messages": {turns}, "tools": [{tool}]}}'
+    (parsed,) = parse_messages(body.encode()).request.tools or ()
+    return parsed
+
+
+@pytest.mark.parametrize("kind", ['"Object"', '""', "null", "[]"])
+def test_an_input_schema_of_an_odd_type_is_an_objects(kind: str) -> None:
+    tool = _parsed_tool(f'{{"type": {kind}, "required": ["a"]}}')
+    grammar = build_grammar(None, [tool], "required", ToolFormat(1, 2))
+    assert '%json {"type":"object","required":["a"],' in grammar
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "9" * 480])
+def test_an_input_schema_loses_what_json_cannot_say(number: str) -> None:
+    schema = f'{{"properties": {{"a": {{"default": {number}, "type": "string"}}}}}}'
+    left = {"properties": {"a": {"type": "string"}}}
+    assert _parsed_tool(schema).function.parameters == left
+    with pytest.raises(ParameterError, match="in the schema of the tool 'f'") as refused:
+        _parsed_tool(schema, strict=True)
+    assert refused.value.parameter == "tools[0].input_schema"

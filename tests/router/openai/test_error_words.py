@@ -821,6 +821,8 @@ def test_what_is_not_at_a_place_is_not_suggested_there(
         (["seed"], "seas", ""),
         (["stop", "store"], "stope", "stop"),
         (["n"], "ni", ""),
+        (["model"], "medol", ""),
+        (["models"], "medols", "models"),
         (["max_tokens", "max_completion_tokens"], "max_tokenss", "max_tokens"),
         (["tools"], "tools", ""),
         (["a" * 64], "a" * 65, ""),

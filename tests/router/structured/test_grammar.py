@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import schemas as constraints
 from tramontane.router.structured import validator_process as grammar_child
+from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import (
-    Constraint,
     Function,
     ResponseFormat,
     ThoughtRules,
@@ -353,10 +353,12 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_the_ingress(
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_json_does_not_have_are_in_no_schema(number: float) -> None:
+    strict = {"name": "f", "strict": True}
     for schema in ({"multipleOf": number}, {"enum": [1, {"a": [number]}]}):
-        for make in (_format, lambda schema: _tools({"name": "f", "parameters": schema})):
-            with pytest.raises(ValidationError, match="NaN and Infinity are not JSON"):
-                make(schema)
+        with pytest.raises(ValidationError, match="NaN and Infinity are not JSON"):
+            _format(schema)
+        with pytest.raises(ValidationError, match=r"are not JSON \(in the schema of the tool 'f'"):
+            _tools(strict | {"parameters": schema})
 
 
 def test_the_depth_of_a_schema_is_bounded() -> None:
@@ -522,8 +524,8 @@ def test_a_number_of_many_digits_is_refused_before_a_schema_is_written(
     """Writing it takes time quadratic in its length, and a schema has room for thousands; also
     where nothing is called.
     """
-    with pytest.raises(ValidationError, match="more than 1536 bits"):
-        Function(name="f", parameters=where)
+    with pytest.raises(ValidationError, match=r"more than 1536 bits .* of the tool 'f'"):
+        Function(name="f", parameters=where, strict=True)
     with pytest.raises(ValidationError, match="more than 1536 bits"):
         _format(where)
     assert Function(name="f", parameters={"const": 2**1536 - 1}).parameters == {

@@ -200,6 +200,49 @@ def test_an_unknown_format_is_an_annotation(name: object) -> None:
     assert not _takes(dates, '"anything"')
 
 
+# Keywords that are null
+
+NULLS = dict.fromkeys(
+    [
+        *("properties", "enum", "required", "items", "additionalProperties", "anyOf", "$ref"),
+        *("minimum", "maxLength", "pattern", "format", "type", "title", "$defs", "x-guidance"),
+    ]
+)
+
+
+def _takes_with(kind: str, schema: dict[str, Any], *texts: str) -> list[bool]:
+    if kind == "response_format":
+        return [_takes(build_grammar(_format(schema)), text) for text in texts]
+    tools = _tools({"name": "f", "parameters": schema, "strict": kind == "strict"})
+    grammar = build_grammar(None, tools, "required", BY_NAME)
+    assert ARGS is not None
+    return [_takes(grammar, CALLS, "f", ARGS, text) for text in texts]
+
+
+KINDS = pytest.mark.parametrize("kind", ["response_format", "strict", "tool"])
+
+
+@KINDS
+def test_a_keyword_that_is_null_is_not_given_at_any_depth(kind: str) -> None:
+    schema = NULLS | {"properties": {"a": NULLS | {"anyOf": [NULLS | {"type": "integer"}]}}}
+    schema |= {"type": "object", "required": ["a"]}
+    assert _takes_with(kind, schema, '{"a": 5}', '{"a": "x"}', "{}") == [True, False, False]
+    closed = NULLS | {"type": "object", "additionalProperties": False}
+    assert _takes_with(kind, closed, "{}", '{"a": 5}') == [True, False]
+
+
+@KINDS
+def test_null_is_a_value_where_values_are(kind: str) -> None:
+    schema = _object(a={"const": None}, b={"enum": [None, 5]}, null={"type": "null"})
+    assert _takes_with(
+        kind,
+        schema,
+        '{"a": null, "b": null, "null": null}',
+        '{"a": 5, "b": null, "null": null}',
+        '{"a": null, "b": 6, "null": null}',
+    ) == [True, False, False]
+
+
 # ``response_format``
 
 ONE_NUMBER = _object(a={"type": "integer"})
@@ -289,8 +332,79 @@ def test_only_what_has_no_meaning_is_ignored(schema: dict[str, Any]) -> None:
     assert _tool_takes(_object(a=schema, b=B), *A_AND_B) == [True, False]
 
 
+@pytest.mark.parametrize("kind", ["Object", "", "dict", 5, {}, [], ["Object", "null"], ["object"]])
+def test_an_odd_type_of_the_arguments_is_an_object(kind: object) -> None:
+    schema = _object(b=B) | {"type": kind}
+    assert _tool_takes(schema, '{"b": 1}', '{"b": -1}', "5") == [True, False, False]
+    strict = _tools({"name": "f", "parameters": schema, "strict": True})
+    with pytest.raises(ParameterError, match=r'\("f"\): its type must be object'):
+        build_grammar(None, strict, "required", BY_NAME)
+
+
+@pytest.mark.parametrize("kind", ["array", ["string", "null"]])
+def test_another_type_of_the_arguments_is_refused(kind: object) -> None:
+    with pytest.raises(ParameterError, match=r'\("f"\): its type must be object'):
+        _tool_takes({"type": kind}, "{}")
+
+
+NAN, LONG = float("nan"), 10**479
+
+
+@pytest.mark.parametrize("number", [NAN, float("inf"), -LONG], ids=["nan", "inf", "long"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"default": ...},
+        {"default": {"a": [...]}},
+        {"example": ...},
+        {"const": ...},
+        {"const": {"a": ...}},
+        {"enum": [...]},
+        {"minimum": 0, "maximum": ...},
+        {"items": ...},
+        {"anyOf": [...]},
+        {"properties": [...]},
+        {"not": [...]},
+        {"x-mine": {"default": ...}},
+    ],
+    ids=str,
+)
+def test_what_json_cannot_say_is_left_out_of_a_schema(
+    schema: dict[str, Any], number: float
+) -> None:
+    """The model does not see it either."""
+    odd = _filled(schema, number)
+    assert _tool_takes(_object(a=odd, b=B), *A_AND_B) == [True, False]
+    (tool,) = _tools({"name": "f", "parameters": _object(a=odd, b=B)})
+    kept = {"minimum": 0} if "minimum" in schema else {}
+    assert tool.function.parameters == _object(a=kept, b=B)
+    with pytest.raises(ValueError, match=r"parameters\n.*in the schema of the tool 'f'"):
+        _tools({"name": "f", "parameters": _object(a=odd, b=B), "strict": True})
+
+
+def _filled(schema: Any, number: float) -> Any:
+    if isinstance(schema, dict):
+        return {key: _filled(value, number) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_filled(each, number) for each in schema]
+    return number if schema is ... else schema
+
+
+def test_what_json_can_say_stays_next_to_what_it_cannot() -> None:
+    schema = _object(
+        default={"enum": [NAN, "x", {"a": LONG}], "examples": [1, NAN], "title": "A"},
+        b={"anyOf": [{"type": "integer", "default": NAN}, NAN, {"type": "null"}]},
+        c=NAN,
+    )
+    (tool,) = _tools({"name": "f", "parameters": schema | {"default": LONG}})
+    b = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    default = {"enum": ["x"], "examples": [1], "title": "A"}
+    made = _object(default=default, b=b) | {"required": ["default", "b", "c"]}
+    assert tool.function.parameters == made
+
+
 def test_without_the_properties_that_are_named_others_are_allowed() -> None:
-    wrong = {"type": "object", "properties": None, "additionalProperties": False}
+    wrong = {"type": "object", "properties": [], "additionalProperties": False}
     texts = ('{"a": {"x": 1}, "b": 1}', '{"a": {"x": 1}, "b": -1}')
     assert _tool_takes(_object(a=wrong, b=B), *texts) == [True, False]
 
@@ -371,10 +485,29 @@ def test_schemas_are_checked_a_bounded_number_of_times(monkeypatch: pytest.Monke
     assert len(checked) == grammar.MAX_WEAKENINGS + 1
 
 
-def test_a_good_schema_is_checked_once_and_not_weakened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_that_takes_long_loses_its_patterns_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each check may take a second."""
     from tramontane.router.structured import grammar
 
-    monkeypatch.setattr(grammar, "weaker_schema", lambda *_: pytest.fail("it is good"))
+    checked: list[str] = []
+
+    def refuse(whole: str, parts: tuple[str, ...]) -> tuple[validator.GrammarError, ...]:
+        checked.append(whole)
+        return (validator.GrammarError(0, "slow"),) if "pattern" in whole else ()
+
+    monkeypatch.setattr(grammar, "validate_grammar", refuse)
+    tools = _tools({"name": "f", "parameters": _object(a={"pattern": "x"}, b=B)})
+    build_grammar(None, tools, "required", BY_NAME)
+    assert len(checked) == 2
+    assert '"required":["a","b"]' in checked[-1]
+
+
+def test_a_good_schema_is_checked_once_and_not_weakened(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tramontane.router.structured import answer_rules
+
+    monkeypatch.setattr(answer_rules, "weaker_schema", lambda *_: pytest.fail("it is good"))
     number = validator.validate_grammar.cache_info().misses
     tools = _tools({"name": "f", "parameters": _object(once={"type": "integer"})})
     build_grammar(None, tools, "required", BY_NAME)
