@@ -281,6 +281,11 @@ class ResponsesRequest(RequestBody):
     seed: Seed | None = None
     stream_options: NoEffect = None
 
+    def unused_fields(self) -> tuple[str, ...]:
+        """See ``RequestBody``."""
+        is_unused = self.include and set(self.include) != {INCLUDED_LOGPROBS}
+        return ("include",) if is_unused else ()
+
     @property
     def returns_logprobs(self) -> bool:
         """Whether the answer has log-probabilities."""
