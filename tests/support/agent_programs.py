@@ -295,9 +295,9 @@ def _script(name: str) -> Program:
         if name in PYTHON:
             path = place.write("program.py", PYTHON[name])
             return Start((place.packages / "bin" / "python", path, place.url, place.notes))
+        path = place.write("program.mjs", JAVASCRIPT[name])
         # where Node.js finds the packages
-        path = place.packages / f"{place.home.name}.mjs"
-        path.write_text(JAVASCRIPT[name], encoding="utf-8")
+        (place.home / "node_modules").symlink_to(place.packages / "node_modules")
         return Start(("node", path, place.url, place.notes))
 
     calls, answers = _read("read_notes", "path"), ANSWERS.get(name, 2)

@@ -15,7 +15,10 @@ TOOL = {"name": "read_notes", "description": "Read a file.", "parameters": SCHEM
 TOOLS = [{"type": "function", "function": TOOL}]
 def read_notes(path: str) -> str:
     "Read a file."
-    return Path(path).read_text()
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:  # random tokens name no file
+        return repr(error)
 def result_of(arguments):
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     return read_notes(**given)
@@ -94,7 +97,7 @@ for streams in (False, True):
         ]
         if results:
             messages.append({"role": "user", "content": results})
-    print(message.content[-1].text)
+    print(*(block.text for block in message.content if block.type == "text"))
 """
 
 MISTRALAI = """
@@ -207,8 +210,13 @@ const ask = `Read the file ${notes} and tell me what it says.`;
 const schema = { type: "object", properties: { path: { type: "string" } }, required: ["path"] };
 const tool = { name: "read_notes", description: "Read a file.", parameters: schema };
 const tools = [{ type: "function", function: tool }];
-const resultOf = (given) =>
-  readFileSync((typeof given === "string" ? JSON.parse(given) : given).path, "utf8");
+const resultOf = (given) => {
+  try {
+    return readFileSync((typeof given === "string" ? JSON.parse(given) : given).path, "utf8");
+  } catch (error) {
+    return String(error);
+  }
+};
 """
 
 JS_OPENAI = """

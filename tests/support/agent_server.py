@@ -8,6 +8,7 @@ and each must be one that the request's grammar allows.
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,13 +20,11 @@ import uvicorn
 from llguidance import LLMatcher
 from scripted_token_source import ScriptedSource, http_app_for
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tokenizer_files import SENTENCEPIECE, thinking_tekken
+from tokenizer_files import small_tekken, thinking_tekken
 
 from tramontane.proto.request import Request, RequestOutput
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.tokenization.backends import SentencePieceTokenizer
-from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
-from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 from tramontane.workers.sampling.structured_output import (
     LIMITS,
@@ -49,7 +48,9 @@ Wanted = Mapping[str, Mapping[str, Any]]  # arguments by the tool's name, in the
 
 @dataclass
 class Exchange:
-    """A request, and the response to it."""
+    """A request, and the response to it. ``last_at``: the time of its last part, by a monotonic
+    clock. ``broken``: why the response has no end, if the server is at fault.
+    """
 
     method: str
     path: str
@@ -58,6 +59,9 @@ class Exchange:
     status: int = 0
     warning: str = ""
     answer: bytes = b""
+    is_whole: bool = False
+    last_at: float = 0.0
+    broken: str = ""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -206,7 +210,7 @@ class Recorder:
             more = message.get("more_body", False)
         headers = dict(scope["headers"])
         agent = headers.get(b"user-agent", b"").decode("latin-1")
-        exchange = Exchange(scope["method"], scope["path"], raw, agent)
+        exchange = Exchange(scope["method"], scope["path"], raw, agent, last_at=time.monotonic())
         self.exchanges.append(exchange)
         CURRENT.set(exchange)
         waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -221,31 +225,41 @@ class Recorder:
                 exchange.warning = named.get(b"warning", b"").decode("latin-1")
             else:
                 exchange.answer += message.get("body", b"")
+                exchange.is_whole = not message.get("more_body", False)
+            exchange.last_at = time.monotonic()
             await send(message)
 
-        await self.app(scope, replay, note)
+        try:
+            await self.app(scope, replay, note)
+        except Exception as error:
+            exchange.broken = repr(error)
+            raise
 
 
 @dataclass
 class AgentServer:
-    """The running server."""
+    """The running server. ``source``: of its tokens, if they are scripted."""
 
     url: str
-    source: AgentSource
     recorder: Recorder
+    source: AgentSource | None = None
+
+
+def write_tekken(folder: Path, version: str) -> None:
+    """Write a small tekken.json of this version, with the markers of thoughts from version 11 on;
+    the published file is of version 3.
+    """
+    if version == "v3":
+        small_tekken(folder)
+    else:
+        thinking_tekken(folder, version)
 
 
 def agent_app(version: str, folder: Path) -> tuple[AgentSource, Recorder]:
     """Return a server whose model has the chat format of this version."""
-    if version == "v3":
-        tokenizer: Tokenizer | None = SentencePieceTokenizer(SENTENCEPIECE["v3"])
-        chat: Any = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
-    else:
-        path = thinking_tekken(folder / version, version)
-        tokenizer = load_tokenizer(path.parent, MAX_VOCAB)
-        assert tokenizer is not None
-        chat = load_chat_template(path.parent, tokenizer)
-    assert tokenizer is not None
+    write_tekken(folder / version, version)
+    tokenizer = require_tokenizer(folder / version, MAX_VOCAB)
+    chat: Any = load_chat_template(folder / version, tokenizer)
     source = AgentSource(tokenizer, chat.tool_format)
     model = ServedModel(MODEL_NAME, tokenizer, CONTEXT, 16, tokenizer.vocab_size)
     app = http_app_for(source, model, chat=chat, max_body_bytes=MAX_BODY).app()
@@ -254,15 +268,22 @@ def agent_app(version: str, folder: Path) -> tuple[AgentSource, Recorder]:
 
 @contextmanager
 def running_agent_server(version: str, folder: Path) -> Iterator[AgentServer]:
-    """Run a server on a port of this machine during the block."""
+    """Run a server with scripted tokens during the block."""
     source, recorder = agent_app(version, folder)
-    config = uvicorn.Config(recorder, lifespan="off", ws="none", log_config=None)
+    with served(recorder) as url:
+        yield AgentServer(url, recorder, source)
+
+
+@contextmanager
+def served(app: ASGIApp) -> Iterator[str]:
+    """Run an application on a port of this machine during the block; yield its URL."""
+    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield AgentServer(f"http://127.0.0.1:{listener.getsockname()[1]}", source, recorder)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = server.force_exit = True
             thread.join()

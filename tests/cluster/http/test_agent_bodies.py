@@ -4,11 +4,13 @@ of it is refused. ``agent_bodies.json`` has the requests, recorded by ``make age
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from agent_bodies import FILLER, MAX_CHARS, PATH, AgentBody, read_bodies, with_texts, without_texts
 from agent_programs import PROGRAMS
+from agent_real_server import STALLED_S, problem_of, unanswered
 from agent_server import ANSWER, FORMATS, agent_app, results_of
 from scripted_token_source import client_for
 
@@ -118,6 +120,33 @@ def test_the_server_of_the_programs_refuses_tokens_that_the_grammar_forbids(fold
 async def scenario_without_script(app: object, body: dict[str, object]) -> str:
     async with client_for(app) as client:  # type: ignore[arg-type]
         return (await client.post("/v1/chat/completions", json=body)).text
+
+
+def test_an_answer_without_its_end_is_not_whole(folder: Path) -> None:
+    """What ``make agents --real`` looks for, in answers of each API, whole and as streams."""
+    kinds = {(sent.path, bool(sent.body.get("stream"))): sent for sent in BODIES}
+    assert len(kinds) == 7
+    _, recorder = agent_app("v13", folder)
+
+    async def scenario() -> None:
+        async with client_for(recorder) as client:
+            for sent in kinds.values():
+                await client.post(sent.path, json=sent.body)
+            await client.post("/v1/chat/completions", json={"messages": 1})
+
+    asyncio.run(scenario())
+    *answered, refused = recorder.exchanges
+    assert unanswered(answered) == ""
+    for each in answered:
+        cut = replace(each, answer=each.answer[:-20])
+        assert problem_of(cut)
+        assert problem_of(replace(each, broken="ReadError")) == "the answer broke off: ReadError"
+        assert problem_of(replace(each, is_whole=False)) == ""
+        left = replace(each, is_whole=False, last_at=each.last_at - 2 * STALLED_S)
+        assert problem_of(left).startswith("no part of an answer")
+    assert unanswered([*answered, refused]).startswith("refused: 400")
+    assert unanswered([replace(answered[0], is_whole=False)])
+    assert unanswered([])
 
 
 @pytest.mark.parametrize("version", FORMATS)
