@@ -299,7 +299,7 @@ def test_the_effort_of_thinking_reaches_the_format(llm: LLM, tmp_path: Path) -> 
         ([[]], "prompt 1 is empty"),
         ([[1, 10**6]], "prompt 1 has token id 1000000"),
         ([[-1]], "prompt 1 has token id -1"),
-        ([[1] * 5000], "prompt 1 has 5000 tokens"),
+        ([[1] * 5000], "prompt 1 is too long: 5000 tokens"),
         (["\ud800"], "not valid Unicode"),
         ([["a", "b"]], "prompt 1 has 'a', which is no token id"),
         ([[1.5]], "prompt 1 has 1.5, which is no token id"),
@@ -403,7 +403,7 @@ def test_a_prompt_may_fill_the_context_but_for_one_position() -> None:
     with LLM(local=True, max_model_len=32, progress=False) as small:
         [output] = small.generate([[5] * 31], GREEDY)
         assert len(output.outputs[0].token_ids) == 1
-        with pytest.raises(RequestError, match="prompt 1 has 32 tokens"):
+        with pytest.raises(RequestError, match="prompt 1 is too long: 32 tokens"):
             small.generate([[5] * 32], GREEDY)
 
 
