@@ -230,7 +230,7 @@ def test_thoughts_of_an_answer_are_apart_from_its_text(
     begin = 2
     end = next(at for at in range(begin + 3, len(ids)) if ids[at] not in ids[:at])
     form = ReasoningFormat("[THINK]", "[/THINK]", ids[begin], ids[end])
-    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", property(lambda _: form))
     [answer] = llm.chat(messages, GREEDY)
     [output] = answer.outputs
     assert output.token_ids == ids
@@ -269,7 +269,7 @@ def test_an_answer_may_begin_inside_a_thought(llm: LLM, monkeypatch: pytest.Monk
     )
     end = next(at for at in range(2, len(ids)) if ids[at] not in (*ids[:at], begin_id))
     form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, ids[end])
-    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", property(lambda _: form))
     parser = ReasoningParser(form, tokenizer, is_open=True)
     splits = [parser.push(token_id) for token_id in ids] + [parser.finish()]
     [output] = llm.chat(messages, GREEDY)[0].outputs
