@@ -16,9 +16,10 @@ an answer. The server runs without a router in this process; its tokens are scri
 With ``--real`` the server is ``tramontane serve --stages 2`` with a small random model (see
 ``tests/support/agent_real_server.py``). The model writes gibberish and calls any tool, so what
 matters is not what a program makes of it: every request for an answer must get one that is whole.
-A program that still runs after ``REAL_LIMIT_S`` is ended, which is no failure. All programs run
-with version 13, and one of each API with versions 3 and 11. Agents run the commands that the model
-writes: use a container, or a machine on which nothing is missed.
+A program that still runs after ``REAL_LIMIT_S`` is ended, which is no failure, and one of which no
+tool was called runs again, ``REAL_ROUNDS`` times at most. All programs run with version 13, and one
+of each API with versions 3 and 11. Agents run the commands that the model writes: use a container,
+or a machine on which nothing is missed.
 """
 
 import argparse
@@ -59,6 +60,7 @@ from rich.table import Table
 
 CACHE = Path(__file__).parents[2] / ".agents"
 LIMIT_S, REAL_LIMIT_S = 180, 90
+REAL_ROUNDS = 3
 NEWEST = FORMATS[-1]
 REAL_IN_OLDER = ("Claude Code", "Codex CLI", "Mistral Vibe")  # one of each API
 SECRET = "The wind has turned to the north, says the harbour master."
@@ -80,6 +82,11 @@ class Result:
     faults: Sequence[str] = ()
 
     @property
+    def has_run_a_tool(self) -> bool:
+        """Whether the program has sent a tool's result."""
+        return any(results_of(each.path, each.body) for each in self.exchanges)
+
+    @property
     def others(self) -> list[str]:
         """Paths that the server does not have."""
         missing = {
@@ -88,6 +95,15 @@ class Result:
             if each.status >= 400 and each.path not in GENERATES
         }
         return sorted(missing)
+
+
+def run_rounds(version: str, program: Program, server: AgentServer, node: Path) -> Result:
+    """Run a program, with random tokens again until it has run a tool; return what it did last."""
+    result = run_program(version, program, server, node)
+    for _ in range(0 if server.source else REAL_ROUNDS - 1):
+        if not result.problem and not result.has_run_a_tool:
+            result = run_program(version, program, server, node)
+    return result
 
 
 def run_program(version: str, program: Program, server: AgentServer, node: Path) -> Result:
@@ -245,7 +261,7 @@ def run_programs(options: argparse.Namespace) -> Iterator[Result]:
     for version, programs in chosen_programs(options).items():
         with tempfile.TemporaryDirectory() as folder, running(version, Path(folder)) as server:
             for program in programs:
-                result = run_program(version, program, server, node)
+                result = run_rounds(version, program, server, node)
                 console.print(f"{program.name}, {version}: {result.problem or 'ok'}", markup=False)
                 if options.verbose and result.problem:
                     console.print(result.output[-4000:], markup=False)
