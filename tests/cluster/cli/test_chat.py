@@ -155,7 +155,7 @@ def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
     begin = next(at for at in range(1, 5) if tokens[at] not in tokens[:at])
     end = next(at for at in range(begin + 2, 8) if tokens[at] not in tokens[:at])
     form = ReasoningFormat("[THINK]", "[/THINK]", tokens[begin], tokens[end])
-    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", property(lambda _: form))
     parser = ReasoningParser(form, tokenizer)
     splits = [parser.push(token_id) for token_id in tokens] + [parser.finish()]
     code, out, err = chat("The quick", "brown", flags=("--json",))
@@ -175,7 +175,7 @@ def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
     # Now the prompt ends inside a thought.
     begin_id = next(token_id for token_id in reversed(ids) if tokenizer.bytes_of(token_id))
     form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, tokens[end])
-    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", property(lambda _: form))
     parser = ReasoningParser(form, tokenizer, is_open=True)
     splits = [parser.push(token_id) for token_id in tokens] + [parser.finish()]
     [opened] = _answers(chat("The quick", flags=("--json",))[1])
