@@ -283,7 +283,7 @@ class ContextLengthError(ParameterError):
         return cls(
             f"{name} is too long: {'at least ' * at_least}{num_tokens} tokens > {context - 1}"
             f" maximum. This model's maximum context length is {context} tokens, of which an answer"
-            " takes at least one",
+            " takes at least one; shorten the prompt",
             "prompt",
         )
 

@@ -95,7 +95,11 @@ _ANTHROPIC = ErrorShape(_anthropic_body, lambda body, _: format_event(body, "err
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
+NEEDING_V1 = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+OTHER_PATHS = (
+    "there are /v1/chat/completions, /v1/completions, /v1/models, /ui and more: see /docs or"
+    " /openapi.json"
+)
 METRICS = (
     "Ray exports the metrics of every node, at /metrics of the port in"
     " /tmp/ray/session_latest/metrics_export_port_* there; see Metrics in docs/observability.md"
@@ -202,6 +206,10 @@ def not_found_handler(
 
 
 def _advice(path: str) -> str:
+    if "/v1/v1/" in path:
+        return "a base URL with /v1 is for clients that do not add it; leave /v1 out of yours"
+    if not path.startswith("/v1/") and path.endswith(NEEDING_V1):
+        return "the client's base URL needs /v1 at its end"
     if "/v1/responses/" in path:  # the path of one response, to read, cancel or delete it
         return NOT_STORED
     return METRICS if path.rstrip("/").endswith("/metrics") else OTHER_PATHS

@@ -318,11 +318,22 @@ Choice = Annotated[
         "{type} is not supported; it must be auto, any, tool or none",
     ),
 ]
+
+
+def _check_tool(tool: OtherObject) -> OtherObject:
+    if tool.type == "function":
+        raise ValueError(
+            'functions of chats have another form; here it is {"name": ..., "input_schema": ...}'
+        )
+    return tool
+
+
 # Tools that another server runs, or whose schema only its models know, are left out.
 Tools = Annotated[
     tuple[
         Annotated[
-            Annotated[ToolDefinition, typed("custom")] | Annotated[OtherObject, typed(OTHER)],
+            Annotated[ToolDefinition, typed("custom")]
+            | Annotated[OtherObject, AfterValidator(_check_tool), typed(OTHER)],
             by_type("custom", default="custom"),
         ],
         ...,

@@ -201,6 +201,9 @@ class AssistantToolCall(RequestModel):
     type: Any = None  # shown by which of the next two there is
     function: FunctionCall | None = None
     custom: CustomCall | None = None
+    # without an object for the function, as some clients store calls
+    name: Text | None = None
+    arguments: Arguments = "{}"
     # Mistral's client sends back the index of a streamed call
     index: NoEffect = None
 
@@ -208,14 +211,10 @@ class AssistantToolCall(RequestModel):
         """Return the call as chat templates take it."""
         if self.function is None and self.custom is not None:
             return ToolCall(self.id, self.custom.name, to_json({CUSTOM_INPUT: self.custom.input}))
-        function = self.function or FunctionCall()
+        function = self.function or FunctionCall.model_construct(
+            name=self.name or "", arguments=self.arguments
+        )
         return ToolCall(self.id, function.name, function.arguments)
-
-
-def _without_nulls(value: Any) -> Any:
-    if value is None:
-        return ()
-    return [each for each in value if each is not None] if isinstance(value, list) else value
 
 
 class AssistantMessage(RequestModel):
@@ -227,7 +226,7 @@ class AssistantMessage(RequestModel):
     content: ThoughtfulContent = ()
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    tool_calls: Annotated[tuple[AssistantToolCall, ...], BeforeValidator(_without_nulls)] = Field(
+    tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
     name: Text | None = None
@@ -315,7 +314,9 @@ class ChatRequest(SamplingFields):
     documents: Annotated[Any, unsupported_except([])] = None
     echo: Annotated[Any, unsupported_except()] = None
     function_call: Annotated[Any, unsupported_except("none")] = None
-    functions: Annotated[Any, unsupported_except([])] = None
+    functions: Annotated[
+        Any, unsupported_except([], reason="it is not supported; give functions as tools")
+    ] = None
     modalities: Annotated[Any, unsupported_except(["text"])] = None
     moderation: Annotated[Any, unsupported_except()] = None
     prediction: NoEffect = None

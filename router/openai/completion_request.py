@@ -4,6 +4,7 @@ import codecs
 import re
 from functools import cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
@@ -43,6 +44,7 @@ from tramontane.router.structured.request_model import (
     ignored_fields,
     intended_name,
     only_true,
+    other_name,
     unsupported_except,
 )
 
@@ -342,6 +344,9 @@ def _check_suffix(request: CompletionRequest) -> None:
 
 Body = TypeVar("Body", bound=RequestBody)
 HISTORIES = (("messages",), ("input",))
+ENDPOINTS = MappingProxyType(  # by what only they take
+    {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+)
 MAX_MENDED_BYTES = 2**18  # up to a comma, where other threads may run: at most 40 ms
 LONE_SURROGATE = re.compile("lone leading surrogate|end of hex escape")
 # The escape of half of a surrogate pair, after an even number of backslashes: of "\\ud83d\\ude00x"
@@ -425,11 +430,14 @@ def _note_ignored(parsed: RequestBody, of_parts: NotedFields) -> None:
 
 
 def _check_spelling(field: IgnoredField, path: str) -> None:
-    """Raise ParameterError if an unknown field is probably a misspelling. In a conversation, which
-    a client cannot take back, only of a field that the object lacks.
+    """Raise ParameterError if an unknown field is probably a misspelling, or another server's name
+    of a field that the object lacks. In a conversation, which a client cannot take back, a
+    misspelling is also of a field that the object lacks.
     """
-    meant = intended_name(field.name, _names(type(field.model)))
-    is_extra = field.place[:1] in HISTORIES and meant in field.model.model_fields_set
+    known, given = _names(type(field.model)), field.model.model_fields_set
+    other = other_name(field.name, known)
+    meant = other or intended_name(field.name, known)
+    is_extra = (other or field.place[:1] in HISTORIES) and meant in given
     if meant and not is_extra:
         raise ParameterError(
             f"{path} is not a parameter of this endpoint; did you mean {meant}?", path
@@ -464,10 +472,15 @@ def _to_parameter_error(error: ValidationError) -> ParameterError:
 
 
 def _misspelling(missing: ErrorDetails) -> str:
-    """Return the end of the message if the object has a field of a similar name, else ""."""
+    """Return the end of the message if the object has a field of a similar name, or that of another
+    endpoint, else "".
+    """
     name, given = str(_path(missing)[-1]), missing["input"]
+    for other, endpoint in ENDPOINTS.items() if name in ENDPOINTS else ():
+        if isinstance(given, dict) and other in given:
+            return f"; {other} is for {endpoint}"
     for other in islice(given, MAX_IGNORED) if isinstance(given, dict) else ():
-        if intended_name(str(other), [name]):
+        if other_name(str(other), [name]) or intended_name(str(other), [name]):
             return f'; unknown field "{printable_name(str(other))}", did you mean "{name}"?'
     return ""
 

@@ -4,7 +4,7 @@ that a client may send and that have no effect.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -120,6 +120,36 @@ def no_effect_fields(kind: type[RequestModel]) -> frozenset[str]:
     return frozenset(
         name for name, field in kind.model_fields.items() if NO_EFFECT in field.metadata
     )
+
+
+# Names of other APIs and servers for fields that an object may have here.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("max_new_tokens", "num_predict", "maxOutputTokens", "maxCompletionTokens"),
+            ("max_tokens", "max_output_tokens"),
+        ),
+        "max_tokens": ("max_output_tokens",),
+        "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+        "max_output_tokens": ("max_tokens",),
+        **dict.fromkeys(("stop_sequences", "stop_strings"), ("stop",)),
+        "stop": ("stop_sequences",),
+        "repeat_penalty": ("repetition_penalty",),
+        "temp": ("temperature",),
+        "topP": ("top_p",),
+        "topK": ("top_k",),
+        "format": ("response_format",),
+        "response_format": ("text",),
+        "text": ("content",),
+        "input_schema": ("parameters",),
+        "parameters": ("input_schema",),
+    }
+)
+
+
+def other_name(name: str, known: Sequence[str]) -> str:
+    """Return the known name of a field that another API or server calls so, "" if there is none."""
+    return next((each for each in OTHER_NAMES.get(name, ()) if each in known), "")
 
 
 def intended_name(name: str, known: Iterable[str]) -> str:
@@ -319,7 +349,7 @@ class TextParts:
             raise ValueError("it must be a text or a list of parts")
         if len(value) > MAX_PARTS:
             raise ValueError(f"a list of parts may have at most {MAX_PARTS}")
-        return tuple(self.text_of(part, info) for part in value if part is not None)
+        return tuple(self.text_of(part, info) for part in value)
 
     def result(self, value: Any, info: ValidationInfo) -> tuple[str, ...]:  # any JSON
         """Return the texts of the result of a call; what is neither a text nor a list of parts is
@@ -327,7 +357,9 @@ class TextParts:
         """
         is_content = value is None or isinstance(value, str)
         if isinstance(value, list):
-            is_content = all(isinstance(part, str | None) or _is_part(part) for part in value)
+            is_content = all(
+                isinstance(part, dict) and isinstance(part.get("type"), str) for part in value
+            )
         if not is_content:
             return (check_text(json.dumps(value, ensure_ascii=False)),)
         return self.texts(value, info)
@@ -340,11 +372,7 @@ class TextParts:
         """Return the text of a part, ``Omitted`` if it is not text. Raises ValueError for what is
         not a part.
         """
-        if isinstance(part, str):
-            return check_text(part)
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
-            kind = self.types[0]
         if not isinstance(kind, str):
             raise ValueError('a part must be an object with a type, {"type": "text", ...}')
         if kind in NESTED and (text := NESTED[kind](part)) is not None:
@@ -360,13 +388,6 @@ class TextParts:
         if len(part) > 2 or "text" not in part:
             note_ignored(part, ("type", "text"), self.hints, info)
         return check_text(text)
-
-
-def _is_part(value: Any) -> bool:  # any JSON
-    """Return whether a value is a part of a content: an object with a type or a text."""
-    return isinstance(value, dict) and any(
-        isinstance(value.get(name), str) for name in ("type", "text")
-    )
 
 
 def check_text(text: str) -> str:

@@ -39,7 +39,8 @@ def _refused(path: str, text: str) -> tuple[int, dict[str, Any]]:
     async def scenario() -> tuple[int, dict[str, Any]]:
         app = http_app_for(ScriptedSource(), MODEL, chat=FORMAT, max_body_bytes=MAX_BODY).app()
         async with client_for(app) as client:
-            body = {"max_tokens": 2, **field, "model": "demo"}
+            limit = "max_output_tokens" if path == "responses" else "max_tokens"
+            body = {limit: 2, **field, "model": "demo"}
             answer = await client.post(f"/v1/{path}", json=body)
             return answer.status_code, answer.json()
 

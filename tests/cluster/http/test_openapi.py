@@ -247,7 +247,6 @@ PATTERNS = [
     [
         {"multipleOf": 10**400},
         {"allOf": PATTERNS},
-        {"const": "\ud800"},
         {"$ref": "file:///etc/passwd"},
         {"enum": ["x" * 70_000]},
     ],

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -123,7 +123,10 @@ def test_without_a_dashboard_none_of_its_daemons_runs() -> None:
     """Ray's own ``include_dashboard=False`` starts all three, which takes a third of the start of a
     cluster.
     """
-    commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    commands: list[str] = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # of a cluster before
+            commands.append(" ".join(each.cmdline()))
     daemons = {
         name
         for command in commands
@@ -649,7 +652,7 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
         client.completions.create(model="gpt-4", prompt="O")
     with pytest.raises(openai.BadRequestError, match="temperature is -1"):
         client.completions.create(model="demo", prompt="O", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="at most 2047"):
+    with pytest.raises(openai.BadRequestError, match="2048 tokens > 2047 maximum"):
         client.completions.create(model="demo", prompt=[5] * 2048)
     with pytest.raises(openai.BadRequestError, match="the model's vocabulary has the ids 0 to 999"):
         client.completions.create(model="demo", prompt=[10**6])
@@ -1037,9 +1040,7 @@ REFUSED_BODIES = {
     + b"[" * 30_000
     + b"]" * 30_000
     + b"}": "the body is not JSON: it is nested too deeply",
-    b'{"prompt": "'
-    + b"la " * 2**20
-    + b'"}': "a text of 3145728 characters is too long; there is room for 2048 tokens",
+    b'{"prompt": "' + b"la " * 2**20 + b'"}': "tokens > 2047 maximum",
     TEN_MB: "the body is larger than 8 MiB; send less at once",
 }
 

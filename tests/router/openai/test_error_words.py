@@ -110,7 +110,10 @@ FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "
 TOOL = {"type": "function", "function": FUNCTION}
 CALLED = {"name": "f", "arguments": "{}"}
 CUSTOM = {"name": "f", "input": "a"}
-CALL = {"id": "1", "type": "function", "index": 0, "function": CALLED, "custom": CUSTOM}
+CALL = {
+    **{"id": "1", "type": "function", "index": 0, "function": CALLED, "custom": CUSTOM},
+    **{"name": "f", "arguments": "{}"},
+}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
 CACHED_PART = {**CACHED, "prompt_cache_breakpoint": {"mode": "explicit"}}
 MESSAGES = [
