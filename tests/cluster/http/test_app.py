@@ -582,8 +582,17 @@ async def test_what_exists_is_named_where_nothing_is(serve: Serve) -> None:
     async with serve() as harness:
         message = check_error((await harness.client.get("/-")).content)["message"]
         paths = re.findall(r"/[\w./]+", message)
-        assert paths == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
+        chats, *others = paths
+        assert chats == "/v1/chat/completions"
+        assert others == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
         assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
+        for path, advice in (
+            ("/v1/v1/messages", "leave /v1 out of yours"),
+            ("/chat/completions", "base URL needs /v1 at its end"),
+            ("/models", "base URL needs /v1 at its end"),
+        ):
+            response = await harness.client.get(path)
+            assert advice in response.json()["error"]["message"]
         for path in ("/metrics", "/metrics/", "/v1/metrics"):
             error = check_error((await harness.client.get(path)).content)
             assert error["message"].startswith(
