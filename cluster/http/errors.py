@@ -96,10 +96,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 NEEDING_V1 = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
-OTHER_PATHS = (
-    "there are /v1/chat/completions, /v1/completions, /v1/models, /ui and more: see /docs or"
-    " /openapi.json"
-)
+OTHER_PATHS = "there are /v1/chat/completions, /v1/models, /ui and more: see /docs or /openapi.json"
 METRICS = (
     "Ray exports the metrics of every node, at /metrics of the port in"
     " /tmp/ray/session_latest/metrics_export_port_* there; see Metrics in docs/observability.md"

@@ -584,7 +584,7 @@ async def test_what_exists_is_named_where_nothing_is(serve: Serve) -> None:
         paths = re.findall(r"/[\w./]+", message)
         chats, *others = paths
         assert chats == "/v1/chat/completions"
-        assert others == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
+        assert others == ["/v1/models", "/ui", "/docs", "/openapi.json"]
         assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
         for path, advice in (
             ("/v1/v1/messages", "leave /v1 out of yours"),

@@ -176,8 +176,8 @@ async def test_extra_routes_are_mounted_and_named() -> None:
         unknown = await client.get("/v1/fields")
         assert (
             check_error(unknown.content)["message"]
-            == "'/v1/fields' is not here; there are /v1/chat/completions, /v1/completions,"
-            " /v1/models, /ui and more: see /docs or /openapi.json"
+            == "'/v1/fields' is not here; there are /v1/chat/completions, /v1/models, /ui and more:"
+            " see /docs or /openapi.json"
         )
         wrong = await client.put("/v1/files")
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
