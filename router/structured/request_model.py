@@ -74,12 +74,17 @@ class IgnoredField(NamedTuple):
     @property
     def has_effect_elsewhere(self) -> bool:
         """Whether the field has an effect in another object of the list, of another type."""
-        return any(
-            other.__dict__.get(self.name) is not None
-            and self.name in other.__pydantic_fields_set__
-            and self.name not in no_effect_fields(type(other))
+        kinds = {
+            kind
+            for kind in set(map(type, self.siblings))  # few, of thousands of objects
+            if issubclass(kind, RequestModel)
+            and self.name in kind.model_fields
+            and self.name not in no_effect_fields(kind)
+        }
+        return bool(kinds) and any(
+            other.__dict__[self.name] is not None and self.name in other.__pydantic_fields_set__
             for other in self.siblings
-            if isinstance(other, RequestModel)
+            if type(other) in kinds
         )
 
 
