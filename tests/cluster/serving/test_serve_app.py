@@ -1079,7 +1079,7 @@ def _chunk(part: bytes) -> bytes:
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-NOT_HERE, DOES_NOT_TAKE = "is not here; there are /v1/completions, ", "does not take"
+NOT_HERE, DOES_NOT_TAKE = "is not here; there are /v1/chat/completions, ", "does not take"
 FRAMED = {
     "in chunks": (
         post_request(_chunk(REQUEST_BODY[:9]) + _chunk(REQUEST_BODY[9:]) + _chunk(b""), CHUNKED),
