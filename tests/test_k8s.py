@@ -135,9 +135,10 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
             for each in (container, *pod.get("initContainers", []))
         )
         assert container["envFrom"] == [{"configMapRef": {"name": "tramontane-settings"}}]
-        assert container["resources"]["requests"] == container["resources"]["limits"], (
-            "Ray counts limits, Kubernetes requests"
-        )
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        assert requests == limits or name == "demo", "Ray counts limits, Kubernetes requests"
+        has_autoscaler = group["groupName"] == "head" and name == "autoscaled"
+        assert pod["automountServiceAccountToken"] == has_autoscaler
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (
             "num-gpus" in group["rayStartParams"]
         )
@@ -192,6 +193,39 @@ def test_what_is_named_is_there(name: str) -> None:
         "tramontane-api-keys",
         "tramontane-tls",
     }
+
+
+def test_the_demo_fits_on_a_laptop() -> None:
+    pods = [
+        (quantity, group.get("replicas", 1))
+        for group in groups_of(ray_service(overlay("demo")))
+        for quantity in [ray_container(group)["resources"]["requests"]]
+    ]
+    assert sum(_amount(requests["cpu"]) * count for requests, count in pods) <= 3
+    assert sum(_amount(requests["memory"]) * count for requests, count in pods) <= 6 * 2**30
+
+
+def _amount(text: str) -> float:
+    """Parse a quantity of Kubernetes: 500m is 0.5."""
+    units = {"m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30}
+    found = re.fullmatch(r"(\d+)(m|Mi|Gi)?", text)
+    assert found, text
+    return int(found[1]) * units.get(found[2], 1.0)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_operators_own_service_finds_no_pod_without_a_proxy(name: str) -> None:
+    """It selects all pods of the cluster but the head, and a port by its container's name."""
+    service = ray_service(overlay(name))
+    ports = {port["targetPort"] for port in service["spec"]["serveService"]["spec"]["ports"]}
+    serving = {
+        group["groupName"]
+        for group in groups_of(service)
+        if ports <= {port["name"] for port in ray_container(group).get("ports", ())}
+    }
+    assert serving == {"head", "ingress"}
+    assert service["spec"]["excludeHeadPodFromServeSvc"]
+    assert ports == {"serve", "serve-grpc"}
 
 
 def test_a_model_can_be_fetched_before_anything_else_changes() -> None:

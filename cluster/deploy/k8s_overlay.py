@@ -3,7 +3,9 @@ pipeline. Pure.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -25,6 +27,7 @@ APP_LABEL, ROLE_LABEL = "app", "tramontane-role"
 HEAD, INGRESS, STAGE, EXPERT = "head", "ingress", "stage", "expert"
 NUM_INGRESSES = 2  # one may fail
 HTTP_PORT, GRPC_PORT = 8000, 9000
+SERVE_PORTS = MappingProxyType({"serve": HTTP_PORT, "serve-grpc": GRPC_PORT})
 AGENT_PORT = 52365  # of Ray's agent in every pod, which reports the health of the pod's raylet
 USER = 1000  # of the image
 # Ray resources that only an ingress pod offers: for one ingress replica, and any number of routers.
@@ -34,11 +37,32 @@ ROUTERS_PER_INGRESS = 100
 SETTINGS = "tramontane-settings"  # the ConfigMap with SERVE_SETTINGS and RAY_SETTINGS
 KEYS_SECRET, KEYS_FOLDER, KEYS_FILE = "tramontane-api-keys", "/etc/tramontane", "keys"
 MODELS_CLAIM, MODELS_FOLDER = "tramontane-models", "/models"
-STORE_BYTES = GIB  # Ray's object store in each pod: some micro-batches of hidden states
 # of a GPU's pod: Ray, CUDA's host memory, and parts of the checkpoint while it is loaded
 HOST_BYTES = 12 * GIB
-OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, in addition to its stage's memory
-HEAD_BYTES, INGRESS_BYTES = 8 * GIB, 6 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class PodSizes:
+    """The size of the pods, next to what the plan of the stages needs.
+
+    ``store_bytes``: Ray's object store in each pod, for some micro-batches of hidden states.
+    ``overhead_bytes``: of a pod without a GPU, in addition to its stage's memory. ``requests``:
+    what each pod reserves on its node; None for as much as its limits.
+    """
+
+    store_bytes: int
+    head_bytes: int
+    ingress_bytes: int
+    overhead_bytes: int
+    requests: tuple[tuple[str, str], ...] | None = None
+
+
+SERVER_SIZES = PodSizes(GIB, 8 * GIB, 6 * GIB, 3 * GIB)
+# Of the demo, whose five pods fit on a laptop: reserved are 2.5 CPUs and 5 GiB. Idle, a head uses
+# 1.1 GiB, an ingress and a stage up to 0.9 GiB each (k8s/README.md).
+DEMO_SIZES = PodSizes(
+    GIB // 4, 3 * GIB, 2 * GIB, 3 * GIB // 2, (("cpu", "500m"), ("memory", "1Gi"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +76,27 @@ class WorkerPodSpec:
     has_gpu: bool
 
 
-def head_group(model: str | None) -> Document:
+def head_group(model: str | None, sizes: PodSizes, is_autoscaled: bool) -> Document:
     """Return the head, which offers no CPU: no actor of a pipeline is placed on it, and plans do
     not count it.
+
+    Its ports named "serve..." are those that the operator's own Service gets. Ray's autoscaler is
+    a container of the head, which calls the API server of Kubernetes.
     """
-    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": HTTP_PORT}
-    container = _container("ray-head", 2, HEAD_BYTES, ports, model)
-    spec = _pod_spec(container, model)
+    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, **SERVE_PORTS}
+    container = _container("ray-head", 2, sizes.head_bytes, ports, model, sizes)
+    spec = _pod_spec(container, model, sizes, needs_token=is_autoscaled)
     if model is not None:  # so that the application is not deployed before the model is there
         spec["initContainers"] = [_wait_for_model(model)]
     return {
-        "rayStartParams": _ray_start_params(0) | {"dashboard-host": "0.0.0.0"},
+        "rayStartParams": _ray_start_params(0, sizes) | {"dashboard-host": "0.0.0.0"},
         "template": _template(HEAD, spec),
     }
 
 
-def ingress_group(model: str | None) -> Document:
+def ingress_group(model: str | None, sizes: PodSizes) -> Document:
     """Return the pods of HTTP and gRPC, with the ingress replicas and the routers."""
-    container = _container(
-        "ray-worker", 2, INGRESS_BYTES, {"serve": HTTP_PORT, "serve-grpc": GRPC_PORT}, model
-    )
+    container = _container("ray-worker", 2, sizes.ingress_bytes, SERVE_PORTS, model, sizes)
     container["volumeMounts"].append(
         {"name": "api-keys", "mountPath": KEYS_FOLDER, "readOnly": True}
     )
@@ -80,7 +105,7 @@ def ingress_group(model: str | None) -> Document:
             "exec": {"command": ["/bin/sh", "-c", f"sleep {TERMINATION_GRACE_S}; ray stop"]}
         }
     }
-    spec = _pod_spec(container, model)
+    spec = _pod_spec(container, model, sizes)
     spec["volumes"].append({"name": "api-keys", "secret": {"secretName": KEYS_SECRET}})
     spec["terminationGracePeriodSeconds"] = TERMINATION_GRACE_S + 30
     elsewhere = {
@@ -94,27 +119,35 @@ def ingress_group(model: str | None) -> Document:
     }
     spec["affinity"] = {"podAntiAffinity": preferred}
     offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
-    # quoted twice: the operator puts it into a shell command
-    start = _ray_start_params(0) | {"resources": json.dumps(offered)}
+    # in single quotes: the operator puts it into a shell command, and parses what is between them
+    start = _ray_start_params(0, sizes) | {"resources": f"'{offered}'"}
     return _group("ingress", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))
 
 
 def worker_group(
-    role: str, name: str, min_pods: int, max_pods: int, pod: WorkerPodSpec, model: str | None
+    role: str,
+    name: str,
+    pods: tuple[int, int],
+    pod: WorkerPodSpec,
+    model: str | None,
+    sizes: PodSizes,
 ) -> Document:
     """Return pods with one actor each, so that Kubernetes replaces exactly the lost ones.
+    ``pods``: the least and the most of them.
 
-    The pods have their own readiness probe: the operator's checks Ray Serve's proxy, which only
-    ingress pods have, and a PodDisruptionBudget counts only ready pods.
+    They have their own readiness probe: the operator's checks Ray Serve's proxy, which only ingress
+    pods have, and a PodDisruptionBudget counts only ready pods. A pod that is to end leaves Ray at
+    once, so that its actor starts elsewhere without delay.
     """
-    num_bytes = HOST_BYTES if pod.has_gpu else pod.memory + OVERHEAD_BYTES
-    container = _container("ray-worker", pod.threads + 1, num_bytes, {}, model)
+    num_bytes = HOST_BYTES if pod.has_gpu else pod.memory + sizes.overhead_bytes
+    container = _container("ray-worker", pod.threads + 1, num_bytes, {}, model, sizes)
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["ray", "stop"]}}}
     container["readinessProbe"] = {
         "httpGet": {"path": "/api/healthz", "port": AGENT_PORT},
         "periodSeconds": 5,
     }
-    spec = _pod_spec(container, model)
-    start = _ray_start_params(pod.threads)
+    spec = _pod_spec(container, model, sizes)
+    start = _ray_start_params(pod.threads, sizes)
     if pod.has_gpu:
         for kind in ("requests", "limits"):
             container["resources"][kind]["nvidia.com/gpu"] = "1"
@@ -125,7 +158,7 @@ def worker_group(
     else:
         # the memory that the plan assumes; Ray would count all memory of the pod
         start |= {"memory": str(pod.memory)}
-    return _group(name, min_pods, max_pods, start, _template(role, spec))
+    return _group(name, *pods, start, _template(role, spec))
 
 
 def _group(
@@ -135,11 +168,11 @@ def _group(
     return {"groupName": name, **counts, "rayStartParams": start, "template": template}
 
 
-def _ray_start_params(num_cpus: int) -> dict[str, str]:
+def _ray_start_params(num_cpus: int, sizes: PodSizes) -> dict[str, str]:
     """Return the parameters of ``ray start``. OMP_NUM_THREADS is not set, so Ray derives the
     actors' threads from num-cpus.
     """
-    return {"num-cpus": str(num_cpus), "object-store-memory": str(STORE_BYTES)}
+    return {"num-cpus": str(num_cpus), "object-store-memory": str(sizes.store_bytes)}
 
 
 def _labels(role: str) -> dict[str, str]:
@@ -151,9 +184,15 @@ def _template(role: str, spec: Document) -> Document:
 
 
 def _container(
-    name: str, cpus: int, memory: int, ports: dict[str, int], model: str | None
+    name: str,
+    cpus: int,
+    memory: int,
+    ports: Mapping[str, int],
+    model: str | None,
+    sizes: PodSizes,
 ) -> Document:
-    amount = {"cpu": str(cpus), "memory": f"{-(-memory // GIB)}Gi"}
+    limits = {"cpu": str(cpus), "memory": f"{-(-memory // GIB)}Gi"}
+    requests = dict(limits if sizes.requests is None else sizes.requests)
     mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if model is not None:
         mounts.append({"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True})
@@ -161,7 +200,7 @@ def _container(
         "name": name,
         "image": IMAGE,
         "envFrom": [{"configMapRef": {"name": SETTINGS}}],
-        "resources": {"requests": dict(amount), "limits": dict(amount)},
+        "resources": {"requests": requests, "limits": limits},
         **(
             {"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]}
             if ports
@@ -172,9 +211,16 @@ def _container(
     }
 
 
-def _pod_spec(container: Document, model: str | None) -> Document:
+def _pod_spec(
+    container: Document, model: str | None, sizes: PodSizes, needs_token: bool = False
+) -> Document:
+    """Return a pod. ``needs_token``: whether it calls the API server of Kubernetes; others execute
+    code that they receive, and get no token for it.
+    """
     claim = {"claimName": MODELS_CLAIM, "readOnly": True}
+    store = f"{2 * sizes.store_bytes // 2**20}Mi"
     return {
+        "automountServiceAccountToken": needs_token,
         "securityContext": {
             **{"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER},
             "seccompProfile": {"type": "RuntimeDefault"},
@@ -183,7 +229,7 @@ def _pod_spec(container: Document, model: str | None) -> Document:
         "volumes": [
             {
                 "name": "shm",
-                "emptyDir": {"medium": "Memory", "sizeLimit": f"{2 * STORE_BYTES // GIB}Gi"},
+                "emptyDir": {"medium": "Memory", "sizeLimit": store},
             },
             *([{"name": "models", "persistentVolumeClaim": claim}] if model is not None else []),
         ],
@@ -233,6 +279,11 @@ class Overlay:
     redis: bool
     image: str
     base: str
+
+    @property
+    def sizes(self) -> PodSizes:
+        """The size of its pods."""
+        return DEMO_SIZES if self.model is None else SERVER_SIZES
 
     @property
     def is_autoscaled(self) -> bool:
@@ -318,12 +369,14 @@ def _ray_service(overlay: Overlay) -> Document:
             "upscalingMode": "Default",
             "idleTimeoutSeconds": IDLE_TIMEOUT_S,
         }
-    cluster["headGroupSpec"] = head_group(overlay.model)
-    cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
+    model, sizes = overlay.model, overlay.sizes
+    cluster["headGroupSpec"] = head_group(model, sizes, overlay.is_autoscaled)
+    cluster["workerGroupSpecs"] = [ingress_group(model, sizes), *_actors(overlay)]
     spec = {
         # a second cluster next to this one would need the same number of GPUs again
         "upgradeStrategy": {"type": "None"},
         "excludeHeadPodFromServeSvc": True,
+        "serveService": _serve_service(),
         "serveConfigV2": yaml.safe_dump(serve_config(overlay), sort_keys=False),
         "rayClusterConfig": cluster,
     }
@@ -333,6 +386,17 @@ def _ray_service(overlay: Overlay) -> Document:
         "metadata": {"name": NAME},
         "spec": spec,
     }
+
+
+def _serve_service() -> Document:
+    """Return the ports of the operator's own Service. They are named as ports of containers, which
+    only pods with a proxy have, so that it sends no request to the stages' pods.
+    """
+    ports: list[Document] = [
+        {"name": name, "port": number, "targetPort": name} for name, number in SERVE_PORTS.items()
+    ]
+    ports[-1]["appProtocol"] = "kubernetes.io/h2c"
+    return {"spec": {"ports": ports}}
 
 
 def _actors(overlay: Overlay) -> list[Document]:
@@ -345,10 +409,10 @@ def _actors(overlay: Overlay) -> list[Document]:
         worker_group(
             role,
             name,
-            count * config.replicas,
-            count * config.max_pipelines,
+            (count * config.replicas, count * config.max_pipelines),
             overlay.workers,
             overlay.model,
+            overlay.sizes,
         )
         for role, name, count in groups
         if count
@@ -365,12 +429,14 @@ def _kustomization(overlay: Overlay) -> Document:
     document: Document = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        # as the patches below, in the form of kubectl before 1.21
-        "bases": [f"{overlay.base}/{folder}" for folder in folders],
-        "resources": ["rayservice.yaml", "disruption-budget.yaml"],
+        "resources": [
+            *(f"{overlay.base}/{folder}" for folder in folders),
+            "rayservice.yaml",
+            "disruption-budget.yaml",
+        ],
     }
     if overlay.model is not None:
-        document["patchesStrategicMerge"] = [MODEL_FILE]
+        document["patches"] = [{"path": MODEL_FILE}]
     return document | {"images": [{"name": IMAGE, "newName": name, "newTag": tag}]}
 
 

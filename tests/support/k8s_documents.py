@@ -32,7 +32,9 @@ def rendered(folder: Path) -> tuple[Document, ...]:
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    if 'unknown field "patches"' in done.stderr or "unmarshal" in done.stderr:
+        pytest.skip("this kubectl is older than 1.21, and does not know today's kustomize")
+    assert (done.returncode, done.stderr) == (0, ""), "no warnings either"
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
 
 

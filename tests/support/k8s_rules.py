@@ -4,6 +4,7 @@ problems that it finds.
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,9 +48,13 @@ def ray_container(group: Document) -> Document:
 
 
 def offered_resources(group: Document) -> dict[str, float]:
-    """Return the Ray resources of one pod of a group. Their text is JSON, quoted for a shell."""
-    text = group["rayStartParams"].get("resources", '"{}"')
-    offered: dict[str, float] = json.loads(json.loads(text))
+    """Return the Ray resources of one pod of a group, as the operator reads them (getResourcesMap
+    of its common/pod.go) and as a shell does.
+    """
+    text = group["rayStartParams"].get("resources", "'{}'")
+    offered: dict[str, float] = json.loads(text.strip("'\"` "))
+    if shlex.split(text) != [json.dumps(offered)]:
+        raise ValueError(f"a shell reads {text!r} in another way than the operator")
     return offered
 
 
