@@ -4,8 +4,9 @@ import logging
 import math
 import os
 import signal
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
-from tramontane.proto.timing import KILL_TIMEOUT_S, WORKER_START_TIMEOUT_S
+from tramontane.proto.timing import (
+    KILL_TIMEOUT_S,
+    LOAD_STALL_TIMEOUT_S,
+    WORKER_START_TIMEOUT_S,
+)
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs concurrently with computing or loading
 # for a worker whose process is not stopped: it may only be short of CPU time
@@ -71,18 +76,29 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
     return "a micro-batch was lost"
 
 
-class SilenceTracker:
-    """Health checks of loading workers, which may miss some checks."""
+class LoadWatch:
+    """Health checks of loading workers: they may miss some checks, and must make progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._num_missed: Counter[ActorHandle[Any]] = Counter()  # checks in a row
+        # what each has loaded, and since when no more
+        self._loaded: dict[ActorHandle[Any], tuple[int, float]] = {}
 
-    def kill_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
-        """Replace the processes that are stopped, or have missed MAX_MISSED_CHECKS checks in a
-        row.
+    def kill_hung(self, workers: Iterable["ActorHandle[Any]"]) -> None:
+        """Replace the processes that are stopped, have missed MAX_MISSED_CHECKS checks in a row, or
+        have loaded nothing for LOAD_STALL_TIMEOUT_S.
         """
         by_name = {str(number): worker for number, worker in enumerate(workers)}
         answers = _check_health(by_name, LOADING_ANSWER_TIMEOUT_S)
+        self._kill_silent(by_name, answers)
+        self._kill_stalled(by_name, answers)
+
+    def _kill_silent(
+        self,
+        by_name: Mapping[str, "ActorHandle[Any]"],
+        answers: Mapping[str, WorkerHealth | None],
+    ) -> None:
         # by the age from which they are killed
         silent: dict[float, dict[str, ActorHandle[Any]]] = {0.0: {}, math.inf: {}}
         for name, worker in by_name.items():
@@ -97,6 +113,32 @@ class SilenceTracker:
                 logger.warning(
                     "a loading worker got a new process: it missed %d health checks in a row",
                     missed,
+                )
+
+    def _kill_stalled(
+        self,
+        by_name: Mapping[str, "ActorHandle[Any]"],
+        answers: Mapping[str, WorkerHealth | None],
+    ) -> None:
+        now = self._clock()
+        for name, health in answers.items():
+            # later phases have no measure of their progress
+            if health is None or health.activity or health.bytes_loaded >= health.weight_bytes:
+                continue
+            worker, loaded = by_name[name], health.bytes_read + health.bytes_loaded
+            before, since = self._loaded.get(worker, (-1, now))
+            self._loaded[worker] = (loaded, since if loaded == before else now)
+            if now - self._loaded[worker][1] > LOAD_STALL_TIMEOUT_S and kill_worker_process(
+                worker, 0.0
+            ):
+                del self._loaded[worker]
+                logger.warning(
+                    "%s got a new process: it loaded %d of %d bytes of its weights, and then"
+                    " nothing for %g s; its checkpoint's storage may not answer",
+                    health.label,
+                    health.bytes_loaded,
+                    health.weight_bytes,
+                    LOAD_STALL_TIMEOUT_S,
                 )
 
 

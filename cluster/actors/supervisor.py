@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import ray
@@ -24,8 +24,9 @@ from ray.util.placement_group import (
 
 from tramontane.cluster.actors.draft_actor import create_draft_actor
 from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
-from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
+from tramontane.cluster.actors.hang_detector import LoadWatch, replace_hung_workers
 from tramontane.cluster.actors.lease import Lease, LeaseManager, deployment_of, must_yield
+from tramontane.cluster.actors.pending_actors import PendingActorTracker
 from tramontane.cluster.actors.pipeline_spec import (
     DRAFTS_SUFFIX,
     EXPERTS_SUFFIX,
@@ -56,7 +57,9 @@ from tramontane.proto.timing import (
 
 LOADING_CHECK_INTERVAL_S = 2.0
 RESTART_POLL_S = 0.1  # of a worker whose process died while it loaded
+REMOVAL_POLL_S, REMOVAL_TIMEOUT_S = 0.02, 10.0  # of the names of killed actors
 HEAD_ANSWER_TIMEOUT_S = 5.0
+REPLACEMENT_TIMEOUT_S = 10.0  # for resources that were reserved until then
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class Supervisor:
         self._creation_lock = threading.Lock()  # nothing is created after removal has begun
         self._is_removing = False
         self._leases = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
+        self._pending = PendingActorTracker()
         self._launcher_seen_at = time.monotonic()
         self._deployments = DeploymentWatch(spec.application.name) if spec.application else None
         threading.Thread(target=self._reap_if_abandoned, daemon=True).start()
@@ -88,27 +92,57 @@ class Supervisor:
         ``timeout_s``.
 
         A new pipeline also waits for its draft model, so that a load error is noticed. An adopted
-        pipeline does not need it.
+        pipeline does not need it. Workers that Ray never starts (see ``pending_actors``) are made
+        anew, with all others.
         """
-        with self._if_not_removing():
-            group = _group(self.spec)
-        if not group.wait(timeout_s):
-            return None
-        with self._if_not_removing():
-            plan = self.spec.plan
-            experts = (
-                [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors]
-                if plan.experts
-                else []
-            )
-            drafting = [create_draft_actor(self.spec, group)] if self.spec.draft_model else []
-            stages = [create_stage(self.spec, stage, group) for stage in plan.stages]
-        is_new = not self._leases.last_epoch
-        wait_until_ready([*experts, *(drafting if is_new else ()), *stages])
-        return stages
+        plan = self.spec.plan
+        while True:
+            with self._if_not_removing():
+                group = _group(self.spec)
+            if not group.wait(timeout_s):
+                return None
+            with self._if_not_removing():
+                workers = self._create_workers(group)
+            if not (stuck := wait_until_ready(workers, self._find_stuck)):
+                return [workers[self.spec.stage_name(s.stage_id)] for s in plan.stages]
+            self._remove_workers(stuck)
 
-    def fence(self, holder: str) -> int:
-        """Make every stage drop its sequences and accept a new epoch; return the epoch.
+    def _create_workers(self, group: PlacementGroup) -> dict[str, ActorHandle[Any]]:
+        """Create all workers, or find them, by the names of their actors; without the draft model
+        in a pipeline that has been driven before.
+        """
+        spec, plan = self.spec, self.spec.plan
+        experts = spec.expert_actors.names if spec.expert_actors else ()
+        ids = [actor.actor_id for actor in plan.experts.actors] if plan.experts else ()
+        workers = {
+            name: create_expert_actor(spec, actor_id, group)
+            for name, actor_id in zip(experts, ids, strict=True)
+        }
+        if spec.draft_model:
+            drafts = create_draft_actor(spec, group)
+            workers |= {} if self._leases.last_epoch else {spec.draft_name: drafts}
+        return workers | {
+            spec.stage_name(stage.stage_id): create_stage(spec, stage, group)
+            for stage in plan.stages
+        }
+
+    def _find_stuck(self, workers: Mapping[str, ActorHandle[Any]]) -> list[str]:
+        return self._pending.find_stuck(self.spec.name, workers)
+
+    def _remove_workers(self, stuck: list[str]) -> None:
+        """Remove all workers and their placement group, whose resources the stuck ones lack."""
+        logger.warning(
+            "the workers of pipeline %s are created again with new resources: Ray has reserved"
+            " resources for %s and not started it (Ray issue 66199)",
+            self.spec.name,
+            " and ".join(stuck),
+        )
+        with self._if_not_removing():
+            remove_pipeline(self.spec.name)
+
+    def fence(self, holder: str) -> tuple[int, list[ActorHandle[Any]]]:
+        """Make every stage drop its sequences and accept a new epoch; return the epoch and the
+        stages, which may have been created again since the last fence.
 
         Raises LeaseError if another router holds the lease, PipelineError if a stage is lost
         permanently, and Ray's GetTimeoutError if one does not answer in time.
@@ -130,12 +164,23 @@ class Supervisor:
             self._leases.claim(holder, time.monotonic(), yielding)
             epoch = self._leases.next_epoch(floor)
         fence_stages(stages, epoch, holder, self.spec.link)
-        return epoch
+        return epoch, stages
 
     @ray.method(concurrency_group="rescue")
     def replace_hung_workers(self, limit_s: float) -> str:
-        """Replace hung workers (see ``hang_detector``), also while a fence waits for one."""
-        return replace_hung_workers(find_worker_actors(self.spec), limit_s)
+        """Replace hung workers (see ``hang_detector``) and workers that Ray never starts, also
+        while a fence waits for one. Return the reason to fence again, "" if there is none.
+        """
+        workers = find_worker_actors(self.spec)
+        if not (stuck := self._find_stuck(workers)):
+            return replace_hung_workers(workers, limit_s)
+        self._remove_workers(stuck)
+        with self._if_not_removing():
+            group = _group(self.spec)
+        if group.wait(REPLACEMENT_TIMEOUT_S):  # else the next router waits for resources
+            with self._if_not_removing():
+                self._create_workers(group)
+        return f"Ray has not started {' and '.join(stuck)}"
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
@@ -256,43 +301,55 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 
-def remove_pipeline(name: str) -> None:
-    """Remove a pipeline's actors, then its placement group: a stage whose bundle is removed first
-    stays "restarting" forever.
+def remove_pipeline(pipeline: str) -> None:
+    """Remove a pipeline's workers, then their placement group: a stage whose bundle is removed
+    first stays "restarting" forever.
+
+    Their names can be used again afterwards.
     """
-    for worker in actor_names(
-        rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"
-    ):
-        with contextlib.suppress(ValueError):  # it has just been removed
-            ray.kill(ray.get_actor(worker, NAMESPACE))
-    delete_expert_plan(name)
+    pattern = rf"{re.escape(pipeline)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while (workers := actor_names(pattern)) and time.monotonic() < deadline:
+        for worker in workers:
+            with contextlib.suppress(ValueError):  # it has just been removed
+                ray.kill(ray.get_actor(worker, NAMESPACE))
+        time.sleep(REMOVAL_POLL_S)
+    delete_expert_plan(pipeline)
     with contextlib.suppress(ValueError):  # it was never created, or has been removed
-        remove_placement_group(get_placement_group(name))
+        remove_placement_group(get_placement_group(pipeline))
 
 
-def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
-    """Wait until all workers have loaded, and raise the first error that prevents it.
+def wait_until_ready(
+    workers: Mapping[str, ActorHandle[Any]],
+    find_stuck: Callable[[Mapping[str, ActorHandle[Any]]], list[str]] = lambda _: [],
+) -> list[str]:
+    """Wait until all workers have loaded, and raise the first error that prevents it; return the
+    names of the workers that ``find_stuck`` finds, if there are any before that.
 
     If a process dies, its successor is asked, which knows more than Ray does. Stopped or silent
     processes are replaced, as they would keep a new router waiting forever.
     """
-    silences = SilenceTracker()
-    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {
-        worker.ready.remote(): worker for worker in workers
+    watch = LoadWatch()
+    waiting: dict[ray.ObjectRef[str], str] = {
+        worker.ready.remote(): name for name, worker in workers.items()
     }
     while waiting:
         ready, _ = ray.wait(list(waiting), timeout=LOADING_CHECK_INTERVAL_S)
         if not ready:
-            silences.kill_silent(waiting.values())
+            late = {name: workers[name] for name in waiting.values()}
+            watch.kill_hung(late.values())
+            if stuck := find_stuck(late):
+                return stuck
             continue
-        worker = waiting.pop(ready[0])
+        name = waiting.pop(ready[0])
         try:
             ray.get(ready[0])
         # also if it is stopped, and this process has not called it before
         except ActorUnavailableError:
-            silences.kill_silent([worker])
+            watch.kill_hung([workers[name]])
             time.sleep(RESTART_POLL_S)
-            waiting[worker.ready.remote()] = worker
+            waiting[workers[name].ready.remote()] = name
+    return []
 
 
 def _group(spec: PipelineSpec) -> PlacementGroup:

@@ -323,7 +323,7 @@ def _limit_load_attempts(label: str, max_crashes: int) -> Iterator[None]:
     if len(attempts) >= max_crashes:
         raise PipelineError(
             f"the process of {label} died while it was loading, {len(attempts)} times; most likely"
-            " there is too little memory"
+            " there is too little memory, or the checkpoint's storage does not answer"
         )
     kv_put(key, attempts + b".")
     try:

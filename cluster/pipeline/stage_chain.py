@@ -166,7 +166,9 @@ class ObjectStoreStageChain:
         while True:
             try:
                 async with asyncio.timeout(SUPERVISOR_FENCE_TIMEOUT_S):
-                    epoch: int = await self._supervisor.fence.remote(self._holder)
+                    fenced: tuple[int, list[ActorHandle[Any]]]
+                    fenced = await self._supervisor.fence.remote(self._holder)
+                epoch, self.stages = fenced
                 return epoch
             except LeaseError as error:  # Ray's error also has the class of its cause
                 raise LeaseError(ray_error_message(error)) from error

@@ -133,7 +133,7 @@ def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
         remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, settings)
         for stage in plan.stages
     ]
-    wait_until_ready(stages)
+    wait_until_ready({str(number): stage for number, stage in enumerate(stages)})
     figures: list[Figures] = ray.get([stage.figures.remote() for stage in stages])
     for stage in stages:
         ray.kill(stage)

@@ -9,10 +9,13 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from tramontane.cluster.actors import hang_detector
-from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
+from tramontane.cluster.actors.hang_detector import LoadWatch, replace_hung_workers
+from tramontane.proto.timing import LOAD_STALL_TIMEOUT_S
 
 WELL = SimpleNamespace(busy_for_s=0.0, bytes_loaded=8, weight_bytes=8)
-LOADS = SimpleNamespace(busy_for_s=0.0, bytes_loaded=4, weight_bytes=8)
+LOADS = SimpleNamespace(
+    label="stage 1", busy_for_s=0.0, bytes_read=0, bytes_loaded=4, weight_bytes=8, activity=""
+)
 LOST = "a micro-batch was lost"
 UNAVAILABLE, DIED = ActorUnavailableError("connection attempt timed out", None), ActorDiedError()
 
@@ -78,7 +81,7 @@ def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(
     answer: Any, ended: list[_Worker]
 ) -> None:
     workers: Any = [_Worker(LOADS), _Worker(answer, is_stopped=True)]
-    SilenceTracker().kill_silent(workers)
+    LoadWatch().kill_hung(workers)
     assert ended == workers[1:]
 
 
@@ -86,7 +89,7 @@ def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(
     "check",
     [
         lambda workers: replace_hung_workers(workers, 2.0),
-        lambda w: SilenceTracker().kill_silent(w.values()),
+        lambda w: LoadWatch().kill_hung(w.values()),
     ],
 )
 def test_all_late_workers_are_examined_at_once(
@@ -105,3 +108,41 @@ def test_all_late_workers_are_examined_at_once(
 
     monkeypatch.setattr(hang_detector, "kill_worker_process", kill)
     check(workers)
+
+
+class _Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _loading(num_bytes: int, activity: str = "") -> SimpleNamespace:
+    return SimpleNamespace(**vars(LOADS) | {"bytes_read": num_bytes, "activity": activity})
+
+
+def test_one_that_loads_nothing_for_long_is_replaced_however_often_it_answers(
+    ended: list[_Worker],
+) -> None:
+    clock, worker = _Clock(), _Worker(_loading(3))
+    workers: Any = [worker]
+    watch = LoadWatch(clock)
+    for clock.now in (0.0, LOAD_STALL_TIMEOUT_S):
+        watch.kill_hung(workers)
+    worker.answer = _loading(4)  # a byte, at the last moment
+    for clock.now in (LOAD_STALL_TIMEOUT_S + 1, 2 * LOAD_STALL_TIMEOUT_S + 1):
+        watch.kill_hung(workers)
+    assert not ended
+    clock.now += 1
+    watch.kill_hung(workers)
+    assert ended == [worker]
+
+
+def test_later_phases_of_loading_may_take_as_long_as_they_like(ended: list[_Worker]) -> None:
+    clock, workers = _Clock(), [_Worker(_loading(3, "choosing kernels"))]
+    watch: Any = LoadWatch(clock)
+    for clock.now in (0.0, 10 * LOAD_STALL_TIMEOUT_S):
+        watch.kill_hung(workers)
+    assert not ended

@@ -431,7 +431,7 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
         with pytest.raises(LeaseError, match="driven by"):
             ray.get(supervisor.claim.remote("no such/actor"))
         epoch = _health(spec)[0].epoch
-        assert ray.get(supervisor.fence.remote(holder)) > epoch
+        assert ray.get(supervisor.fence.remote(holder))[0] > epoch
 
 
 @pytest.mark.ray

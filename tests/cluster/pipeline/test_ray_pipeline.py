@@ -575,7 +575,7 @@ def test_a_stage_whose_process_dies_while_loading_is_not_retried_forever(tmp_pat
         _stage(_DyingStage, tmp_path) as stage,
         pytest.raises(PipelineError, match="died while it was loading"),
     ):
-        wait_until_ready([stage])
+        wait_until_ready({"stage": stage})
 
 
 def test_a_stage_that_loads_reports_its_progress_and_has_no_epoch(tmp_path: Path) -> None:
@@ -621,7 +621,7 @@ def test_a_stage_that_cannot_load_is_reported_while_another_still_loads(tmp_path
         _stage(StageActor, tmp_path / "nowhere") as broken,
         pytest.raises(CheckpointError, match="nowhere does not exist"),
     ):
-        wait_until_ready([slow, broken])
+        wait_until_ready({"slow": slow, "broken": broken})
 
 
 def test_loading_progress_is_reported_to_all_that_wait(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 
 EPOCH = 7
+NEW_STAGES = ["stage 1, created again"]
 
 
 class _Method:
@@ -48,10 +49,10 @@ class _Supervisor:
             _Method(self._replace_hung_workers),
         )
 
-    async def _fence(self, holder: str) -> int:
+    async def _fence(self, holder: str) -> tuple[int, list[Any]]:
         self.calls.append(f"fence for {holder}")
         if "replace" in self.calls:
-            return EPOCH
+            return EPOCH, NEW_STAGES
         raise self._error
 
     async def _replace_hung_workers(self, limit_s: float) -> str:
@@ -79,6 +80,12 @@ def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_super
     supervisor = _Supervisor(GetTimeoutError("not within 5 s"))
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert supervisor.calls == ["fence for router", "replace", "fence for router"]
+
+
+def test_stages_that_were_created_again_get_the_next_steps() -> None:
+    chain = _chain(_Supervisor(GetTimeoutError("not within 5 s")))
+    asyncio.run(chain.fence())
+    assert chain.stages == NEW_STAGES
 
 
 def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(
