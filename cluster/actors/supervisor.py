@@ -24,9 +24,12 @@ from ray.util.placement_group import (
 
 from tramontane.cluster.actors.draft_actor import create_draft_actor
 from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
-from tramontane.cluster.actors.hang_detector import LoadWatch, replace_hung_workers
+from tramontane.cluster.actors.hang_detector import (
+    LoadWatch,
+    PendingActorTracker,
+    replace_hung_workers,
+)
 from tramontane.cluster.actors.lease import Lease, LeaseManager, deployment_of, must_yield
-from tramontane.cluster.actors.pending_actors import PendingActorTracker
 from tramontane.cluster.actors.pipeline_spec import (
     DRAFTS_SUFFIX,
     EXPERTS_SUFFIX,
@@ -92,7 +95,7 @@ class Supervisor:
         ``timeout_s``.
 
         A new pipeline also waits for its draft model, so that a load error is noticed. An adopted
-        pipeline does not need it. Workers that Ray never starts (see ``pending_actors``) are made
+        pipeline does not need it. Workers that Ray never starts (see ``hang_detector``) are made
         anew, with all others.
         """
         plan = self.spec.plan

@@ -1,11 +1,13 @@
 """Shared uses of Ray's public interface: messages of its errors, and the cluster's nodes."""
 
+import asyncio
+import json
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -187,3 +189,58 @@ def _build_key(application: str, build_id: str) -> str:
 
 def _drained_key(application: str) -> str:
     return f"tramontane-drained-{application}"
+
+
+# What starting routers wait for, for health checks: in the key-value store, since Ray Serve calls
+# no replica whose constructor has not returned.
+
+WAIT_REPORT_INTERVAL_S = 5.0
+MIN_WAIT_S = 10.0  # before a wait is worth a word
+MAX_WAIT_AGE_S = 4 * WAIT_REPORT_INTERVAL_S  # of the text of a router that has died since
+READ_TIMEOUT_S = 1.0  # of the head node
+
+
+class StartWait:
+    """Publishes what one starting router waits for, and logs it once it takes long."""
+
+    def __init__(self, application: str) -> None:
+        self._key = _wait_key(application)
+        self._begun_at = time.time()
+        self._logged = ""
+
+    def report(self, text: str) -> None:
+        """Take what it waits for now; to be called every ``WAIT_REPORT_INTERVAL_S``."""
+        now = time.time()
+        if now - self._begun_at < MIN_WAIT_S:
+            return
+        if text != self._logged:
+            logger.warning("not ready after %.0f s: %s", now - self._begun_at, text)
+            self._logged = text
+        kv_put(self._key, json.dumps([text, self._begun_at, now]).encode())
+
+    def end(self) -> None:
+        """Record that the wait is over."""
+        with suppress(Exception):  # of Ray, whose head node may be unreachable: the text gets old
+            kv_delete(self._key)
+
+
+async def read_wait(application: str) -> str:
+    """Return what a starting router waits for, and for how long; "" if none does or Ray's head
+    node does not answer.
+    """
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            value = await asyncio.to_thread(kv_get, _wait_key(application))
+    except Exception as error:  # of Ray, whose head node may be unreachable
+        logger.debug("it is not known what routers wait for: %s", error)
+        return ""
+    if value is None:
+        return ""
+    text, begun_at, reported_at = json.loads(value)
+    if time.time() - reported_at > MAX_WAIT_AGE_S:
+        return ""
+    return f"{text}, for {reported_at - begun_at:.0f} s"
+
+
+def _wait_key(application: str) -> str:
+    return f"tramontane-start-wait-{application}"

@@ -44,6 +44,7 @@ from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_rou
 from tramontane.cluster.http.token_endpoints import TokenEndpoints
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.openai.json_limits import check_elements
 from tramontane.router.openai.response_models import (
     ExpertTokens,
@@ -68,7 +69,7 @@ MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 class HttpAppConfig:
     """The services, model and limits of an ``HttpApp``.
 
-    ``is_ready`` returns whether tokens can be generated now, ``expert_load`` the tokens routed
+    ``health`` returns the best health of any pipeline, ``expert_load`` the tokens routed
     to each expert so far. ``strict_requests``: bodies with unknown fields are refused.
     ``move_experts``: None if clients may not rebalance experts. ``chat``: renders conversations
     as prompts. ``extra_routes`` are further endpoints behind the same keys, and
@@ -80,7 +81,7 @@ class HttpAppConfig:
 
     model: ServedModel
     source: TokenSource
-    is_ready: Callable[[], Awaitable[bool]]
+    health: Callable[[], Awaitable[PipelineHealth]]
     expert_load: Callable[[], Awaitable[MeasuredLoad]]
     max_body_bytes: int
     pacer: Pacer
@@ -191,12 +192,19 @@ class HttpApp:
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
-        """Answer ``GET /health`` and ``/ping``: 200 if tokens can be generated now, else 503."""
-        if await self._config.is_ready():
+        """Answer ``GET /health`` and ``/ping``: 200 if requests are accepted and will be answered,
+        else 503.
+        """
+        health = await self._config.health()
+        if health.status == "ready":
             return JSONResponse(Health(status="ready").as_json())
-        return json_error(
-            503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"}
-        )
+        if health.status == "degraded":
+            since_s = round(health.since_s, 1)
+            return JSONResponse(
+                Health(status="degraded", reason=health.reason, since_s=since_s).as_json()
+            )
+        message = f"no pipeline can make tokens now: {health.reason}"
+        return json_error(503, message, "server_error", headers={"retry-after": "1"})
 
     async def version(self, _request: Request) -> Response:
         """Answer ``GET /version``."""

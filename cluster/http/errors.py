@@ -41,16 +41,17 @@ TYPES: Mapping[int, str] = MappingProxyType(
 
 
 class ErrorShape(NamedTuple):
-    """Errors of one API.
+    """Errors of one API, and what its streams send while they wait.
 
     ``body``: of a response. ``event``: with the body of a response and the event's number, where
     events have numbers. ``number_after``: a number above the numbers of all events of
-    ``num_tokens`` tokens.
+    ``num_tokens`` tokens. ``keep_alive``: what clients of the API ignore.
     """
 
     body: Callable[[HttpErrorSpec, str], dict[str, Any]]
     event: Callable[[bytes, int], bytes]
     number_after: Callable[[int], int]
+    keep_alive: bytes = b": keep-alive\n\n"  # a comment: WHATWG HTML, 9.2.6
 
 
 def format_event(data: bytes, name: str = "") -> bytes:
@@ -89,7 +90,12 @@ def _number_after(num_tokens: int) -> int:
 
 _OPENAI = ErrorShape(HttpErrorSpec.body, lambda body, _: format_event(body), lambda _: 0)
 _RESPONSES = ErrorShape(HttpErrorSpec.body, _responses_event, _number_after)
-_ANTHROPIC = ErrorShape(_anthropic_body, lambda body, _: format_event(body, "error"), lambda _: 0)
+_ANTHROPIC = ErrorShape(
+    _anthropic_body,
+    lambda body, _: format_event(body, "error"),
+    lambda _: 0,
+    format_event(b'{"type": "ping"}', "ping"),
+)
 
 
 logger = logging.getLogger(__name__)

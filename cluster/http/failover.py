@@ -138,7 +138,7 @@ class FailoverResponse:
         self.has_ended = not message.get("more_body", False)
         if updates is not None:
             self.state.add(updates)
-            self.num_updates += 1
+            self.num_updates += bool(updates)  # a comment that keeps a stream alive has none
         elif not self.has_ended:
             self.is_resumable = False  # a stream that is not ours
         if self._start is not None and not self._has_begun:

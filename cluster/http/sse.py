@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tramontane.cluster.common.load_meter import FULL_LOAD, Load
 from tramontane.cluster.http.errors import (
@@ -24,7 +24,11 @@ from tramontane.router.openai.response_models import CompletionChange, encode_an
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 FINGERPRINT_HEADER = "x-tramontane-fingerprint"
+# Proxies and load balancers cut a connection without traffic, many of them after 60 s.
+KEEP_ALIVE_S = 15.0
+MIN_SLEEP_S = 0.001
 Changes = AsyncGenerator[list[CompletionChange], None]
+FirstChanges = asyncio.Future[list[CompletionChange]]
 
 
 def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
@@ -85,77 +89,160 @@ class Pacer:
             await asyncio.sleep(wait)
 
 
+class KeepAliveSender:
+    """Sends messages, and ``comment`` after each ``KEEP_ALIVE_S`` without any, so that no proxy
+    takes a stream that waits for a dead connection.
+    """
+
+    def __init__(self, send: Send, comment: Message) -> None:
+        self._send, self._comment = send, comment
+        self._loop = asyncio.get_running_loop()
+        self._is_sending = False
+        self._sent_at = self._loop.time()
+        self._timer = self._loop.call_at(self._sent_at + KEEP_ALIVE_S, self._wake)
+        self._commenting: asyncio.Task[None] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        """Send one message, after a comment that is being sent."""
+        if self._commenting is not None:
+            await asyncio.wait({self._commenting})
+        self._is_sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_sending, self._sent_at = False, self._loop.time()
+
+    def _wake(self) -> None:
+        silent_s = self._loop.time() - self._sent_at
+        if silent_s >= KEEP_ALIVE_S and not self._is_sending:
+            self._commenting = asyncio.create_task(self._send_comment())
+            silent_s = 0.0
+        left_s = max(KEEP_ALIVE_S - silent_s, MIN_SLEEP_S)
+        self._timer = self._loop.call_later(left_s, self._wake)
+
+    async def _send_comment(self) -> None:
+        with suppress(Exception):  # the client has gone, which ends the stream elsewhere
+            await self._send(self._comment)
+        self._commenting, self._sent_at = None, self._loop.time()
+
+    async def comment(self) -> None:
+        """Send a comment now."""
+        await self(self._comment)
+
+    def close(self) -> None:
+        """Send no more comments."""
+        self._timer.cancel()
+        if self._commenting is not None:
+            self._commenting.cancel()
+
+
 class SseResponse(StreamingResponse):
     """Server-sent events whose generators are closed as soon as the client disconnects.
 
     Without this the garbage collector would close them, and they would keep their slots until then.
     The last event and the end of the response travel in one message, so an ingress cannot die
-    between the two.
+    between the two. ``first``: the first changes, which ``events`` await.
     """
 
     def __init__(
         self,
         events: AsyncGenerator[SseChunk, None],
+        first: FirstChanges,
         changes: Changes,
+        path: str = "",
         fingerprint: str | None = None,
     ) -> None:
         headers = {"cache-control": "no-cache", **fingerprint_header(fingerprint)}
         super().__init__((), media_type="text/event-stream", headers=headers)
-        self.events, self._changes = events, changes
+        self.events, self._first, self._changes = events, first, changes
+        self._keep_alive = error_shape(path).keep_alive
         self._is_resumable = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, and close their sources at the end."""
         self._is_resumable = SCOPE_RESUME in scope
         async with aclosing(self._changes), aclosing(self.events):
-            with suppress(ClientDisconnect):
-                await super().__call__(scope, receive, send)
+            try:
+                with suppress(ClientDisconnect):
+                    await super().__call__(scope, receive, send)
+            finally:  # ``changes`` cannot be closed while it runs
+                await _cancel(self._first)
 
     async def stream_response(self, send: Send) -> None:
         """Send all events; with their updates if a proxy can continue the response elsewhere."""
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        async for piece in self.events:
-            message = {
-                "type": "http.response.body",
-                "body": piece.data,
-                "more_body": not piece.is_last,
-            }
-            await send(
-                message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message
-            )
+        sender = KeepAliveSender(send, self._message(SseChunk(self._keep_alive, [])))
+        try:
+            if not self._first.done():  # for KEEP_ALIVE_S already
+                await sender.comment()
+            async for piece in self.events:
+                await sender(self._message(piece))
+        finally:
+            sender.close()
+
+    def _message(self, piece: SseChunk) -> Message:
+        message = {
+            "type": "http.response.body",
+            "body": piece.data,
+            "more_body": not piece.is_last,
+        }
+        return message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message
+
+
+async def wait_for_first(changes: Changes) -> FirstChanges:
+    """Start a generation; return its first changes, or after ``KEEP_ALIVE_S`` their future: then
+    the stream begins before it is known whether it fails.
+    """
+    first = asyncio.ensure_future(anext(changes))
+    try:
+        await asyncio.wait({first}, timeout=KEEP_ALIVE_S)
+    except asyncio.CancelledError:
+        await _cancel(first)
+        raise
+    if first.done():
+        first.result()  # raises the error, which gets a status of its own
+    return first
+
+
+async def _cancel(first: FirstChanges) -> None:
+    if not first.done():
+        first.cancel()
+        await asyncio.wait({first})
+    elif not first.cancelled():
+        first.exception()  # if there is one it is not unexpected
 
 
 async def sse_events(
     pacer: Pacer,
     answer: AnswerFormatter,
-    first: list[CompletionChange],
+    first: FirstChanges,
     changes: Changes,
     request_id: str,
     path: str = "",
 ) -> AsyncGenerator[SseChunk, None]:
-    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``path``
-    is the request's.
+    """Yield writes, each with all events that are ready.
+
+    ``first``: see ``wait_for_first``. ``path``: of the request.
     """
     clock, generation = asyncio.get_running_loop().time, answer.generation
-    with pacer.open_stream():
-        try:
+    try:
+        begun = await first
+        with pacer.open_stream():
             async with aclosing(changes):
-                ready = await _write(answer, first, is_first=True)
+                ready = await _write(answer, begun, is_first=True)
                 while not generation.is_finished:
                     yield SseChunk(ready, generation.take_updates())
                     await pacer.wait_turn(clock())
                     ready = await _write(answer, await anext(changes))
             yield SseChunk(ready, generation.take_updates(), is_last=True)
-        except TramontaneError as error:
-            body = bytes(log_and_respond(error, request_id, path).body)
-            last = error_shape(path).event(body, answer.next_number)
-            failed = answer.failure(json.loads(body).get("error", {}))
-            last += b"".join(
-                format_event(to_json(each.data).encode(), each.name) for each in failed
-            )
-            yield SseChunk(last, [], is_last=True)
+    except TramontaneError as error:
+        body = bytes(log_and_respond(error, request_id, path).body)
+        last = error_shape(path).event(body, answer.next_number)
+        failed = answer.failure(json.loads(body).get("error", {}))
+        last += b"".join(format_event(to_json(each.data).encode(), each.name) for each in failed)
+        yield SseChunk(last, [], is_last=True)
 
 
 async def _write(

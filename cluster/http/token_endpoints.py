@@ -20,6 +20,7 @@ from tramontane.cluster.http.sse import (
     SseResponse,
     fingerprint_header,
     sse_events,
+    wait_for_first,
 )
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
@@ -206,14 +207,12 @@ class TokenEndpoints:
         self, request: Request, answer: AnswerFormatter, source: TokenSource
     ) -> Response:
         """Wait for the first tokens, which decide between a stream and an error with its own
-        status.
+        status, unless that takes long.
         """
-        changes = answer.generation.stream(source)
-        first = await anext(changes)
-        events = sse_events(
-            self._pacer, answer, first, changes, request_id(request), request.url.path
-        )
-        return SseResponse(events, changes, answer.generation.fingerprint)
+        changes, path = answer.generation.stream(source), request.url.path
+        first = await wait_for_first(changes)
+        events = sse_events(self._pacer, answer, first, changes, request_id(request), path)
+        return SseResponse(events, first, changes, path, answer.generation.fingerprint)
 
 
 async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: Request) -> Response:

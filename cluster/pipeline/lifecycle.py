@@ -37,6 +37,7 @@ from tramontane.cluster.pipeline.resources import (
     describe_wait,
     no_room_error,
     read_resources,
+    report_waits,
 )
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
@@ -198,6 +199,7 @@ async def adopt_or_create_pipeline(
     deployed_at: int = 0,
     nodes_timeout_s: float = 0.0,
     first_number: int = 0,
+    report: Report = lambda _: None,
 ) -> AsyncIterator[Driven]:
     """Drive a pipeline with this prefix that no router of this deployment drives, unchanged; create
     one if there is none.
@@ -207,11 +209,12 @@ async def adopt_or_create_pipeline(
     are missing, pipelines that earlier deployments drive are removed. Nodes may still be joining:
     for ``nodes_timeout_s`` a cluster that is too small for the plan is probed again.
     ``first_number``: the number of the pipeline that is claimed first; where routers that start
-    together have different ones, each first claim succeeds. Raises the errors of ``new_spec`` and
+    together have different ones, each first claim succeeds. ``report`` is called again and again
+    with what is waited for, and may block. Raises the errors of ``new_spec`` and
     ``running_pipeline``.
     """
     async with AsyncExitStack() as stack:
-        claims = _Claims(stack, actor_holder_name(deployed_at), first_number)
+        claims = _Claims(stack, actor_holder_name(deployed_at), first_number, report)
         yield await claims.adopt_or_create(prefix, new_spec, time.monotonic() + nodes_timeout_s)
 
 
@@ -224,6 +227,7 @@ class _Claims:
     stack: AsyncExitStack
     holder: str
     first_number: int
+    report: Report
 
     async def adopt_or_create(
         self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float
@@ -239,6 +243,7 @@ class _Claims:
                 if (left_s := nodes_deadline - time.monotonic()) <= 0:
                     raise
                 logger.info("waiting up to %.0f s more for nodes: %s", left_s, error)
+                await asyncio.to_thread(self.report, f"waiting for nodes: {error}")
                 await asyncio.sleep(NODES_POLL_S)
                 continue
             if (
@@ -273,9 +278,13 @@ class _Claims:
 
     async def _claim(self, spec: PipelineSpec) -> Driven:
         evict = _evict_older(spec.name, self.holder, self.first_number)
-        return spec, await self.stack.enter_async_context(
-            running_pipeline(spec, holder=self.holder, evict=evict)
-        )
+        reporting = asyncio.create_task(report_waits(spec, self.report))
+        try:
+            return spec, await self.stack.enter_async_context(
+                running_pipeline(spec, holder=self.holder, evict=evict)
+            )
+        finally:
+            reporting.cancel()
 
 
 def _is_driven(error: LeaseError) -> bool:

@@ -1,17 +1,27 @@
-"""Resources of the Ray cluster compared with a pipeline's needs: whether it can be placed, and
-which holders use the missing resources.
+"""Resources of the Ray cluster compared with a pipeline's needs: whether it can be placed, which
+holders use the missing resources, and what it waits for.
 """
 
+import asyncio
+import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_placement_group, placement_group_table
 
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
+from tramontane.cluster.common.ray_api import WAIT_REPORT_INTERVAL_S
 from tramontane.cluster.ray_internals.accessors import free_resources, has_autoscaler, living_actors
 from tramontane.proto.errors import PlanError
+
+HEAD_ANSWER_TIMEOUT_S = 1.0  # to a health check
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMED = 4  # holders in a message
 TASKS = "tasks"
@@ -163,9 +173,81 @@ def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelin
     return f"free are {' and '.join(of)}{_room(needs, free)}{_held(cluster, nodes, names)}{grows}"
 
 
+def describe_missing(spec: PipelineSpec, cluster: ClusterResources) -> str:
+    """Describe which workers have no place now; "" if there is room for all.
+
+    ``1 of 2 stages: 1 CPU, offered by no node``, or ``free on no node`` where something else has
+    it; then its holders.
+    """
+    needs = _needs(spec, 1)
+    free = {node.node_id: node.free for node in cluster.nodes}
+    total = {node.node_id: node.total for node in cluster.nodes}
+    missing = {need: need.count - need.num_fitting(free) for need in needs}
+    lacking = [need for need, count in missing.items() if count]
+    if not lacking:
+        return ""
+    count, of = sum(missing.values()), sum(need.count for need in needs)
+    workers = "stages" if of == len(spec.plan.stages) else "workers"
+    amounts = " or ".join(
+        " and ".join(f"{amount:g} {name}" for name, amount in need.bundle) for need in lacking
+    )
+    is_offered = all(need.num_fitting(total) == need.count for need in lacking)
+    holders = _held(cluster, _allowed(lacking, free), _used(lacking)) if is_offered else ""
+    where = "free on no node" if is_offered else "offered by no node"
+    return f"{count} of {of} {workers}: {amounts}, {where}{holders}"
+
+
 def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelines: int = 1) -> str:
     """Describe the resources that pipelines wait for, and the time limit."""
     return f"waiting up to {seconds:.0f} s for {describe_needs(spec, num_pipelines)}: {shortage}"
+
+
+def describe_wait_of(spec: PipelineSpec) -> str:
+    """Return ``waiting for 1 of 2 stages: 1 CPU, offered by no node``, or ``loading 2 stages`` once
+    the resources are reserved; "" if neither is known. It blocks.
+    """
+    try:
+        state = placement_group_table(get_placement_group(spec.name))["state"]
+    except ValueError:  # it does not exist yet
+        return ""
+    if state == "CREATED":
+        return f"loading {spec.describe_workers()}"
+    missing = describe_missing(spec, read_resources())
+    return f"waiting for {missing}" if missing else ""
+
+
+async def report_waits(spec: PipelineSpec, report: Callable[[str], None]) -> None:
+    """Report what a starting pipeline waits for, again and again, until cancelled. ``report`` may
+    block.
+    """
+    while True:
+        try:
+            if text := await asyncio.to_thread(describe_wait_of, spec):
+                await asyncio.to_thread(report, text)
+        except RayError as error:  # the head node does not answer
+            logger.debug("it is not known what %s waits for: %s", spec.name, error)
+        await asyncio.sleep(WAIT_REPORT_INTERVAL_S)
+
+
+class WaitDescriber:
+    """What a pipeline that was ready waits for, as last known: the head node may not answer."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self._spec = spec
+        self._asking: asyncio.Task[str] | None = None
+        self._asked_at = 0.0
+        self._known = ""
+
+    async def describe(self) -> str:
+        """Return the text of ``describe_wait_of``, "" if it is not known."""
+        is_due = time.monotonic() > self._asked_at + WAIT_REPORT_INTERVAL_S
+        if self._asking is None or (self._asking.done() and is_due):
+            self._asked_at = time.monotonic()
+            self._asking = asyncio.create_task(asyncio.to_thread(describe_wait_of, self._spec))
+        done, _ = await asyncio.wait({self._asking}, timeout=HEAD_ANSWER_TIMEOUT_S)
+        if done:
+            self._known = "" if self._asking.exception() else self._asking.result()
+        return self._known
 
 
 def no_room_error(

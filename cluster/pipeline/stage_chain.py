@@ -25,6 +25,7 @@ from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import find_expert_actors
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import ray_error_message
+from tramontane.cluster.pipeline.resources import WaitDescriber
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.model_folder import RandomWeights, WeightSource
@@ -80,6 +81,7 @@ class ObjectStoreStageChain:
         self._holder = holder
         self._nodes = nodes
         self._spec = spec
+        self._waits = WaitDescriber(spec) if spec else None
         self._experts: list[ActorHandle[Any]] = []  # the expert actors, once they have been found
         # as last seen; they restart without a fence
         self._expert_numerics: list[Numerics | None] = []
@@ -289,6 +291,12 @@ class ObjectStoreStageChain:
                 f"a stage does not answer health checks (limit {STAGE_HEALTH_TIMEOUT_S:g} s):"
                 f" {ray_error_message(error)}"
             ) from error
+
+    async def describe_wait(self) -> str:
+        """Return what the pipeline waits for, where a stage is being replaced; "" if that is not
+        known.
+        """
+        return await self._waits.describe() if self._waits else ""
 
     async def device_names(self) -> list[str]:
         """Return the name of every stage's device. Raises PipelineError as ``health`` does."""

@@ -76,10 +76,17 @@ class IngressReplica(GrpcServicer):
         pacer = _pacer(config)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
         routing = prefix_aware_routing(config, digest)
-        self._routers = PipelineClient(
-            router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing
-        )
         application = serve.get_replica_context().app_name
+        self._routers = PipelineClient(
+            router,
+            max_unaccepted,
+            grace_s,
+            digest,
+            node,
+            lambda: pacer.longest_interval_s,
+            routing,
+            application,
+        )
         # this replica replaces one that died while the application was draining
         if is_drained(application, number_deployment(application, build_id)):
             self._routers.drain()
@@ -125,7 +132,7 @@ class IngressReplica(GrpcServicer):
         return HttpAppConfig(
             model=model,
             source=self._source,
-            is_ready=self._routers.is_ready,
+            health=self._routers.health,
             expert_load=self._routers.queries.expert_load,
             max_body_bytes=config.max_body_bytes,
             strict_requests=config.strict_requests,

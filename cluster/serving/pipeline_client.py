@@ -32,6 +32,7 @@ from tramontane.cluster.serving.token_stream import DONE, model_key
 from tramontane.proto import errors, wire
 from tramontane.proto.request import Request, RequestOutput, request_fields
 from tramontane.proto.timing import ACCEPT_TIMEOUT_S
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting
 from tramontane.router.engine.request_output import ResumableRequest
 
@@ -53,7 +54,8 @@ class PipelineClient:
     ``max_unaccepted``: see ``AdmissionWindow``. ``handover_grace_s`` and ``node``: see
     ``RouterStreams``. ``model``: ``short_digest`` of the model whose token ids we send.
     ``write_interval_s``: the interval of writes to each client stream under full load; routers send
-    tokens a little more often. ``routing``: None where prefixes are not cached.
+    tokens a little more often. ``routing``: None where prefixes are not cached. ``application``:
+    its name in Ray Serve.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class PipelineClient:
         node: str = "",
         write_interval_s: Callable[[], float] = lambda: 0.0,
         routing: PrefixAwareRouting | None = None,
+        application: str = "",
     ) -> None:
-        self.queries = RouterQueries(handle)
+        self.queries = RouterQueries(handle, application)
         self._tasks = BackgroundTasks()
         self._streams = RouterStreams(self.queries, self._tasks, node, handover_grace_s)
         self._routing = routing
@@ -244,13 +247,13 @@ class PipelineClient:
             if self._routing and choice:
                 self._routing.release(choice)
 
-    async def is_ready(self) -> bool:
-        """Return whether any router can make tokens now. Raises DrainingError while this server is
+    async def health(self) -> PipelineHealth:
+        """Return the best health of any pipeline. Raises DrainingError while this server is
         draining.
         """
         if self._is_draining:
             raise errors.DrainingError(DRAINING)
-        return await self.queries.is_ready()
+        return await self.queries.health()
 
     def drain(self) -> int:
         """Refuse new requests; return how many have not ended."""

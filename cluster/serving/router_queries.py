@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from tramontane.cluster.common.ray_api import read_wait
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import ExpertLoad, MeasuredLoad
 from tramontane.cluster.observability.logging import request_context
@@ -19,10 +20,12 @@ from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.timing import ROUTER_READY_TIMEOUT_S
 from tramontane.router.engine.activity_log import PipelineActivity
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
 from tramontane.router.scheduling.prefix_cache import cache_salt
 
-READINESS_TTL_S = 1.0  # for which the answer of the routers stands
+HEALTH_TTL_S = 1.0  # for which the answer of the routers stands
+STATUSES = ("ready", "degraded", "unavailable")
 DIGEST_TIMEOUT_S = 2.0  # the other digests wait for a router that hangs
 # The longest interval, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is
 # that for one pipeline, too.
@@ -46,35 +49,41 @@ def prefix_aware_routing(config: EngineConfig, model: str) -> PrefixAwareRouting
 class RouterQueries:
     """Calls to the routers behind a Ray Serve handle."""
 
-    def __init__(self, handle: "DeploymentHandle[Any]") -> None:
-        self._handle = handle
-        self._readiness: asyncio.Task[bool] | None = None  # the last query
-        self._readiness_asked_at = -math.inf
+    def __init__(self, handle: "DeploymentHandle[Any]", application: str = "") -> None:
+        self._handle, self._application = handle, application
+        self._health: asyncio.Task[PipelineHealth] | None = None  # the last query
+        self._health_asked_at = -math.inf
 
-    async def is_ready(self) -> bool:
-        """Return whether any router can make tokens now, as soon as one answers that it can.
+    async def health(self) -> PipelineHealth:
+        """Return the best health of any pipeline, as soon as one answers that it is ready.
 
         Routers are queried at most once a second, however many clients query this ingress: any
         client may, without a key.
         """
         now = asyncio.get_running_loop().time()
-        if self._readiness is None or (
-            self._readiness.done() and now >= self._readiness_asked_at + READINESS_TTL_S
+        if self._health is None or (
+            self._health.done() and now >= self._health_asked_at + HEALTH_TTL_S
         ):
-            self._readiness_asked_at = now
+            self._health_asked_at = now
             # Not a part of the request of the client that happens to ask first, which may leave.
-            self._readiness = asyncio.create_task(
-                self._query_readiness(), context=request_context("")
-            )
-        return await asyncio.shield(self._readiness)
+            self._health = asyncio.create_task(self._query_health(), context=request_context(""))
+        return await asyncio.shield(self._health)
 
     def close(self) -> None:
-        """Cancel a query of the readiness."""
-        if self._readiness is not None:
-            self._readiness.cancel()
+        """Cancel a query of the health."""
+        if self._health is not None:
+            self._health.cancel()
 
-    async def _query_readiness(self) -> bool:
-        return any(await self._broadcast("is_ready", is_sufficient=bool))
+    async def _query_health(self) -> PipelineHealth:
+        answers: list[PipelineHealth] = await self._broadcast(
+            "health", is_sufficient=lambda answer: answer.status == "ready"
+        )
+        best = min(answers, key=lambda each: STATUSES.index(each.status), default=None)
+        if best is not None and best.is_serving:
+            return best
+        awaited = await read_wait(self._application)
+        reason = awaited or (best.reason if best else "no router has answered")
+        return PipelineHealth("unavailable", reason)
 
     async def expert_load(self) -> MeasuredLoad:
         """Return the summed load of all pipelines that answer in time."""
@@ -171,7 +180,7 @@ class RouterQueries:
         """Return whether another router gets a call addressed to this one."""
         with suppress(Exception):  # routers may fail to answer for any reason
             async with asyncio.timeout(ROUTER_READY_TIMEOUT_S):
-                _, responder = await cancellable(self.method("is_ready", ONLY + replica).remote())
+                _, responder = await cancellable(self.method("health", ONLY + replica).remote())
                 return bool(responder != replica)
         return False
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +18,7 @@ from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
 from tramontane.cluster.common.load_meter import LoadMeter
 from tramontane.cluster.common.ray_api import (
     DeploymentWatch,
+    StartWait,
     number_deployment,
     start_periodic_thread,
 )
@@ -35,7 +36,7 @@ from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
-from tramontane.router.engine.health import HealthTracker
+from tramontane.router.engine.health import HealthTracker, PipelineHealth
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixDigest, make_digest
 from tramontane.router.engine.router import Router, run_with_drafts
 from tramontane.workers.weights.checkpoint import (
@@ -44,6 +45,7 @@ from tramontane.workers.weights.checkpoint import (
     short_digest,
 )
 
+LOST_SEQUENCES = "a stage has lost its sequences"
 RETRY_INTERVAL_S = 0.2
 FINGERPRINT_INTERVAL_S = 2.0
 MAX_FAILED_STARTS = 3  # in a row; each has retried for some time by itself
@@ -75,17 +77,21 @@ class RouterReplica:
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._is_given_up = False
-        self._health_check: asyncio.Task[bool] | None = None
+        self._health_check: asyncio.Task[PipelineHealth] | None = None
         self._driving: asyncio.Task[None] | None = None
         self._acquiring: asyncio.Task[Driven] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
+        starting = StartWait(application.name)
         # before routers of an older one lose their pipelines
         deployed_at = number_deployment(application.name, build_id)
         self._deployments, self._deployed_at = DeploymentWatch(application.name), deployed_at
         self._acquiring = asyncio.create_task(
-            self._exit.enter_async_context(self._pipeline(checkpoint_digest, application))
+            self._exit.enter_async_context(
+                self._pipeline(checkpoint_digest, application, starting.report)
+            )
         )
         self._spec, self._chain = await self._acquiring
+        await asyncio.to_thread(starting.end)
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
         self._router = self._new_router()
@@ -95,7 +101,10 @@ class RouterReplica:
         await self._wait_until_ready()
 
     def _pipeline(
-        self, checkpoint_digest: CheckpointDigest, application: OwnerApplication
+        self,
+        checkpoint_digest: CheckpointDigest,
+        application: OwnerApplication,
+        report: Callable[[str], None],
     ) -> AbstractAsyncContextManager[Driven]:
         config = self._config
         prefix = pipeline_prefix(application.name, config, checkpoint_digest)
@@ -103,7 +112,12 @@ class RouterReplica:
         # only the first to be claimed; Ray Serve may give None
         rank = getattr(serve.get_replica_context().rank, "rank", 0)
         return adopt_or_create_pipeline(
-            prefix, new_spec, self._deployed_at, config.placement_timeout, first_number=rank
+            prefix,
+            new_spec,
+            self._deployed_at,
+            config.placement_timeout,
+            first_number=rank,
+            report=report,
         )
 
     async def _wait_until_ready(self) -> None:
@@ -162,15 +176,15 @@ class RouterReplica:
         """Return whether routers of a later deployment are starting or running."""
         return await asyncio.to_thread(self._deployments.is_superseded, self._deployed_at)
 
-    async def is_ready(self) -> tuple[bool, str]:
-        """Return whether this router makes progress, and its name. Concurrent calls share one check
-        of the stages.
+    async def health(self) -> tuple[PipelineHealth, str]:
+        """Return the pipeline's health and this router's name. Concurrent calls share one check of
+        the stages.
         """
         if self._health_check is None or self._health_check.done():
             self._health_check = asyncio.create_task(self._check_progress())
         return await asyncio.shield(self._health_check), self._name
 
-    async def _check_progress(self) -> bool:
+    async def _check_progress(self) -> PipelineHealth:
         """Check the stages of an idle pipeline, which no step would do; fence them if one has died
         or lost its epoch.
         """
@@ -185,8 +199,12 @@ class RouterReplica:
                 router.is_ready and router.scheduler.is_idle and router.scheduler.epoch == epoch
             )
             if not is_fenced and still_idle:  # steps that have begun since will fail by themselves
-                router.request_recovery(PipelineError("a stage has lost its sequences"))
-        return router.is_healthy
+                router.request_recovery(PipelineError(LOST_SEQUENCES))
+                return PipelineHealth("degraded", LOST_SEQUENCES)
+        health = router.pipeline_health()
+        if health.status == "degraded" and (awaited := await self._chain.describe_wait()):
+            return replace(health, reason=awaited)
+        return health
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         """Return the tokens of each expert by layer and this router's name; None while a stage

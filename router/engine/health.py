@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 # this number of recoveries in a row, without a micro-batch between them, counts as progress
 MAX_FAILED_RECOVERIES = 5
@@ -15,6 +16,24 @@ class Recovery:
     seen_at: float
     fenced_at: float | None = None  # from this time on all live requests are computed again
     resumed_at: float | None = None  # time of the first token of any request
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineHealth:
+    """What becomes of a request that arrives now, and why.
+
+    ``ready``: it is worked on at once. ``degraded``: it is accepted, and waits until the pipeline
+    is ready again. ``unavailable``: it may be refused. ``since_s``: for how long it has been so.
+    """
+
+    status: Literal["ready", "degraded", "unavailable"]
+    reason: str = ""
+    since_s: float = 0.0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are accepted and will be answered."""
+        return self.status != "unavailable"
 
 
 class HealthTracker:

@@ -31,7 +31,7 @@ from tramontane.proto.request import (
 from tramontane.proto.step import STEP_TIMEOUT_S, MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink
 from tramontane.router.engine.activity_log import ActivityLog
-from tramontane.router.engine.health import HealthTracker
+from tramontane.router.engine.health import HealthTracker, PipelineHealth
 from tramontane.router.engine.in_flight import InFlightBatches
 from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.stats import PageCounts, PipelineSnapshot, PipelineStats
@@ -309,6 +309,21 @@ class Router:
         if self.health.is_fenced and self.scheduler.is_idle:
             self.health.record_progress()
         return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
+
+    def pipeline_health(self) -> PipelineHealth:
+        """Return whether a request that arrives now is worked on, and if not, why."""
+        if not self.is_healthy:
+            reason = (
+                f"no micro-batch has come back within {STALL_FACTOR * self.step_limit_s:.0f} s"
+                if self.is_attached
+                else str(self.failure or "its stages have not been fenced yet")
+            )
+            return PipelineHealth("unavailable", reason)
+        if self.is_ready:
+            return PipelineHealth("ready")
+        recovery = self.health.last_recovery
+        assert recovery is not None  # it was fenced once, and is not now
+        return PipelineHealth("degraded", recovery.reason, self.health.now - recovery.seen_at)
 
     @property
     def step_limit_s(self) -> float:

@@ -318,9 +318,13 @@ class ChatAnswer(_WholeAnswer):
 
 
 class Health(Answer):
-    """Answer while a pipeline can make tokens."""
+    """Answer while requests are accepted. ``degraded``: they wait, as no pipeline can make tokens
+    now, for a reason and for seconds that are given.
+    """
 
-    status: Literal["ready"]
+    status: Literal["ready", "degraded"]
+    reason: str | None = None
+    since_s: float | None = None
 
 
 class ServerLoad(Answer):

@@ -46,6 +46,7 @@ from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.token_stream import TokenStreams
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -120,9 +121,10 @@ class EchoRouters:
         router = min(self._routers, key=lambda r: r.scheduler.num_running + r.scheduler.num_waiting)
         return await self._streams.generate(router, *arguments)
 
-    async def is_ready(self) -> tuple[bool, str]:
+    async def health(self) -> tuple[PipelineHealth, str]:
         await self._drive()
-        return all(router.is_ready for router in self._routers), self._name
+        is_ready = all(router.is_ready for router in self._routers)
+        return PipelineHealth("ready" if is_ready else "unavailable"), self._name
 
     async def stats(self) -> tuple[int, int]:
         """Return the tokens so far, and the sequences that run."""

@@ -29,6 +29,7 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -239,8 +240,8 @@ class _Answer:
         return () if drafts is None else tuple((index, *drafts) for index in dict.fromkeys(indices))
 
 
-async def _ready() -> bool:
-    return True
+async def _ready() -> PipelineHealth:
+    return PipelineHealth("ready")
 
 
 async def _load() -> MeasuredLoad:
@@ -254,7 +255,7 @@ def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: ob
         HttpAppConfig(
             model=model,
             source=source,
-            is_ready=_ready,
+            health=_ready,
             expert_load=_load,
             pacer=Pacer(10**9),
             **fields,

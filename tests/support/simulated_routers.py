@@ -25,6 +25,7 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import Request, SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.activity_log import PipelineActivity
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.prefix_aware_routing import (
     Known,
     PrefixAwareRouting,
@@ -91,10 +92,11 @@ class Replica:
         while self.router.is_ready:
             await asyncio.sleep(0)
 
-    async def is_ready(self) -> tuple[bool, str]:
+    async def health(self) -> tuple[PipelineHealth, str]:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
-        return self.router.is_ready, self.name
+        status: Any = "ready" if self.router.is_ready else "unavailable"
+        return PipelineHealth(status), self.name
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         if self.is_dead:

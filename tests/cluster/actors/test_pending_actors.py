@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RpcError
 
-from tramontane.cluster.actors import pending_actors
-from tramontane.cluster.actors.pending_actors import PendingActorTracker
+from tramontane.cluster.actors import hang_detector
+from tramontane.cluster.actors.hang_detector import PendingActorTracker
 from tramontane.proto.timing import ACTOR_START_TIMEOUT_S, MAX_ACTOR_START_TIMEOUT_S
 
 
@@ -32,10 +32,10 @@ class _Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> _Cluster:
     cluster = _Cluster()
-    monkeypatch.setattr(pending_actors, "actor_state", cluster.state)
-    monkeypatch.setattr(pending_actors, "get_placement_group", lambda name: SimpleNamespace())
+    monkeypatch.setattr(hang_detector, "actor_state", cluster.state)
+    monkeypatch.setattr(hang_detector, "get_placement_group", lambda name: SimpleNamespace())
     monkeypatch.setattr(
-        pending_actors, "placement_group_table", lambda group: {"state": cluster.group}
+        hang_detector, "placement_group_table", lambda group: {"state": cluster.group}
     )
     return cluster
 
@@ -75,7 +75,7 @@ def test_time_without_the_head_node_does_not_count(
 
     assert not cluster.stuck()
     with monkeypatch.context() as patched:
-        patched.setattr(pending_actors, "get_placement_group", fail)
+        patched.setattr(hang_detector, "get_placement_group", fail)
         assert not cluster.stuck(ACTOR_START_TIMEOUT_S + 1)
     assert not cluster.stuck()
     assert cluster.stuck(ACTOR_START_TIMEOUT_S + 1) == ["stage-1"]

@@ -38,6 +38,7 @@ from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -83,8 +84,8 @@ def _served(model: StageModel) -> Iterator[httpx.Client]:
     limits = SchedulerLimits(8, 128, ARGS.max_seq_len, ARGS.vocab_size)
     router = Router(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 128)), chain)
 
-    async def is_ready() -> bool:
-        return True
+    async def health() -> PipelineHealth:
+        return PipelineHealth("ready")
 
     async def expert_load() -> MeasuredLoad:
         return MeasuredLoad(tuple((0,) * number for number in NUM_EXPERTS), 1)
@@ -101,7 +102,7 @@ def _served(model: StageModel) -> Iterator[httpx.Client]:
     config = HttpAppConfig(
         model=served,
         source=router,
-        is_ready=is_ready,
+        health=health,
         expert_load=expert_load,
         max_body_bytes=2**20,
         pacer=Pacer(10**9),

@@ -37,6 +37,7 @@ from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.proto.units import format_bytes
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -98,7 +99,7 @@ class Harness:
     app: Starlette
     router: Router
     client: httpx.AsyncClient
-    is_ready: bool = field(default=True)
+    health: PipelineHealth = field(default_factory=lambda: PipelineHealth("ready"))
     load: MeasuredLoad = field(default_factory=lambda: MeasuredLoad(((1, 2), (3, 0)), 2))
 
     async def post(self, body: dict[str, Any] | bytes, **headers: str) -> httpx.Response:
@@ -132,8 +133,8 @@ async def _harness(
     scheduler = new_scheduler(PLAN.cache, budget=32, in_flight=2, **sizes, **limits)
     router = Router(scheduler, GatedChain(chain, gate))
 
-    async def is_ready() -> bool:
-        return harness.is_ready
+    async def health() -> PipelineHealth:
+        return harness.health
 
     async def expert_load() -> MeasuredLoad:
         return harness.load
@@ -144,7 +145,7 @@ async def _harness(
     config = HttpAppConfig(
         model=model,
         source=router,
-        is_ready=is_ready,
+        health=health,
         expert_load=expert_load,
         max_body_bytes=MAX_BODY,
         pacer=Pacer(10**9),
@@ -486,11 +487,21 @@ async def test_health_follows_the_pipeline(serve: Serve) -> None:
     async with serve() as harness:
         ready = await harness.client.get("/health")
         assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
-        harness.is_ready = False
+        harness.health = PipelineHealth("degraded", "waiting for 1 of 2 stages", 12.34)
+        degraded = await harness.client.get("/health")
+        assert degraded.status_code == 200, "requests are accepted, and wait"
+        assert degraded.json() == {
+            "status": "degraded",
+            "reason": "waiting for 1 of 2 stages",
+            "since_s": 12.3,
+        }
+        harness.health = PipelineHealth("unavailable", "waiting for 2 of 2 stages")
         unready = await harness.client.get("/health")
         assert unready.status_code == 503
         assert unready.headers["retry-after"] == "1"
-        assert check_error(unready.content)["type"] == "server_error"
+        error = check_error(unready.content)
+        assert error["type"] == "server_error"
+        assert error["message"] == "no pipeline can make tokens now: waiting for 2 of 2 stages"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -498,7 +509,7 @@ async def test_health_follows_the_pipeline(serve: Serve) -> None:
 async def test_ping_is_health_by_another_name(serve: Serve, method: str) -> None:
     async with serve() as harness:
         assert (await harness.client.request(method, "/ping")).json() == {"status": "ready"}
-        harness.is_ready = False
+        harness.health = PipelineHealth("unavailable", "no router has answered")
         assert (await harness.client.request(method, "/ping")).status_code == 503
 
 

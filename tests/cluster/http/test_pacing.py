@@ -8,7 +8,7 @@ from fixed_load import FixedLoad
 from scripted_token_source import MODEL, ScriptedSource
 from virtual_time import in_virtual_time
 
-from tramontane.cluster.http.sse import Pacer, sse_events
+from tramontane.cluster.http.sse import Pacer, sse_events, wait_for_first
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 
@@ -30,7 +30,8 @@ async def test_the_less_the_load_the_sooner_a_token_is_written(
     answer = await prepare_completion(MODEL, request, 0.0)
     changes = answer.generation.stream(ScriptedSource(pause_s=1.0))
     pacer.num_streams = 19
-    async for chunk in sse_events(pacer, answer, await anext(changes), changes, "r"):
+    first = await wait_for_first(changes)
+    async for chunk in sse_events(pacer, answer, first, changes, "r"):
         written += [now()] * chunk.data.count(b"data: {")
     assert written == pytest.approx(written_at)
     assert pacer.num_streams == 19

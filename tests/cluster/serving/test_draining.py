@@ -59,7 +59,7 @@ async def test_a_server_that_is_no_longer_to_stop_accepts_requests() -> None:
         routers.drain()
         routers.resume()
         routers.check_capacity(1)
-        assert await routers.is_ready()
+        assert (await routers.health()).status == "ready"
         assert await request_tokens(routers) == 5
 
 
@@ -102,7 +102,7 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
         config = HttpAppConfig(
             model=MODEL,
             source=routers,
-            is_ready=routers.is_ready,
+            health=routers.health,
             expert_load=routers.queries.expert_load,
             max_body_bytes=2**16,
             pacer=Pacer(10**9),

@@ -50,6 +50,7 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.request_output import ResumableRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.request_context import RequestTokenSource
@@ -95,8 +96,8 @@ class Routing:
             each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")
         ]
         replica = self._rng.choice(wished or self.replicas)
-        if wish["method_name"] == "is_ready":
-            return Response(asyncio.ensure_future(_is_ready(replica)))
+        if wish["method_name"] == "health":
+            return Response(asyncio.ensure_future(_health(replica)))
         if wish["stream"]:
             return _until_killed(replica, *args)
         return Response(asyncio.ensure_future(_or_death(replica, lambda: _answer(replica, args))))
@@ -124,9 +125,9 @@ async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any
         await asyncio.gather(task, death, return_exceptions=True)
 
 
-async def _is_ready(replica: Replica) -> tuple[bool, str]:
+async def _health(replica: Replica) -> tuple[PipelineHealth, str]:
     await asyncio.sleep(0)
-    return True, replica.name
+    return PipelineHealth("ready"), replica.name
 
 
 async def _answer(replica: Replica, args: Any) -> bytes:

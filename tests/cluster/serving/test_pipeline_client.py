@@ -69,7 +69,7 @@ async def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
             await request_tokens(routers, num_sequences=50)
         assert replicas[2].router.scheduler.is_idle
         assert replicas[2].call_counts["subscribe"] == 1
-        assert await routers.is_ready()
+        assert (await routers.health()).status == "ready"
 
 
 @in_event_loop
@@ -83,7 +83,7 @@ async def test_where_no_pipeline_works_the_client_gets_an_error_after_each_was_t
         assert sum(each.call_counts["generate"] for each in replicas) == 3, (
             "a, b, and one of them again"
         )
-        assert not await routers.is_ready()
+        assert not (await routers.health()).is_serving
         assert routers.num_requests == 0
 
 
@@ -128,14 +128,14 @@ async def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(
     """A router that is stopped, or whose machine is lost, answers nothing; no caller waits for it,
     and calls to it end.
     """
-    monkeypatch.setattr(router_questions, "READINESS_TTL_S", 0.0)
+    monkeypatch.setattr(router_questions, "HEALTH_TTL_S", 0.0)
 
     replicas = [Replica(name) for name in "abc"]
     replicas[0].is_cut_off = replicas[2].is_cut_off = True
     async with harness(replicas, running="abc") as routers:
-        assert [await routers.is_ready() for _ in range(10)] == [True] * 10
+        assert all([(await routers.health()).status == "ready" for _ in range(10)])
         for each in (replicas[0], replicas[2]):
-            while each.call_counts["is_ready in vain"] < 10:
+            while each.call_counts["health in vain"] < 10:
                 await asyncio.sleep(0)
 
 
@@ -153,7 +153,7 @@ async def test_reports_of_others_are_kept_where_a_router_does_not_answer(
         well = [each.name for each in replicas if not each.is_cut_off]
         assert [reported.name for reported in await routers.queries.activity({})] == well
         assert (await routers.queries.expert_load()).num_pipelines == len(well)
-        assert not await routers.is_ready()
+        assert not (await routers.health()).is_serving
         assert [each.call_counts["activity in vain"] for each in replicas] == [
             each.is_cut_off for each in replicas
         ]

@@ -30,6 +30,7 @@ from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersede
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as Prompt
@@ -61,6 +62,11 @@ class StubRouter:
             owner = {"epoch": self.scheduler, "is_failing": self.health}.get(name, self)
             assert hasattr(owner, name)
             setattr(owner, name, value)
+
+    def pipeline_health(self) -> PipelineHealth:
+        if not self.is_healthy:
+            return PipelineHealth("unavailable", "nothing has come back")
+        return PipelineHealth("ready" if self.is_ready else "degraded", "a stage died", 3.0)
 
     @property
     def is_attached(self) -> bool:
@@ -94,6 +100,9 @@ class Chain:
     async def fingerprint(self) -> str:
         return "fp_a"
 
+    async def describe_wait(self) -> str:
+        return ""
+
     async def health(self) -> list[Any]:
         self.num_requests += 1
         await self.answers.wait()
@@ -124,7 +133,9 @@ class Surroundings:
         return self.routers[-1]
 
     @asynccontextmanager
-    async def pipeline(self, *_: object, first_number: int) -> AsyncIterator[tuple[Any, Chain]]:
+    async def pipeline(
+        self, *_: object, first_number: int, report: Callable[[str], None]
+    ) -> AsyncIterator[tuple[Any, Chain]]:
         assert first_number == 3, "the rank of the replica"
         self.is_entered, self.chain = True, Chain()
         try:
@@ -414,7 +425,9 @@ def test_a_stage_without_an_epoch_is_found_by_a_health_check(around: Surrounding
     async def scenario(replica: RouterReplica) -> None:
         around.chain.epoch = -1
         around.chain.answers.set()
-        assert await replica.is_ready() == (True, "replica"), "until that takes too long"
+        health, name = await replica.health()
+        assert (health.status, health.is_serving, name) == ("degraded", True, "replica")
+        assert health.reason == "a stage has lost its sequences"
         assert "lost its sequences" in str(around.router.loss)
 
     _run(around, scenario)
@@ -423,13 +436,14 @@ def test_a_stage_without_an_epoch_is_found_by_a_health_check(around: Surrounding
 def test_health_is_progress(around: Surroundings) -> None:
     async def scenario(replica: RouterReplica) -> None:
         around.chain.answers.set()
+        assert (await replica.health())[0].status == "ready"
         around.router.is_healthy = False
-        assert await replica.is_ready() == (False, "replica")
+        assert (await replica.health())[0].status == "unavailable"
         with pytest.raises(PipelineError, match="nothing was done"):
             await replica.check_health()
         around.router.is_ready = False
         await replica.check_health()  # stages are loading again
-        assert await replica.is_ready() == (False, "replica")
+        assert not (await replica.health())[0].is_serving
 
     _run(around, scenario)
 
@@ -442,7 +456,7 @@ def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against
 
     async def scenario(replica: RouterReplica) -> None:
         chain = around.chain
-        requested = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
+        requested = [asyncio.create_task(replica.health()) for _ in range(3)]
         while not chain.num_requests:
             await asyncio.sleep(0)
         chain.epoch = 8
