@@ -80,7 +80,7 @@ HAND_OVER_S = 15.0
 DEFAULT_DRAIN_S = 30.0  # of ``tramontane serve``
 # in which ``tramontane serve`` ends requests and removes all after its drain time: as long as that
 # was, within these bounds; longer on a cluster of others, whose processes it cannot end by itself
-MIN_STOP_S, MAX_STOP_S, JOINED_STOP_S = 6.0, 30.0, 120.0
+MIN_STOP_S, MAX_STOP_S, JOINED_STOP_S = 5.0, 30.0, 120.0
 RAY_STOP_S = 3.0  # of that for the end of Ray's daemons
 # where pipelines are scaled and updated in place; a command that is interrupted waits less
 DRAIN_S = 600.0
@@ -188,7 +188,6 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
         ),
         "a server that stops has time to end its requests": (
             RAY_STOP_S,
-            BROADCAST_TIMEOUT_S,
             MIN_STOP_S,
             END_TIMEOUT_S,
             MAX_STOP_S,

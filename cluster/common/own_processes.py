@@ -5,13 +5,14 @@ Ray's workers are children of its raylet, and of no process of ours once that ha
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
 
 VARIABLE = "TRAMONTANE_STARTED_BY"
-MAX_ROUNDS, ROUND_S = 5, 1.0
+MAX_ROUNDS, ROUND_S = 40, 0.05
 _marks: list[str] = []  # a mark that was inherited is that of a process which started this one
 
 
@@ -30,7 +31,7 @@ def marking_started() -> Iterator[None]:
 
 
 def kill_started() -> None:
-    """Kill all marked processes and all descendants, and wait until they have ended.
+    """Kill all marked processes and all descendants, and wait two seconds at most for their end.
 
     What a process starts before it is killed is found in the next round.
     """
@@ -40,7 +41,7 @@ def kill_started() -> None:
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=ROUND_S)
+        time.sleep(ROUND_S)
 
 
 def _started() -> Iterator[psutil.Process]:

@@ -28,8 +28,7 @@ OF_RAY_DEFAULT = (
     "prometheus_client",
 )
 NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
-# without which a cluster answers nothing, by Ray's names for them
-VITAL_DAEMONS = {"raylet": "raylet", "gcs_server": "head process (gcs_server)"}
+VITAL_DAEMONS = ("raylet", "gcs_server")  # without them a cluster answers nothing
 
 
 def kv_get(key: str) -> bytes | None:
@@ -125,7 +124,7 @@ def find_dead_daemon() -> str:
         if kind in VITAL_DAEMONS:
             status = process.returncode
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            return f"{VITAL_DAEMONS[kind]} (process {process.pid}, {how})"
+            return f"{kind} (process {process.pid}, {how})"
     return ""
 
 

@@ -52,6 +52,7 @@ class StopLimit:
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer.join()  # if it has run out, this process ends there, with its status
 
     def begin(self, drain_s: float = 0.0) -> None:
         """Begin to count; later calls change nothing. ``drain_s``: for which requests may run
@@ -82,7 +83,7 @@ class StopLimit:
 
 
 def stop_time_s(drain_s: float, is_own: bool) -> float:
-    """Return the seconds for all that follows the drain time: in a cluster of its own 6 after 3 s,
+    """Return the seconds for all that follows the drain time: in a cluster of its own 5 after 3 s,
     12 after 12, 30 after 600.
     """
     return min(max(drain_s, MIN_STOP_S), MAX_STOP_S) if is_own else JOINED_STOP_S

@@ -253,9 +253,9 @@ def check_memory(spec: PipelineSpec, num_pipelines: int) -> None:
     if free < need:
         workers = f"{num_workers} worker{'s' * (num_workers != 1)}"
         raise PlanError(
-            f"{format_bytes(free)} of memory are free here, too little for Ray and {workers}:"
-            f" they need {format_bytes(need)} without weights and caches; give the container or the"
-            " machine more, or use fewer --stages"
+            f"Ray and {workers} need {format_bytes(need)} of memory without weights and caches, and"
+            f" can have {format_bytes(free)} here; give the container or the machine more, or use"
+            " fewer --stages"
         )
 
 
