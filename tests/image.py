@@ -30,7 +30,7 @@ ROOMS = ("proto", "workers", "router", "cluster")
 # a random user in group 0, as some clusters have it; Docker mounts /tmp noexec
 CONFINED = ("--user", "12345:0", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL")
 STREAM = {"prompt": "ROMEO:", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-OF_A_MODULE = "import sys; from tramontane.cluster.planning.hardware import {0}; print({0}())"
+OF_A_MODULE = "from tramontane.cluster.planning.hardware import {0}; print({0}())"
 KILL = "import psutil; [p.kill() for p in psutil.process_iter() if p.name() == 'raylet']"
 ZOMBIES = "import psutil; print([p.pid for p in psutil.process_iter() if p.status() == 'zombie'])"
 
@@ -163,7 +163,7 @@ def test_it_ends_before_docker_kills_it_and_says_so_to_clients() -> None:
     """With 64 MiB of shared memory, Docker's default, a read-only root and no capability."""
     with _server(*CONFINED) as (name, url):
         assert "/dev/shm has 64 MiB free" in _docker("logs", name)
-        assert httpx.get(f"{url}/v1/files", timeout=60).status_code == 503, "no home folder"
+        assert _upload(url) == 503, "there is no home folder"
         _docker("exec", name, "sh", "-c", "sleep 0.1 & exit")
         while _zombies(name):
             time.sleep(0.1)
@@ -175,6 +175,12 @@ def test_it_ends_before_docker_kills_it_and_says_so_to_clients() -> None:
         assert _status(name) == 0, _docker("logs", name)
 
 
+def _upload(url: str) -> int:
+    file = {"file": ("requests.jsonl", b"{}\n")}
+    answer = httpx.post(f"{url}/v1/files", files=file, data={"purpose": "batch"}, timeout=60)
+    return answer.status_code
+
+
 def _zombies(name: str) -> list[int]:
     zombies: list[int] = json.loads(_docker("exec", name, "python", "-c", ZOMBIES))
     return zombies
@@ -182,7 +188,7 @@ def _zombies(name: str) -> list[int]:
 
 def test_it_ends_with_rays_daemons_so_that_it_is_started_again() -> None:
     with _server("--restart", "on-failure:1") as (name, url):
-        assert httpx.get(f"{url}/v1/files", timeout=60).status_code == 200
+        assert _upload(url) == 200
         _docker("exec", name, "python", "-c", KILL)
         while _inspect(name)["RestartCount"] < 1:
             time.sleep(0.5)
