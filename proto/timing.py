@@ -83,6 +83,10 @@ END_TIMEOUT_S = 15.0
 # after a router's grace: ingresses move its requests to another router, and it stops
 HAND_OVER_S = 15.0
 DEFAULT_DRAIN_S = 30.0  # of ``tramontane serve``
+# in which ``tramontane serve`` ends requests and removes all after its drain time: as long as that
+# was, within these bounds; longer on a cluster of others, whose processes it cannot end by itself
+MIN_STOP_S, MAX_STOP_S, JOINED_STOP_S = 5.0, 30.0, 120.0
+RAY_STOP_S = 3.0  # of that for the end of Ray's daemons
 # where pipelines are scaled and updated in place; a command that is interrupted waits less
 DRAIN_S = 600.0
 # for which a terminating pod finishes streams; the Service sends it no new requests
@@ -186,6 +190,13 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             DEFAULT_DRAIN_S + HAND_OVER_S + END_TIMEOUT_S,
             TERMINATION_GRACE_S,
             DRAIN_S,
+        ),
+        "a server that stops has time to end its requests": (
+            RAY_STOP_S,
+            MIN_STOP_S,
+            END_TIMEOUT_S,
+            MAX_STOP_S,
+            JOINED_STOP_S,
         ),
         "lines are added long before a submission counts as dead": (
             2 * ADD_INTERVAL_S,

@@ -38,7 +38,20 @@ REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:[ \t]*<?([^\s>]+)>?", re.MULTILINE)
 ONLY_LINKS = re.compile(rf"^\s*(?:[*+-]|\d+\.)?\s*(?:!?{LINK.pattern}[\s,;.|&·]*)+$")
 ABSOLUTE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"NNNN|[<>$]|\.\.\.")
-OF_OTHER_PROGRAMS = {"--build-arg", "--num-cpus"}  # docker build, ray start
+OF_OTHER_PROGRAMS = {  # docker build, docker run, ray start
+    *("--build-arg", "--target"),
+    *(
+        "--cpus",
+        "--gpus",
+        "--memory",
+        "--read-only",
+        "--restart",
+        "--shm-size",
+        "--tmpfs",
+        "--user",
+    ),
+    "--num-cpus",
+}
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 MEASURED = re.compile(

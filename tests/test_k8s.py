@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,10 @@ def test_keys_come_from_a_file_that_is_not_shipped(tmp_path: Path) -> None:
 def test_the_image_is_one_for_the_pods() -> None:
     text = (K8S / "Dockerfile").read_text(encoding="utf-8")
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert {"build", "cpu", "cuda"} <= set(stages)
+    assert {"dependencies", "project", "cpu", "cuda"} <= set(stages)
+    assert not text.startswith("# syntax="), "which a builder would fetch from a registry"
+    version = re.findall(r'image.version="(.*)"', text)
+    assert version == [tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]]
     last = text.split("FROM ")[-1]
     users = re.findall(r"^USER (\d+)$", text, re.MULTILINE)
     pod = groups_of(ray_service(overlay("demo")))[0]["template"]["spec"]

@@ -167,6 +167,23 @@ def test_it_listens_on_loopback_only_and_killed_outright_it_leaves_no_process(
         time.sleep(0.1)
 
 
+def test_it_ends_with_its_raylet_and_leaves_no_process(tmp_path: Path) -> None:
+    """All that it could do is wait, and a supervisor that starts it again would not know."""
+    with _server(_environment(tmp_path), "--port", str(free_port()), "--stages", "1") as (
+        process,
+        _,
+    ):
+        for child in psutil.Process(process.pid).children():
+            if child.name() == "raylet":
+                child.kill()
+        assert process.wait(timeout=60) == 1
+        assert process.stderr is not None
+        *_, last = process.stderr.read().splitlines()
+        assert re.search(r"Ray's raylet \(process \d+, signal 9\) has died.* start it again$", last)
+    while started_with(tmp_path):
+        time.sleep(0.1)
+
+
 def test_the_mode_that_opens_ports_on_all_interfaces_is_refused_with_a_loopback_host(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,9 @@ from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.timing import DRAIN_S
+
+# variables with which an image says what suits a container, and the keys whose defaults they are
+VARIABLES = {"TRAMONTANE_HOST": "host", "TRAMONTANE_DRAIN_TIMEOUT": "drain_timeout"}
 
 
 def _vllm_option(flag: VllmFlag) -> Any:
@@ -68,7 +72,7 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with load_config(context) as settings:
+        with load_config(context, _defaults_of_environment(os.environ)) as settings:
             run_server(
                 _with_keys_of_environment(settings),
                 display.report,
@@ -105,6 +109,20 @@ def _take_vllm_flags(context: typer.Context) -> None:
         context.params[of_vllm.parameter] = None  # as if it were not given
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _defaults_of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys whose defaults the environment sets. Raises ConfigError for a wrong value."""
+    values: dict[str, Any] = {}
+    for variable, key in VARIABLES.items():
+        if variable in environ:
+            try:
+                given = EngineConfig.build(None, {key: environ[variable]})
+            except ConfigError as error:
+                flag_name = f"--{key.replace('_', '-')}"
+                raise ConfigError(str(error).replace(flag_name, variable)) from None
+            values[key] = getattr(given, key)
+    return values
 
 
 def _with_keys_of_environment(settings: EngineConfig) -> EngineConfig:

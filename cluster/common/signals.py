@@ -7,9 +7,9 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
-import psutil
+from tramontane.cluster.common.own_processes import kill_started
 
 INTERRUPTED = 130  # the exit status of a command that was interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -120,7 +120,7 @@ def defer_signals(note: str) -> Iterator[None]:
 
     def defer(number: int, _frame: object) -> None:
         if received:
-            _end_at_once()
+            end_at_once()
         received.append(number)
         with suppress(OSError):  # standard error is closed
             os.write(2, f"{note}\n".encode())  # the signal may have interrupted print
@@ -161,14 +161,12 @@ def undone_at_end(undo: Callable[[], None]) -> Iterator[None]:
         undo()
 
 
-def _end_at_once() -> None:
-    """End this process and its child processes, without any clean-up but ``undone_at_end``."""
+def end_at_once(status: int = INTERRUPTED) -> NoReturn:
+    """End this process and all that it has started, without any clean-up but ``undone_at_end``."""
     for undo in _undo_at_end:
         undo()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
-    os._exit(INTERRUPTED)
+    kill_started()
+    os._exit(status)
 
 
 @contextmanager

@@ -34,7 +34,12 @@ class ServingKeys(KeyGroup):
     served_model_name: Annotated[Text | None, BeforeValidator(parse_names)] = key(
         None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model"
     )
-    host: Text = key("127.0.0.1", "Address on which HTTP and gRPC listen.", in_serve_config=False)
+    host: Text = key(
+        "127.0.0.1",
+        "Address on which HTTP and gRPC listen. TRAMONTANE_HOST, which images set, is another"
+        " default.",
+        in_serve_config=False,
+    )
     port: Annotated[int, Field(ge=1, le=65535)] = key(8000, "HTTP port.", in_serve_config=False)
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(
         9000, "gRPC port, on the same host. 0: no gRPC.", in_serve_config=False
@@ -67,7 +72,8 @@ class ServingKeys(KeyGroup):
     )
     drain_timeout: Seconds | None = key(
         None,
-        "Seconds that running requests have to finish when the server stops.",
+        "Seconds that running requests have to finish when the server stops."
+        " TRAMONTANE_DRAIN_TIMEOUT, which images set, is another default for serve.",
         unset="30 for serve, 600 in a Ray Serve config",
     )
     slow_client_timeout: PositiveSeconds = key(

@@ -233,12 +233,17 @@ def given_keys(context: typer.Context) -> dict[str, Any]:
 
 
 @contextmanager
-def load_config(context: typer.Context) -> Iterator[EngineConfig]:
+def load_config(
+    context: typer.Context, defaults: Mapping[str, Any] = NO_OPTIONS
+) -> Iterator[EngineConfig]:
     """Merge the flags with the keys of ``--config``, which they override. Errors name each where it
-    was given.
+    was given. ``defaults``: valid values of keys that neither has.
     """
     flags, path = given_keys(context), context.params["config"]
     file = ConfigFile.read(path) if path else None
+    for name, value in defaults.items():
+        if flags.get(name) is None and (file is None or file.keys.get(name) is None):
+            flags[name] = value
     try:
         yield EngineConfig.build(file, flags)
     except UserError as error:

@@ -5,15 +5,19 @@ address.
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import ray
 from ray.exceptions import AuthenticationError, RayError
 
-from tramontane.cluster.common.signals import defer_signals, keep_handler
+from tramontane.cluster.common.own_processes import marking_started
+from tramontane.cluster.common.ray_api import run_periodically
+from tramontane.cluster.common.signals import defer_signals, end_at_once, keep_handler
 from tramontane.cluster.config.ray_settings import (
     INLINE_LIMIT,
     ONE_MACHINE_SETTINGS,
@@ -27,6 +31,7 @@ from tramontane.cluster.planning.hardware import (
 )
 from tramontane.cluster.ray_internals.accessors import (
     assume_dashboard_packages,
+    find_dead_daemon,
     head_channel,
     keep_daemons_from_signals,
     keep_loopback_address,
@@ -39,10 +44,15 @@ from tramontane.cluster.ray_internals.accessors import (
 )
 from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, assert_supported
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.units import format_bytes
 
 CONNECT_TIMEOUT_S = 5.0
-OBJECT_STORE_BYTES = 512 * 2**20  # of a local cluster: a few micro-batches of hidden states
+DAEMON_POLL_S = 0.5
+# of a local cluster: a few micro-batches of hidden states; Ray refuses less than the minimum
+OBJECT_STORE_BYTES, MIN_STORE_BYTES = 512 * 2**20, 75 * 2**20
+SHARED_MEMORY = Path("/dev/shm")
 ADVICE_IF_REQUIRED = "give the host:port of a cluster's head node"
+logger = logging.getLogger(__name__)
 ADVICE = f"{ADVICE_IF_REQUIRED}, or leave --address out to start Ray on this machine"
 
 
@@ -67,6 +77,7 @@ def local_ray_cluster(
     try:
         with (
             _starting_ray("stopping the local Ray cluster"),
+            marking_started(),
             keep_loopback_address(),
             keep_daemons_from_signals(),
             assume_dashboard_packages(),
@@ -80,7 +91,7 @@ def local_ray_cluster(
                 dashboard_host="127.0.0.1",
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=_object_store_bytes(),
                 _node_ip_address="127.0.0.1",
                 _system_config=dict(ONE_MACHINE_SETTINGS)
                 | (
@@ -102,6 +113,50 @@ def local_ray_cluster(
             yield context.dashboard_url or ""
         finally:
             ray.shutdown()
+
+
+def _object_store_bytes() -> int:
+    """Return the size of the object store, which is smaller where there is little shared memory;
+    that is logged, as Ray's own warning is not shown.
+
+    With 64 MiB free it is no smaller, but a file below Ray's temporary folder.
+    """
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:  # Ray says what it lacks
+        return OBJECT_STORE_BYTES
+    if free >= OBJECT_STORE_BYTES:
+        return OBJECT_STORE_BYTES
+    fits = free >= MIN_STORE_BYTES
+    logger.warning(
+        "%s has %s free, and Ray's object store for hidden states of 1 MiB and more wants %s: it"
+        " %s; give a container more by docker's --shm-size 1g, a pod by an emptyDir of medium"
+        " Memory",
+        *(SHARED_MEMORY, format_bytes(free), format_bytes(OBJECT_STORE_BYTES)),
+        "takes what is free" if fits else "is a file in the temporary folder, which may be slow",
+    )
+    return free if fits else OBJECT_STORE_BYTES
+
+
+@contextmanager
+def ended_with_ray() -> Iterator[None]:
+    """End this process, with status 1, and all that it has started, as soon as a daemon of its own
+    cluster has died while the block runs.
+
+    Ray's calls would wait for a dead daemon without a limit, also those of a clean-up.
+    """
+
+    def check() -> None:
+        if daemon := find_dead_daemon():
+            logger.error(
+                "Ray's %s has died, and nothing can be answered without it: tramontane ends, with"
+                " all that it has started; start it again",
+                daemon,
+            )
+            end_at_once(1)
+
+    with run_periodically(DAEMON_POLL_S, check):
+        yield
 
 
 @contextmanager

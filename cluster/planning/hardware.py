@@ -30,6 +30,7 @@ GPU_PROBE_TIMEOUT_S = 60.0
 MIN_HELD_BYTES = 2**28
 # Ray resource with the number of a node's real cores, where Ray is given more CPUs
 CORES_RESOURCE = "tramontane_cores"
+CGROUPS = Path("/sys/fs/cgroup")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ def probe_local() -> Hardware:
     gpus = tuple(_gpu_to_plan(gpu, "", index) for index, gpu in enumerate(visible))
     return Hardware(
         node_cpus=(usable_cpus(),),
-        node_memory=(_usable_memory(),),
+        node_memory=(usable_memory(),),
         gpus=gpus,
         panel_rows=panel_rows(),
     )
@@ -220,26 +221,51 @@ def usable_cpus() -> int:
     by its container's quota.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = _cgroup_numbers("cpu.max", 2)
+    quota, period = _cgroup_numbers("cpu.max", count=2)
+    if not quota:
+        (quota,), (period,) = (
+            _cgroup_numbers(f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")
+        )
     return min(cpus, max(1, quota // period)) if quota and period else cpus
 
 
-def _usable_memory() -> int:
-    """Return the free bytes of the machine, or of the container if that has a limit and fewer."""
-    free = psutil.virtual_memory().available
-    (limit,), (used,) = _cgroup_numbers("memory.max", 1), _cgroup_numbers("memory.current", 1)
-    return min(free, max(limit - used, 0)) if limit else free
+def usable_memory() -> int:
+    """Return the free bytes of the machine, or of the container if that has a limit and fewer.
 
-
-def _cgroup_numbers(file: str, count: int) -> list[int]:
-    """Return the numbers in a control-group file (version 2); zeros where there is no limit or no
-    such file.
+    Pages of files that a container has read count as used, but for those that the kernel takes back
+    first.
     """
-    try:
-        words = Path("/sys/fs/cgroup", file).read_text().split()
-    except OSError:
-        words = []
+    free = psutil.virtual_memory().available
+    (limit,) = _cgroup_numbers("memory.max", "memory/memory.limit_in_bytes")
+    if not limit:
+        return free
+    (used,) = _cgroup_numbers("memory.current", "memory/memory.usage_in_bytes")
+    return min(free, max(limit - used + _unused_file_pages(), 0))
+
+
+def _unused_file_pages() -> int:
+    """Return the bytes of file pages that the kernel takes back first from the container."""
+    text = _read_cgroup("memory.stat") or _read_cgroup("memory/memory.stat")
+    rows = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+    # version 1 has this sum with that of nested groups, version 2 always
+    return int(rows.get("total_inactive_file") or rows.get("inactive_file") or 0)
+
+
+def _cgroup_numbers(*files: str, count: int = 1) -> list[int]:
+    """Return the numbers in the first of these control-group files that has one: version 2's name,
+    version 1's. Zeros where there is no limit or no such file.
+    """
+    found = [_read_cgroup(file).split() for file in files]
+    words = next(filter(None, found), [])
     return [int(word) if word.isdigit() else 0 for word in (words + [""] * count)[:count]]
+
+
+def _read_cgroup(file: str) -> str:
+    """Return the text of a control-group file of this container; "" if there is none."""
+    try:
+        return (CGROUPS / file).read_text()
+    except OSError:
+        return ""
 
 
 def _probe_gpus(

@@ -28,6 +28,7 @@ OF_RAY_DEFAULT = (
     "prometheus_client",
 )
 NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
+VITAL_DAEMONS = ("raylet", "gcs_server")  # without them a cluster answers nothing
 
 
 def kv_get(key: str) -> bytes | None:
@@ -112,6 +113,19 @@ def keep_daemons_from_signals() -> AbstractContextManager[None]:
     group is for us.
     """
     return table.START_DAEMON.replaced(partial(table.START_DAEMON.value, process_group=0))
+
+
+def find_dead_daemon() -> str:
+    """Describe a daemon that has died and without which the cluster that this process started
+    answers nothing; "" if all run.
+    """
+    node: Any = table.LOCAL_NODE.value
+    for kind, process in node.dead_processes() if node is not None else ():
+        if kind in VITAL_DAEMONS:
+            status = process.returncode
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            return f"{kind} (process {process.pid}, {how})"
+    return ""
 
 
 def leave_out_dashboard() -> AbstractContextManager[None]:

@@ -240,6 +240,12 @@ _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
     ),
     breaks="draining when timeout, systemd or a terminal ends serve, because Ray ends first",
 )
+_daemons = {
+    "needed_for": "the death of a daemon of the cluster that this process has started",
+    "breaks": "the end of a server whose raylet has died, which would run on without an answer",
+}
+(LOCAL_NODE,) = _add(_ray, "ray._private.worker", "_global_node", **_daemons)
+_add(_ray, "ray._private.node", "Node.dead_processes", **_daemons)
 _no_dashboard = {
     "needed_for": "a local cluster without the daemons of a dashboard that is not wanted",
     "breaks": "the start of a local cluster, which would take two seconds longer",

@@ -2,32 +2,109 @@
 no new ones.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Self
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from tramontane.cluster.common.ray_api import clear_drained, mark_drained
-from tramontane.cluster.ray_internals.accessors import connect_handle
+from tramontane.cluster.common.signals import end_at_once
+from tramontane.cluster.ray_internals.accessors import connect_handle, serve_controller
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.proto.timing import (
     BROADCAST_TIMEOUT_S,
     DEFAULT_DRAIN_S,
     DRAIN_POLL_INTERVAL_S,
     END_TIMEOUT_S,
+    JOINED_STOP_S,
+    MAX_STOP_S,
+    MIN_STOP_S,
+    RAY_STOP_S,
 )
 
 Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
-def stop(timeout_s: float | None, report: Report, cancelled: Callable[[float], bool]) -> None:
-    """Drain, for DEFAULT_DRAIN_S if ``timeout_s`` is None, then end the remaining requests with an
-    error that explains it.
+class StopLimit:
+    """A context that ends this process, with status 1, and all that it has started, if the end of
+    the context takes too long once it has begun.
+
+    Calls of Ray have no limit where its daemons are dead or hang. ``address``: of the cluster that
+    the server has joined, None for one of its own.
     """
-    timeout_s = DEFAULT_DRAIN_S if timeout_s is None else timeout_s
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._timer: threading.Timer | None = None
+        self._deadline = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()  # if it has run out, this process ends there, with its status
+
+    def begin(self, drain_s: float = 0.0) -> None:
+        """Begin to count; later calls change nothing. ``drain_s``: for which requests may run
+        on.
+        """
+        if self._timer is None:
+            limit_s = drain_s + stop_time_s(drain_s, is_own=self._address is None)
+            self._deadline = time.monotonic() + limit_s
+            self._timer = threading.Timer(limit_s, self._end, [limit_s])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left, once it counts."""
+        return self._deadline - time.monotonic()
+
+    def _end(self, limit_s: float) -> None:
+        rest = (
+            "all its processes are ended"
+            if self._address is None
+            else f"the Ray cluster at {self._address} keeps what it has of this server until that"
+            " misses this process"
+        )
+        logger.error(
+            "the server has not stopped within %g s, as Ray did not answer: %s", limit_s, rest
+        )
+        end_at_once(1)
+
+
+def stop_time_s(drain_s: float, is_own: bool) -> float:
+    """Return the seconds for all that follows the drain time: in a cluster of its own 5 after 3 s,
+    12 after 12, 30 after 600.
+    """
+    return min(max(drain_s, MIN_STOP_S), MAX_STOP_S) if is_own else JOINED_STOP_S
+
+
+def drain_time_s(configured: float | None) -> float:
+    """Return the seconds that running requests have when the server stops."""
+    return DEFAULT_DRAIN_S if configured is None else configured
+
+
+def shut_down_serve(limit: StopLimit) -> None:
+    """Let Ray Serve end its replicas, which release what is outside of the cluster, as long as the
+    limit permits: the cluster ends next, and all its processes with it.
+    """
+    with suppress(RayError, TimeoutError, ValueError):  # ValueError: it has no controller yet
+        ended = serve_controller().graceful_shutdown.remote()
+        ray.get(ended, timeout=max(limit.left_s() - RAY_STOP_S, 0.0))
+
+
+def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> None:
+    """Drain, then end the remaining requests with an error that explains it."""
     if num_left := drain(timeout_s, report, cancelled):
         report(f"ending {num_left} request{'s' * (num_left != 1)}")
         _end_all()

@@ -23,7 +23,7 @@ from tramontane.cluster.actors.supervisor_client import send_heartbeats
 from tramontane.cluster.actors.worker_actor import actor_names
 from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.common.ray_api import ray_error_message
-from tramontane.cluster.common.signals import SignalCounter
+from tramontane.cluster.common.signals import SignalCounter, undone_at_end
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.ray_settings import (
@@ -36,7 +36,11 @@ from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, report_losses, show_progress
-from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import (
+    ended_with_ray,
+    join_ray_cluster,
+    local_ray_cluster,
+)
 from tramontane.cluster.planning.hardware import Hardware, check_ray_gpus, probe_local
 from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe_ingresses
 from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
@@ -44,9 +48,15 @@ from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS, a
 from tramontane.cluster.serve_patches.proxy import LOOPBACK, format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.batch_replica import HOME_FOLDER
-from tramontane.cluster.serving.draining import stop
+from tramontane.cluster.serving.draining import (
+    StopLimit,
+    drain_time_s,
+    shut_down_serve,
+    stop,
+)
 from tramontane.cluster.serving.preflight import (
     check_job_storage,
+    check_memory,
     check_ports,
     check_resources,
     check_running_serve,
@@ -145,10 +155,8 @@ def token_file(port: int) -> Iterator[str]:
         raise ConfigError(
             f"--dashboard: the token for it cannot be written to {path}: {error.strerror}"
         ) from error
-    try:
+    with undone_at_end(lambda: path.unlink(missing_ok=True)):
         yield str(path)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 Report = Callable[[str], None]
@@ -240,7 +248,11 @@ def run_server(
     ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
     cluster = _own_cluster if config.address is None else _joined_cluster
-    with cluster(config, report, show_loading) as (has_grpc, dashboard):
+    drain_s = drain_time_s(config.drain_timeout)
+    with (
+        StopLimit(config.address) as limit,
+        cluster(config, report, show_loading, limit) as (has_grpc, dashboard),
+    ):
         host = format_host(ALL_INTERFACES.get(config.host, config.host))
         url = f"http://{host}:{config.port}"
         _wait_until_healthy(url)
@@ -251,7 +263,8 @@ def run_server(
             with report_losses(OUR_PIPELINES, logger.warning):
                 announce(ready)
                 signals.wait_next()
-            stop(config.drain_timeout, report, signals.wait_next)
+                limit.begin(drain_s)  # before the block's end, which waits for an answer of Ray
+            stop(drain_s, report, signals.wait_next)
 
 
 def _log_progress(message: str) -> None:
@@ -263,7 +276,7 @@ def _log_progress(message: str) -> None:
 
 @contextmanager
 def _own_cluster(
-    config: EngineConfig, report: Report, show_loading: ShowLoading
+    config: EngineConfig, report: Report, show_loading: ShowLoading, limit: StopLimit
 ) -> Iterator[tuple[bool, str]]:
     """Serve in our own cluster, which always ends with this process.
 
@@ -274,6 +287,7 @@ def _own_cluster(
     hardware = probe_local()
     # raises PlanError before Ray is started
     spec = pipeline_spec(config, validate_model(config), hardware)
+    check_memory(spec, config.replicas)
     problem = let_dashboard_show_stages() if config.dashboard else ""
     report("starting Ray")
     num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage
@@ -282,6 +296,7 @@ def _own_cluster(
             num_cpus, config.dashboard, config.inline_hidden_states_below
         ) as dashboard,
         _announced(dashboard, problem, config.port, report),
+        ended_with_ray(),
     ):
         check_ray_gpus(hardware)
         report("starting Ray Serve")
@@ -291,7 +306,7 @@ def _own_cluster(
             f"loading {spec.describe_workers(config.replicas)},"
             f" {spec.plan.describe_memory(config.replicas)}"
         )
-        with _remove_at_end(report, serve.shutdown):
+        with _remove_at_end(report, lambda: shut_down_serve(limit), limit):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
             yield config.grpc_port > 0, dashboard
@@ -316,7 +331,7 @@ def _announced(dashboard: str, problem: str, port: int, report: Report) -> Itera
 
 @contextmanager
 def _joined_cluster(
-    config: EngineConfig, report: Report, show_loading: ShowLoading
+    config: EngineConfig, report: Report, show_loading: ShowLoading, limit: StopLimit
 ) -> Iterator[tuple[bool, str]]:
     """Serve on a cluster that stays. Yields whether there is gRPC, without which Ray Serve may have
     been started, and "".
@@ -336,7 +351,7 @@ def _joined_cluster(
             check_ports(config, report)
         check_resources(spec, config.replicas, report)
         has_grpc = config.grpc_port > 0 if owns_serve else check_running_serve(config, report)
-        with _remove_at_end(report, lambda: _remove(owns_serve)):
+        with _remove_at_end(report, lambda: _remove(owns_serve), limit):
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
@@ -367,11 +382,12 @@ def _with_choices(
 
 
 @contextmanager
-def _remove_at_end(report: Report, remove: Callable[[], None]) -> Iterator[None]:
+def _remove_at_end(report: Report, remove: Callable[[], None], limit: StopLimit) -> Iterator[None]:
     """Run ``remove`` at the end. It takes seconds, and a second Ctrl-C must not interrupt it."""
     try:
         yield
     finally:
+        limit.begin()  # it has begun if a signal has ended the block
         with SignalCounter():
             report("stopping")
             remove()

@@ -53,7 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 class CompilerError(Exception):
-    """There is no C compiler, or it cannot compile the kernels."""
+    """There is no C compiler, or it cannot compile the kernels, or they cannot be loaded."""
+
+
+_failures: list[str] = []  # the reasons in this process, the last one last
+
+
+def last_failure() -> str:
+    """Return why kernels could not be compiled or loaded in this process; "" if all could be."""
+    return _failures[-1] if _failures else ""
 
 
 @cache
@@ -64,12 +72,25 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     It is cached in a folder of this user below the machine's temporary folder, for stages that
     start again.
     """
+    try:
+        return _compile_or_load(source, dtype, **sizes)
+    except CompilerError as error:
+        _failures.append(str(error))
+        raise
+
+
+def _compile_or_load(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
     try:
         library = (
             kernel_folder()
             / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
         )
+        if os.statvfs(library.parent).f_flag & os.ST_NOEXEC:
+            raise CompilerError(
+                f"{library.parent} is mounted noexec, so kernels cannot be loaded from it; set"
+                " TMPDIR to a folder that is not"
+            )
         if (kept := _load_kept(library)) is not None:
             return kept
         with locked(library.with_suffix(".lock")):
@@ -80,7 +101,7 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
                 library,
             )
         return ctypes.CDLL(str(library))
-    except OSError as error:  # no space, or a folder mounted noexec
+    except OSError as error:  # no space, or a file system of which nothing can be loaded
         raise CompilerError(
             f"the compiled kernels cannot be kept or loaded: {one_line(error)}"
         ) from None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.workers.device.native_library import CompilerError, compile_library
+from tramontane.workers.device.native_library import CompilerError, compile_library, last_failure
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 
 logger = logging.getLogger(__name__)
@@ -259,3 +259,8 @@ def _compare(fused: Callable[..., Any], eager: Callable[..., Any], *inputs: obje
         out, expected = (out,), (expected,)
     for each, expected_each in zip(out, expected, strict=True):
         assert_close_norm(each, expected_each, MAX_DIFFERENCE)
+
+
+def why_no_kernels() -> str:
+    """Return why this process has no kernels in C, or what to ask where that is not known."""
+    return last_failure() or "is there a C compiler?"

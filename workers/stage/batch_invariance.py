@@ -17,7 +17,7 @@ from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, StageSequences
 from tramontane.workers.attention.sparse_attention import make_attention_fn
-from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.fused_ops import EAGER, why_no_kernels
 from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
@@ -109,8 +109,8 @@ def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:
     }
     names = [name for name, is_pytorch in parts.items() if is_pytorch]
     return (
-        f"PyTorch computes {' and '.join(names)}, since there are no kernels in C (is there a C"
-        " compiler?)"
+        f"PyTorch computes {' and '.join(names)}, since there are no kernels in C"
+        f" ({why_no_kernels()})"
         if names
         else ""
     )

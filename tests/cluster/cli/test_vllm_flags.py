@@ -263,7 +263,34 @@ def test_other_commands_do_not_know_them(refused: Callable[..., str]) -> None:
     assert "No such option: --tensor-parallel-size" in refused("plan", "--tensor-parallel-size", 2)
 
 
-# Keys of the environment
+# Defaults and keys of the environment
+
+
+def test_the_environment_has_defaults_for_what_flags_and_files_leave_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRAMONTANE_HOST", "0.0.0.0")
+    monkeypatch.setenv("TRAMONTANE_DRAIN_TIMEOUT", "3")
+    (tmp_path / "one.yaml").write_text("drain_timeout: 7")
+    found = [
+        (config.host, config.drain_timeout)
+        for config in (
+            served(),
+            served("--host", "127.0.0.1", "--drain-timeout", 0),
+            served("--config", tmp_path / "one.yaml"),
+        )
+    ]
+    assert found == [("0.0.0.0", 3.0), ("127.0.0.1", 0.0), ("0.0.0.0", 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TRAMONTANE_HOST", ""), ("TRAMONTANE_DRAIN_TIMEOUT", "soon")]
+)
+def test_a_wrong_default_of_the_environment_is_named(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert refused("serve").startswith(f"{variable} is {value!r}; it must be ")
 
 
 def test_keys_of_the_environment_are_the_servers_unless_it_has_others(

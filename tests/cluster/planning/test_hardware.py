@@ -14,6 +14,7 @@ from tramontane.cluster.pipeline import engine
 from tramontane.cluster.planning import hardware
 from tramontane.cluster.planning.hardware import Gpu, Hardware, check_ray_gpus, probe_local
 from tramontane.cluster.serving import server
+from tramontane.cluster.serving.draining import StopLimit
 from tramontane.proto.errors import PlanError
 from tramontane.proto.units import GIB
 from tramontane.workers.device.probe import VisibleGpu
@@ -150,7 +151,7 @@ def test_what_ray_has_found_is_compared_before_anything_is_placed(
             raise AssertionError("it was placed")
 
     def serve() -> None:
-        with server._own_cluster(config, lambda _: None, None):
+        with server._own_cluster(config, lambda _: None, None, StopLimit(None)):
             raise AssertionError("it was placed")
 
     with pytest.raises(PlanError, match="Ray has found 1 GPU on this machine"):

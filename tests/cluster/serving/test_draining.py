@@ -161,17 +161,18 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("timeout_s", "shown"), [(3600, 3600), (None, 30)])
-def test_draining_ends_with_the_last_request(
-    timeout_s: float | None, shown: int, ingress: list[str]
-) -> None:
+def test_requests_have_half_a_minute_where_nothing_else_is_configured() -> None:
+    assert [draining.drain_time_s(configured) for configured in (None, 0.0, 7.0)] == [30, 0, 7]
+
+
+def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
     said: list[str] = []
-    draining.stop(timeout_s, said.append, lambda _: False)
+    draining.stop(3600, said.append, lambda _: False)
     assert ingress == ["noted tramontane", *["drain"] * 5], (
         "one that does not answer may have a request"
     )
     assert said == [
-        f"finishing {left}, for {shown} s at most"
+        f"finishing {left}, for 3600 s at most"
         for left in ("3 requests", "2 requests", "1 request")
     ]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,6 +255,19 @@ def test_what_cannot_be_loaded_is_an_error_of_one_line(
     )
     with pytest.raises(CompilerError, match=f"cannot be kept or loaded: {temporary}/.*so: "):
         compile_with(garbage)
+
+
+def test_a_temporary_folder_from_which_nothing_may_be_loaded_is_named(
+    compile_with: Compile, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers with a read-only root have it; the compiler is not at fault."""
+    mounted = os.statvfs(temporary)
+    flags = SimpleNamespace(f_flag=mounted.f_flag | os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    reason = f"{temporary}/tramontane-[0-9]+ is mounted noexec, .* set TMPDIR to a folder"
+    with pytest.raises(CompilerError, match=reason):
+        compile_with("cc")
+    assert "is mounted noexec" in native_library.last_failure()
 
 
 def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(
