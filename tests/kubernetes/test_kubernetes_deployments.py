@@ -1,0 +1,82 @@
+"""Planned changes while streams run: an upgrade of the application, nodes that are drained."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kube_application import DEMO, Application, compare
+from kube_nodes import nodes_with_folders
+from kube_paths import node_name
+from kube_processes import kubectl
+from kube_report import Report
+from test_kubernetes_pods import wait_for_pods
+
+PROGRAM = Path(__file__).with_name("kube_cluster.py")
+Documents = list[dict[str, Any]]
+
+
+def test_an_upgrade_of_the_application_loses_nothing(
+    demo: Application, undisturbed: Documents, report: Report
+) -> None:
+    def upgrade(*flags: str) -> None:
+        demo.apply(demo.render(*DEMO, *flags))
+
+    before = router_replicas(demo)
+    streams = demo.streams("--tokens", "900", fault=lambda: upgrade("--max-num-seqs", "48"))
+    outcome = compare(streams, undisturbed)
+    demo.wait_until_ready()
+    demo.wait_for_answer()
+    wait_until_running(demo)
+    changed = router_replicas(demo) != before
+    upgrade()
+    wait_until_running(demo)
+    report.add("upgrade of the application (--max-num-seqs)", str(outcome))
+    assert outcome.held, outcome.errors
+    assert changed, "the operator did not deploy the other config"
+
+
+def test_a_drained_node_with_another_that_is_free(
+    demo: Application, undisturbed: Documents, report: Report
+) -> None:
+    free = max(nodes_with_folders()) + 1
+    subprocess.run([sys.executable, PROGRAM, "add-node", str(free)], check=True)
+    stage = demo.pods("stage")[0]
+    node = stage["spec"]["nodeName"]
+
+    def drain() -> None:
+        options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s")
+        kubectl("drain", node, *options, timeout_s=330)
+
+    try:
+        outcome = compare(demo.streams("--tokens", "900", fault=drain), undisturbed)
+        wait_for_pods(demo)
+        used = {pod["spec"]["nodeName"] for pod in demo.pods("stage")}
+    finally:
+        kubectl("uncordon", node)
+    spare = next(n for n in nodes_with_folders() if node_name(n) == node)
+    subprocess.run([sys.executable, PROGRAM, "remove-node", str(spare)], check=True)
+    subprocess.run([sys.executable, PROGRAM, "add-node", str(spare)], check=True)
+    report.add("node with a stage drained, another one free", str(outcome))
+    assert node_name(free) in used
+    assert outcome.held, outcome.errors
+
+
+def router_replicas(demo: Application) -> str:
+    """What Ray Serve says of the replicas of the Router: their ids change with a new version."""
+    script = "ls -d /tmp/ray/session_latest/logs/serve/replica_*Router* 2> /dev/null | sort"
+    return "\n".join(
+        demo.execute(pod["metadata"]["name"], script, "ray-worker") for pod in demo.pods("ingress")
+    )
+
+
+def wait_until_running(demo: Application, limit_s: float = 300.0) -> None:
+    """Wait until Ray Serve has finished to deploy the application."""
+    deadline = time.monotonic() + limit_s
+    path = "{.status.activeServiceStatus.applicationStatuses.tramontane.status}"
+    while (status := demo.kubectl("get", "rayservice", demo.name, f"-o=jsonpath={path}")) != (
+        "RUNNING"
+    ):
+        assert time.monotonic() < deadline, f"the application is {status}"
+        time.sleep(1)
