@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Report:
 
 Written by `make test-kubernetes`: a cluster that `make kubernetes` made on one machine.
 
-* {versions}, {size}, {machine["processor"]}
+* {versions}, {size}
+{textwrap.fill("* " + machine["processor"], width=110, subsequent_indent="  ")}
 * Pods have the security level "restricted". Their network enforces no NetworkPolicies.
 * The figures are in the [JSON](kubernetes-{self._date}.json).
 
@@ -58,6 +60,10 @@ Written by `make test-kubernetes`: a cluster that `make kubernetes` made on one 
 |---|---|---|---|
 """
         self._file.with_suffix(".md").write_text("\n".join([text.rstrip("\n"), *rows, ""]))
+        index = self._file.with_name("README.md")
+        link = f"* [kubernetes-{self._date}](kubernetes-{self._date}.md)\n"
+        if index.exists() and link not in index.read_text():
+            index.write_text(f"{index.read_text()}{link}")  # its last list has these reports
 
 
 def _commit() -> str:

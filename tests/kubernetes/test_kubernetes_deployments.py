@@ -1,5 +1,6 @@
 """Planned changes while streams run: an upgrade of the application, nodes that are drained."""
 
+import json
 import subprocess
 import sys
 import time
@@ -26,15 +27,17 @@ def test_an_upgrade_of_the_application_loses_nothing(
     before = router_replicas(demo)
     streams = demo.streams("--tokens", "900", fault=lambda: upgrade("--max-num-seqs", "48"))
     outcome = compare(streams, undisturbed)
-    demo.wait_until_ready()
     demo.wait_for_answer()
-    wait_until_running(demo)
+    problem = wait_until_running(demo)
     changed = router_replicas(demo) != before
+    report.add(
+        "upgrade of the application (--max-num-seqs)", f"{outcome}; {problem or 'then RUNNING'}"
+    )
     upgrade()
     wait_until_running(demo)
-    report.add("upgrade of the application (--max-num-seqs)", str(outcome))
     assert outcome.held, outcome.errors
     assert changed, "the operator did not deploy the other config"
+    assert problem is None, problem
 
 
 def test_a_drained_node_with_another_that_is_free(
@@ -71,12 +74,21 @@ def router_replicas(demo: Application) -> str:
     )
 
 
-def wait_until_running(demo: Application, limit_s: float = 300.0) -> None:
-    """Wait until Ray Serve has finished to deploy the application."""
+def wait_until_running(demo: Application, limit_s: float = 180.0) -> str | None:
+    """Wait until Ray Serve has deployed the application; what it waits for if it does not."""
     deadline = time.monotonic() + limit_s
-    path = "{.status.activeServiceStatus.applicationStatuses.tramontane.status}"
-    while (status := demo.kubectl("get", "rayservice", demo.name, f"-o=jsonpath={path}")) != (
-        "RUNNING"
-    ):
-        assert time.monotonic() < deadline, f"the application is {status}"
+    path = "{.status.activeServiceStatus.applicationStatuses.tramontane}"
+    while True:
+        text = demo.kubectl("get", "rayservice", demo.name, f"-o=jsonpath={path}")
+        state = json.loads(text or "{}")
+        if state.get("status") == "RUNNING":
+            return None
+        if time.monotonic() > deadline:
+            return f"{state.get('status')} after {limit_s:.0f} s: {messages_of(state)}"
         time.sleep(1)
+
+
+def messages_of(state: dict[str, Any]) -> str:
+    """What an application's status says of its deployments."""
+    found = [each.get("message", "") for each in state["serveDeploymentStatuses"].values()]
+    return " ".join(filter(None, [state.get("message"), *found]))
