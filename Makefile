@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up test-image soak bench-peers bench-agreement agents mutants clean
+.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up test-image kubernetes kubernetes-image kubernetes-down test-kubernetes soak bench-peers bench-agreement agents mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -193,6 +193,21 @@ ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while
 
 test-image: $(STAMP)  ## the image of k8s/Dockerfile, built and run (needs docker; IMAGE_OPTIONS are options of docker build)
 	$(BIN)/python -m pytest -q -s tests/image.py
+
+KUBERNETES = $(BIN)/python tests/kubernetes/kube_cluster.py
+NODES ?= 6
+IMAGE ?=
+kubernetes: $(STAMP)  ## a Kubernetes of NODES=6 nodes with the KubeRay operator on this machine (needs root, Debian and Go)
+	@$(KUBERNETES) up --nodes $(NODES) $(IMAGE:%=--image %)
+
+kubernetes-image: $(STAMP)  ## this checkout, or the archive IMAGE=, as the image of that Kubernetes' new pods
+	@$(KUBERNETES) image $(IMAGE:%=--image %)
+
+kubernetes-down: $(STAMP)  ## the end of that Kubernetes, of which only the cache of what was built is left
+	@$(KUBERNETES) down
+
+test-kubernetes: $(STAMP)  ## the overlays on that Kubernetes: faults, upgrades, drains; writes docs/reports/kubernetes-DATE
+	$(PYTEST) -s --timeout=1800 tests/kubernetes
 
 soak: $(STAMP)  ## half an hour of clients that disconnect, stall and send invalid requests: resources that are not released
 	$(BIN)/python tests/bench/soak.py

@@ -1,0 +1,79 @@
+"""The head's pod is lost while streams run: without Redis everything starts again, with it not."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ServedDemo
+from kube_application import DEMO, Application, compare
+from kube_control_plane import OF_THE_CLUSTER, apply
+from kube_paths import CLUSTER
+from kube_report import Report
+from test_kubernetes_pods import NOW, wait_for_pods
+
+Documents = list[dict[str, Any]]
+VOLUME = "redis-of-the-tests"
+
+
+def test_without_redis_the_server_starts_again(demo: Application, report: Report) -> None:
+    demo.kubectl("delete", "pod", demo.pod("head"), *NOW)
+    began = time.monotonic()
+    while demo.complete()[0] == 200:
+        assert time.monotonic() < began + 60, "the loss of the head has no effect"
+        time.sleep(1)
+    demo.wait_for_answer()
+    took_s = time.monotonic() - began
+    wait_for_pods(demo)
+    report.add("head's pod deleted without grace, no Redis", f"answers again after {took_s:.0f} s")
+
+
+@pytest.fixture(scope="module")
+def with_redis(served_demo: ServedDemo, report: Report) -> Iterator[Application]:
+    """The demo with Redis, whose volume is a folder of this machine."""
+    application = served_demo.remove()
+    documents = application.render(*DEMO, "--redis")
+    for document in documents:
+        if document["kind"] == "StatefulSet":  # where it leaves the other pods' nodes whole CPUs
+            document["spec"]["template"]["spec"]["nodeSelector"] = OF_THE_CLUSTER
+    folder = CLUSTER / "redis"
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o777)
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": VOLUME},
+        "spec": {
+            "capacity": {"storage": "5Gi"},
+            "accessModes": ["ReadWriteOnce"],
+            "hostPath": {"path": str(folder)},
+            "persistentVolumeReclaimPolicy": "Retain",
+        },
+    }
+    apply(yaml.safe_dump(volume))
+    application.create_key()
+    application.create_secret("tramontane-redis", password="password-of-the-tests")
+    application.apply(documents)
+    ready_s = application.wait_until_ready()
+    application.wait_for_answer()
+    report.add("demo with Redis applied", f"Ready after {ready_s:.0f} s")
+    yield application
+    deleted_s = application.delete(documents)
+    application.kubectl("delete", "persistentvolumeclaim", "--all")
+    application.kubectl("delete", "persistentvolume", VOLUME)
+    report.add("demo with Redis deleted", f"no pod left after {deleted_s:.0f} s")
+
+
+def test_with_redis_the_streams_survive_the_head(with_redis: Application, report: Report) -> None:
+    undisturbed = with_redis.streams("--tokens", "900")
+    head = with_redis.pod("head")
+    fault = lambda: with_redis.kubectl("delete", "pod", head, *NOW)  # noqa: E731
+    outcome = compare(with_redis.streams("--tokens", "900", fault=fault), undisturbed)
+    back_s = wait_for_pods(with_redis)
+    report.add(
+        "head's pod deleted without grace, with Redis",
+        f"{outcome}; all pods ready {back_s:.0f} s after the streams",
+    )
+    assert outcome.held, outcome.errors
+    assert with_redis.pod("head") != head

@@ -1,0 +1,92 @@
+"""Pods that are lost while streams run: stages with and without grace, a raylet, an ingress."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kube_application import Application, compare
+from kube_report import Report
+
+Documents = list[dict[str, Any]]
+NOW = ("--grace-period=0", "--force")
+KILL_RAYLET = (
+    'for f in /proc/[0-9]*/comm; do [ "$(cat $f)" = raylet ] && kill -9 $(basename ${f%/comm});'
+    " done; true"
+)
+
+
+def delete_stage(demo: Application) -> None:
+    """Delete a stage's pod, which has its time of grace."""
+    demo.kubectl("delete", "pod", demo.pod("stage"), "--wait=false")
+
+
+def delete_stage_now(demo: Application) -> None:
+    """Delete a stage's pod without grace."""
+    demo.kubectl("delete", "pod", demo.pod("stage"), *NOW)
+
+
+def kill_raylet(demo: Application) -> None:
+    """Kill the raylet inside of a stage's pod."""
+    demo.execute(demo.pod("stage"), KILL_RAYLET)
+
+
+@pytest.mark.parametrize(
+    ("subject", "fault"),
+    [
+        ("a stage's pod deleted without grace", delete_stage_now),
+        ("a stage's pod deleted with grace", delete_stage),
+        ("raylet killed in a stage's pod", kill_raylet),
+    ],
+)
+def test_streams_survive_the_loss_of_a_stage(
+    subject: str,
+    fault: Callable[[Application], None],
+    demo: Application,
+    undisturbed: Documents,
+    report: Report,
+) -> None:
+    streams = demo.streams("--tokens", "900", fault=lambda: fault(demo))
+    outcome = compare(streams, undisturbed)
+    back_s = wait_for_pods(demo)
+    report.add(subject, f"{outcome}; pods and answers back {back_s:.0f} s after the streams")
+    assert outcome.held, outcome.errors
+
+
+def test_the_loss_of_an_ingress_pod_breaks_its_own_streams_only(
+    demo: Application, undisturbed: Documents, report: Report
+) -> None:
+    """Connections to a pod break with it; those to the other pod go on."""
+    fault_at: list[float] = []
+
+    def fault() -> None:
+        fault_at.append(time.monotonic())
+        demo.kubectl("delete", "pod", demo.pod("ingress"), *NOW)
+
+    outcome = compare(demo.streams("--tokens", "900", fault=fault), undisturbed)
+    assert fault_at
+    back_s = wait_for_pods(demo)
+    report.add("an ingress pod deleted without grace", f"{outcome}; back {back_s:.0f} s later")
+    assert outcome.num_different == 0
+    assert outcome.num_lost < len(outcome.streams), "the other pod's streams broke too"
+    assert all("ReadError" in error or "RemoteProtocol" in error for error in outcome.errors)
+
+
+def wait_for_pods(demo: Application, limit_s: float = 400.0) -> float:
+    """Wait until all pods are Ready and the server answers; the seconds that it took."""
+    began = time.monotonic()
+    numbers = {"head": 1, "ingress": 2, "stage": 2}
+    while True:
+        ready = {role: sum(map(is_ready, demo.pods(role))) for role in numbers}
+        if ready == numbers:
+            demo.wait_for_answer(limit_s)
+            return time.monotonic() - began
+        assert time.monotonic() < began + limit_s, json.dumps(ready)
+        time.sleep(1)
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether a pod is Ready."""
+    conditions = pod["status"].get("conditions", [])
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -1,0 +1,85 @@
+"""What a person sees when something is wrong: the reason, by the commands of k8s/README.md."""
+
+import copy
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kube_application import DEMO, Application
+from kube_processes import kubectl
+from kube_report import Report
+
+
+def test_an_image_that_cannot_be_pulled_is_named(empty: Application, report: Report) -> None:
+    documents = copy.deepcopy(empty.render(*DEMO))
+    service = next(each for each in documents if each["kind"] == "RayService")
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    head["containers"][0]["image"] = "registry.example.com/no-such-image:1"
+    empty.create_key()
+    empty.apply(documents)
+    try:
+        began = time.monotonic()
+        pod = wait_for(lambda: [each["metadata"]["name"] for each in empty.pods("head")], 60)[0]
+        text = wait_for(lambda: part_of(empty.kubectl("describe", "pod", pod), "no-such-image"), 90)
+        events = empty.kubectl("get", "events")
+        report.add(
+            "image that cannot be pulled",
+            f"named by describe pod and get events after {time.monotonic() - began:.0f} s",
+        )
+        assert "Failed to pull image" in text
+        assert "Failed to pull image" in events
+    finally:
+        empty.delete(documents)
+
+
+def part_of(text: str, word: str) -> str:
+    """The lines of a text that have a word and tell of a failure."""
+    lines = [line for line in text.splitlines() if word in line and "Failed" in line]
+    return "\n".join(lines)
+
+
+def wait_for(ask: Callable[[], Any], limit_s: float) -> Any:
+    """The answer of a question as soon as there is one."""
+    deadline = time.monotonic() + limit_s
+    while not (answer := ask()):
+        assert time.monotonic() < deadline, "there is no answer"
+        time.sleep(1)
+    return answer
+
+
+def test_memory_of_idle_pods(demo: Application, report: Report) -> None:
+    time.sleep(30)  # what requests need is given back
+    used: dict[str, list[float]] = {}
+    for role in ("head", "ingress", "stage"):
+        for pod in demo.pods(role):
+            name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
+            used.setdefault(role, []).append(resident_mib(node, name))
+    amounts = ", ".join(
+        f"{role} {' and '.join(f'{each:.0f}' for each in values)}" for role, values in used.items()
+    )
+    report.add("resident memory of idle pods", f"MiB: {amounts}", mib=used)
+    assert all(0 < each < 4096 for values in used.values() for each in values)
+
+
+def resident_mib(node: str, pod: str) -> float:
+    """The resident memory of a pod, as its kubelet measures it."""
+    summary = json.loads(kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))
+    found = next(each for each in summary["pods"] if each["podRef"]["name"] == pod)
+    return float(found["memory"]["rssBytes"]) / 2**20
+
+
+# while a head is away, and when two controllers write at the same time, the operator tries again
+PASSING = ("Serve applica", "0 head", "the object has been modified", "unhealthy worker")
+
+
+def test_the_operator_finds_no_fault_in_the_overlay(demo: Application, report: Report) -> None:
+    log = kubectl("--namespace", "default", "logs", "deployment/kuberay-operator")
+    lines = [json.loads(line) for line in log.splitlines() if '"level":"error"' in line]
+    errors = Counter(f"{line['msg']}: {line.get('error', '')}" for line in lines)
+    lasting = [text for text in errors if not any(each in text for each in PASSING)]
+    kinds = Counter(text.partition(":")[0] for text in errors.elements())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    report.add("errors in the operator's log", counts or "none", errors=dict(errors))
+    assert not lasting
