@@ -120,7 +120,9 @@ def ingress_group(model: str | None, sizes: PodSizes) -> Document:
         ]
     }
     spec["affinity"] = {"podAntiAffinity": preferred}
-    offered = json.dumps({INGRESS_RESOURCE: INGRESSES_PER_POD, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
+    offered = json.dumps(
+        {INGRESS_RESOURCE: INGRESSES_PER_POD, ROUTER_RESOURCE: ROUTERS_PER_INGRESS}
+    )
     # in single quotes: the operator puts it into a shell command, and parses what is between them
     start = _ray_start_params(0, sizes) | {"resources": f"'{offered}'"}
     return _group("ingress", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))

@@ -90,11 +90,11 @@ class Pacer:
 
 
 class KeepAliveSender:
-    """Sends messages, and ``comment`` after each ``KEEP_ALIVE_S`` without any, so that no proxy
+    """Sends messages, and a ``comment`` after each ``KEEP_ALIVE_S`` without any, so that no proxy
     takes a stream that waits for a dead connection.
     """
 
-    def __init__(self, send: Send, comment: Message) -> None:
+    def __init__(self, send: Send, comment: Callable[[], Message]) -> None:
         self._send, self._comment = send, comment
         self._loop = asyncio.get_running_loop()
         self._is_sending = False
@@ -122,12 +122,12 @@ class KeepAliveSender:
 
     async def _send_comment(self) -> None:
         with suppress(Exception):  # the client has gone, which ends the stream elsewhere
-            await self._send(self._comment)
+            await self._send(self._comment())
         self._commenting, self._sent_at = None, self._loop.time()
 
     async def comment(self) -> None:
         """Send a comment now."""
-        await self(self._comment)
+        await self(self._comment())
 
     def close(self) -> None:
         """Send no more comments."""
@@ -155,7 +155,7 @@ class SseResponse(StreamingResponse):
         headers = {"cache-control": "no-cache", **fingerprint_header(fingerprint)}
         super().__init__((), media_type="text/event-stream", headers=headers)
         self.events, self._first, self._changes = events, first, changes
-        self._keep_alive = error_shape(path).keep_alive
+        self._path = path
         self._is_resumable = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,14 +166,14 @@ class SseResponse(StreamingResponse):
                 with suppress(ClientDisconnect):
                     await super().__call__(scope, receive, send)
             finally:  # ``changes`` cannot be closed while it runs
-                await _cancel(self._first)
+                await cancel_first(self._first)
 
     async def stream_response(self, send: Send) -> None:
         """Send all events; with their updates if a proxy can continue the response elsewhere."""
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        sender = KeepAliveSender(send, self._message(SseChunk(self._keep_alive, [])))
+        sender = KeepAliveSender(send, self._comment)
         try:
             if not self._first.done():  # for KEEP_ALIVE_S already
                 await sender.comment()
@@ -181,6 +181,9 @@ class SseResponse(StreamingResponse):
                 await sender(self._message(piece))
         finally:
             sender.close()
+
+    def _comment(self) -> Message:
+        return self._message(SseChunk(error_shape(self._path).keep_alive, []))
 
     def _message(self, piece: SseChunk) -> Message:
         message = {
@@ -191,22 +194,8 @@ class SseResponse(StreamingResponse):
         return message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message
 
 
-async def wait_for_first(changes: Changes) -> FirstChanges:
-    """Start a generation; return its first changes, or after ``KEEP_ALIVE_S`` their future: then
-    the stream begins before it is known whether it fails.
-    """
-    first = asyncio.ensure_future(anext(changes))
-    try:
-        await asyncio.wait({first}, timeout=KEEP_ALIVE_S)
-    except asyncio.CancelledError:
-        await _cancel(first)
-        raise
-    if first.done():
-        first.result()  # raises the error, which gets a status of its own
-    return first
-
-
-async def _cancel(first: FirstChanges) -> None:
+async def cancel_first(first: FirstChanges) -> None:
+    """Cancel the wait for the first changes, if there are none yet."""
     if not first.done():
         first.cancel()
         await asyncio.wait({first})
@@ -224,7 +213,7 @@ async def sse_events(
 ) -> AsyncGenerator[SseChunk, None]:
     """Yield writes, each with all events that are ready.
 
-    ``first``: see ``wait_for_first``. ``path``: of the request.
+    ``first``: see ``token_endpoints.wait_for_first``. ``path``: of the request.
     """
     clock, generation = asyncio.get_running_loop().time, answer.generation
     try:

@@ -16,11 +16,14 @@ from tramontane.cluster.http.body_reader import BodyReader, warning_header
 from tramontane.cluster.http.errors import request_id, request_identity
 from tramontane.cluster.http.failover import SCOPE_PROGRESS, SCOPE_RESUME
 from tramontane.cluster.http.sse import (
+    KEEP_ALIVE_S,
+    Changes,
+    FirstChanges,
     Pacer,
     SseResponse,
+    cancel_first,
     fingerprint_header,
     sse_events,
-    wait_for_first,
 )
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.conversation import Conversation
@@ -213,6 +216,21 @@ class TokenEndpoints:
         first = await wait_for_first(changes)
         events = sse_events(self._pacer, answer, first, changes, request_id(request), path)
         return SseResponse(events, first, changes, path, answer.generation.fingerprint)
+
+
+async def wait_for_first(changes: Changes) -> FirstChanges:
+    """Start a generation; return its first changes, or after ``KEEP_ALIVE_S`` their future: then
+    the stream begins before it is known whether it fails.
+    """
+    first = asyncio.ensure_future(anext(changes))
+    try:
+        await asyncio.wait({first}, timeout=KEEP_ALIVE_S)
+    except asyncio.CancelledError:
+        await cancel_first(first)
+        raise
+    if first.done():
+        first.result()  # raises the error, which gets a status of its own
+    return first
 
 
 async def _whole_answer(answer: AnswerFormatter, source: TokenSource, request: Request) -> Response:

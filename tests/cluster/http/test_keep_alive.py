@@ -13,7 +13,7 @@ from scripted_token_source import SAID, ScriptedSource, http_app_for
 from starlette.types import Message
 from virtual_time import in_virtual_time
 
-from tramontane.cluster.http import sse
+from tramontane.cluster.http import sse, token_endpoints
 from tramontane.cluster.http.failover import MESSAGE_UPDATES, SCOPE_RESUME, FailoverResponse
 from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.router.openai.resume_state import ResumeState
@@ -140,12 +140,13 @@ async def test_comments_do_not_count_as_progress_of_an_ingress() -> None:
 
 
 @pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch, server: ListeningServer) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+def _after_10_ms(monkeypatch: pytest.MonkeyPatch, server: ListeningServer) -> None:
+    for module in (sse, token_endpoints):
+        monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.01)
     server.source.pause_s = 0.03
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_after_10_ms")
 def test_openais_client_ignores_them(server: ListeningServer, client: OpenAI) -> None:
     stream = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hello!"}], stream=True
@@ -154,7 +155,7 @@ def test_openais_client_ignores_them(server: ListeningServer, client: OpenAI) ->
     assert text.strip() == SAID
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_after_10_ms")
 def test_anthropics_client_ignores_them(server: ListeningServer) -> None:
     with (
         Anthropic(api_key=KEY, base_url=server.url, max_retries=0) as client,
@@ -165,7 +166,7 @@ def test_anthropics_client_ignores_them(server: ListeningServer) -> None:
         assert "".join(stream.text_stream).strip() == SAID
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_after_10_ms")
 def test_openais_client_raises_a_late_error(server: ListeningServer, client: OpenAI) -> None:
     server.source.failure = OverloadedError("too many requests wait", 1)
     with pytest.raises(Exception, match="too many requests wait"):

@@ -8,7 +8,8 @@ from fixed_load import FixedLoad
 from scripted_token_source import MODEL, ScriptedSource
 from virtual_time import in_virtual_time
 
-from tramontane.cluster.http.sse import Pacer, sse_events, wait_for_first
+from tramontane.cluster.http.sse import Pacer, sse_events
+from tramontane.cluster.http.token_endpoints import wait_for_first
 from tramontane.router.openai.completion import prepare_completion
 from tramontane.router.openai.completion_request import parse_completion
 
