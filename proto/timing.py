@@ -183,6 +183,12 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
             CAUSE_POLLS * CAUSE_POLL_S,
             UNREACHABLE_TIMEOUT_S,
         ),
+        "workers that do not start or load are made again before a router gives up": (
+            ACTOR_START_TIMEOUT_S,
+            LOAD_STALL_TIMEOUT_S,
+            MAX_ACTOR_START_TIMEOUT_S,
+            LOAD_TIMEOUT_S,
+        ),
         "a drained server ends within the grace of a pod, or in the longer time of an update": (
             DRAIN_POLL_INTERVAL_S,
             BROADCAST_TIMEOUT_S,

@@ -22,8 +22,9 @@ SERVE_SETTINGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
         "tramontane.cluster.serve_patches.proxy:proxy_middlewares"
     ),
-    "RAY_USAGE_STATS_ENABLED": "0",  # Ray would send figures about the cluster to its makers
 }
+# Of a pod, in addition: Ray would send figures about the cluster to its makers.
+POD_SETTINGS = MappingProxyType({"RAY_USAGE_STATS_ENABLED": "0"})
 # results of this size and above are put into the object store
 INLINE_LIMIT = "max_direct_call_object_size"
 RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes

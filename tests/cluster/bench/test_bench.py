@@ -33,6 +33,7 @@ from tramontane.cluster.console import charts as pictures
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -287,8 +288,8 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
     limits = SchedulerLimits(8, 32, 128, ARGS.vocab_size)
     requests = WORK.requests(0, ARGS.vocab_size)
 
-    async def is_ready() -> bool:
-        return True
+    async def health() -> PipelineHealth:
+        return PipelineHealth("ready")
 
     async def expert_load() -> MeasuredLoad:
         return MeasuredLoad((), 1)
@@ -299,7 +300,7 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
         config = HttpAppConfig(
             model=ServedModel("tiny", None, 128, 16, ARGS.vocab_size),
             source=router,
-            is_ready=is_ready,
+            health=health,
             expert_load=expert_load,
             max_body_bytes=2**16,
             pacer=Pacer(10**9),

@@ -95,7 +95,9 @@ def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
     monkeypatch.setattr(lifecycle, "_pipelines", lambda _: [])
     monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(
-        lifecycle, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+        lifecycle,
+        "asyncio",
+        SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread, create_task=asyncio.create_task),
     )
     caplog.set_level(logging.INFO, lifecycle.__name__)
     with pytest.raises(TooFewNodesError, match="and there are 2"):
@@ -137,7 +139,9 @@ def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(
         lifecycle, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s)
     )
     monkeypatch.setattr(
-        lifecycle, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+        lifecycle,
+        "asyncio",
+        SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread, create_task=asyncio.create_task),
     )
     monkeypatch.setattr(lifecycle, "create_supervisor", create_supervisor)
     monkeypatch.setattr(lifecycle, "call_or_restart", claim)
