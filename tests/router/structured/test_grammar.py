@@ -456,7 +456,7 @@ def test_what_was_checked_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "executable", "nowhere")
     assert build_grammar(_format(schema)) == grammar
     with pytest.raises(FileNotFoundError):
-        build_grammar(_format({"title": "never checked before"}))
+        build_grammar(_format({"const": "never checked before"}))
 
 
 def test_many_sequences_send_small_schemas_only() -> None:
