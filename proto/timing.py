@@ -38,9 +38,7 @@ KILL_TIMEOUT_S = 10.0  # of a process that hangs
 RESCUE_TIMEOUT_S = 30.0
 HANG_WATCH_INTERVAL_S = 0.2
 WORKER_START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
-LOAD_STALL_TIMEOUT_S = (
-    300.0  # in which a loading worker reads no byte, its import of torch included
-)
+LOAD_STALL_TIMEOUT_S = 300.0  # of a loading worker that reads nothing; it may import torch first
 # for an actor whose resources are reserved to get a process: at first, and after repeated attempts
 ACTOR_START_TIMEOUT_S, MAX_ACTOR_START_TIMEOUT_S = 30.0, 480.0
 RAY_DEATH_REPORT_S = 1.6  # the time that Ray may need to report the death of an actor

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,28 +173,29 @@ def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelin
     return f"free are {' and '.join(of)}{_room(needs, free)}{_held(cluster, nodes, names)}{grows}"
 
 
-def describe_missing(spec: PipelineSpec, cluster: ClusterResources) -> str:
-    """Describe which workers have no place now; "" if there is room for all.
+def describe_missing(
+    spec: PipelineSpec, cluster: ClusterResources, placed: Collection[int] = ()
+) -> str:
+    """Describe which bundles have no place now; "" if there is room for all. ``placed``: those that
+    have one, whose resources are not free.
 
     ``1 of 2 stages: 1 CPU, offered by no node``, or ``free on no node`` where something else has
-    it; then its holders.
+    it. ``GET /health`` shows it without an API key, so it names no holders.
     """
-    needs = _needs(spec, 1)
+    needs = _needs(spec, 1, placed)
     free = {node.node_id: node.free for node in cluster.nodes}
     total = {node.node_id: node.total for node in cluster.nodes}
-    missing = {need: need.count - need.num_fitting(free) for need in needs}
-    lacking = [need for need, count in missing.items() if count]
+    lacking = {need: count for need in needs if (count := need.count - need.num_fitting(free))}
     if not lacking:
         return ""
-    count, of = sum(missing.values()), sum(need.count for need in needs)
-    workers = "stages" if of == len(spec.plan.stages) else "workers"
+    of = len(spec.bundles)
+    kind = "stages" if of == len(spec.plan.stages) else "bundles"
     amounts = " or ".join(
         " and ".join(f"{amount:g} {name}" for name, amount in need.bundle) for need in lacking
     )
     is_offered = all(need.num_fitting(total) == need.count for need in lacking)
-    holders = _held(cluster, _allowed(lacking, free), _used(lacking)) if is_offered else ""
     where = "free on no node" if is_offered else "offered by no node"
-    return f"{count} of {of} {workers}: {amounts}, {where}{holders}"
+    return f"{sum(lacking.values())} of {of} {kind}: {amounts}, {where}"
 
 
 def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelines: int = 1) -> str:
@@ -203,16 +204,19 @@ def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelin
 
 
 def describe_wait_of(spec: PipelineSpec) -> str:
-    """Return ``waiting for 1 of 2 stages: 1 CPU, offered by no node``, or ``loading 2 stages`` once
-    the resources are reserved; "" if neither is known. It blocks.
+    """Return ``waiting for 1 of 2 stages: 1 CPU, offered by no node``; "" if the resources are
+    reserved or are about to be. It blocks.
     """
     try:
-        state = placement_group_table(get_placement_group(spec.name))["state"]
+        group = placement_group_table(get_placement_group(spec.name))
     except ValueError:  # it does not exist yet
         return ""
-    if state == "CREATED":
-        return f"loading {spec.describe_workers()}"
-    missing = describe_missing(spec, read_resources())
+    if group["state"] == "CREATED":
+        return ""
+    cluster = read_resources()
+    alive = {node.node_id for node in cluster.nodes}
+    placed = [index for index, node in group["bundles_to_node_id"].items() if node in alive]
+    missing = describe_missing(spec, cluster, placed)
     return f"waiting for {missing}" if missing else ""
 
 
@@ -222,8 +226,8 @@ async def report_waits(spec: PipelineSpec, report: Callable[[str], None]) -> Non
     """
     while True:
         try:
-            if text := await asyncio.to_thread(describe_wait_of, spec):
-                await asyncio.to_thread(report, text)
+            text = await asyncio.to_thread(describe_wait_of, spec)
+            await asyncio.to_thread(report, text or f"loading {spec.describe_workers()}")
         except RayError as error:  # the head node does not answer
             logger.debug("it is not known what %s waits for: %s", spec.name, error)
         await asyncio.sleep(WAIT_REPORT_INTERVAL_S)
@@ -285,10 +289,13 @@ def _listed(bundle: Bundle, between: str) -> str:
     return ", ".join(f"{name}{between}{amount:g}" for name, amount in bundle)
 
 
-def _needs(spec: PipelineSpec, num_pipelines: int) -> list[_Need]:
+def _needs(spec: PipelineSpec, num_pipelines: int, placed: Collection[int] = ()) -> list[_Need]:
+    """Return the bundles that pipelines need, without those that have a place already."""
     nodes = (*spec.nodes, *((),) * (len(spec.bundles) - len(spec.nodes)))
     each = Counter(
-        (_bundle(bundle), allowed) for bundle, allowed in zip(spec.bundles, nodes, strict=True)
+        (_bundle(bundle), allowed)
+        for index, (bundle, allowed) in enumerate(zip(spec.bundles, nodes, strict=True))
+        if index not in placed
     )
     return [
         _Need(bundle, allowed, num_pipelines * count) for (bundle, allowed), count in each.items()

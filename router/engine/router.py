@@ -311,19 +311,24 @@ class Router:
         return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
 
     def pipeline_health(self) -> PipelineHealth:
-        """Return whether a request that arrives now is worked on, and if not, why."""
+        """Return whether a request that arrives now is worked on, and if not, why.
+
+        ``GET /health`` needs no API key, so the reason has no text of an error, which may name
+        folders and addresses; the log has it.
+        """
         if not self.is_healthy:
             reason = (
                 f"no micro-batch has come back within {STALL_FACTOR * self.step_limit_s:.0f} s"
                 if self.is_attached
-                else str(self.failure or "its stages have not been fenced yet")
+                else "the pipeline is being started"
             )
             return PipelineHealth("unavailable", reason)
         if self.is_ready:
             return PipelineHealth("ready")
         recovery = self.health.last_recovery
         assert recovery is not None  # it was fenced once, and is not now
-        return PipelineHealth("degraded", recovery.reason, self.health.now - recovery.seen_at)
+        since_s = self.health.now - recovery.seen_at
+        return PipelineHealth("degraded", "a stage is being replaced", since_s)
 
     @property
     def step_limit_s(self) -> float:

@@ -1,8 +1,10 @@
 """What a full cluster says: which resources are missing, by how much, and what holds them."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +22,13 @@ from tramontane.cluster.pipeline.resources import (
     ClusterResources,
     Holder,
     Node,
+    WaitDescriber,
     check_placeable,
+    describe_missing,
     describe_needs,
     describe_shortage,
     describe_wait,
+    describe_wait_of,
     no_room_error,
     read_resources,
 )
@@ -65,6 +70,63 @@ def test_where_there_is_room_nothing_is_missing() -> None:
     assert describe_shortage(_spec(), _cpus((1, 4), (1, 1))) == ""
     assert describe_shortage(_spec(2), _cpus((2, 2), (2, 2))) == ""
     assert describe_shortage(_spec(), _cpus((2 - 1e-9, 2))) == "", "Ray's sums are rounded"
+
+
+def test_what_is_missing_is_counted_without_its_holders() -> None:
+    assert describe_missing(_spec(), _cpus((2, 2))) == ""
+    assert describe_missing(_spec(), _cpus((1, 1))) == "1 of 2 stages: 1 CPU, offered by no node"
+    assert describe_missing(_spec(), _cpus((0, 2))) == "2 of 2 stages: 1 CPU, free on no node"
+    holder = Holder("actor Trainer (secret)", "0", {"CPU": 2.0})
+    assert "Trainer" not in describe_missing(_spec(), _cpus((0, 2), holders=(holder,)))
+    on_gpus = _spec(4, use_gpus=True, stages_per_gpu=2)
+    assert describe_missing(on_gpus, _cpus((8, 8))) == (
+        "1 of 1 bundles: 8 CPU and 1 GPU, offered by no node"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "on", "text"),
+    [
+        ("PENDING", {0: "", 1: ""}, "waiting for 2 of 2 stages: 1 CPU, free on no node"),
+        ("RESCHEDULING", {0: "0", 1: ""}, "waiting for 1 of 2 stages: 1 CPU, free on no node"),
+        ("RESCHEDULING", {0: "0", 1: "dead"}, "waiting for 1 of 2 stages: 1 CPU, free on no node"),
+        ("CREATED", {0: "0", 1: "1"}, ""),
+    ],
+)
+def test_a_pipeline_waits_for_what_has_no_node(
+    state: str, on: dict[int, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = {"state": state, "bundles_to_node_id": on}
+    monkeypatch.setattr(resources, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(resources, "placement_group_table", lambda name: group)
+    monkeypatch.setattr(resources, "read_resources", lambda: _cpus((0, 2)))
+    assert describe_wait_of(_spec()) == text
+
+
+def test_a_health_check_does_not_wait_for_a_head_node_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, is_away = iter(["waiting for a stage", ""]), threading.Event()
+
+    def describe(_spec: PipelineSpec) -> str:
+        is_away.wait()
+        return next(answers)
+
+    monkeypatch.setattr(resources, "describe_wait_of", describe)
+    monkeypatch.setattr(resources, "HEAD_ANSWER_TIMEOUT_S", 0.01)
+
+    async def scenario() -> list[str]:
+        describer = WaitDescriber(_spec())
+        before = [await describer.describe() for _ in range(3)]
+        is_away.set()
+        while not (text := await describer.describe()):
+            await asyncio.sleep(0)
+        monkeypatch.setattr(resources, "WAIT_REPORT_INTERVAL_S", 0.0)
+        while (last := await describer.describe()) == text:
+            await asyncio.sleep(0)
+        return [*before, text, last]
+
+    assert asyncio.run(scenario()) == ["", "", "", "waiting for a stage", ""]
 
 
 def test_what_is_missing_is_named_with_its_holders_the_largest_first() -> None:
