@@ -86,6 +86,26 @@ async def test_before_and_between_tokens(path: str) -> None:
 
 
 @in_virtual_time
+async def test_no_two_messages_are_sent_at_once() -> None:
+    """The client is slow: a write takes longer than the time after which a comment is due."""
+    begun, ended = list[Message](), list[Message]()
+
+    async def send(message: Message) -> None:
+        assert len(begun) == len(ended), "one is being sent"
+        begun.append(message)
+        await asyncio.sleep(20.0)
+        ended.append(message)
+
+    comment = {"body": COMMENT}
+    sender = sse.KeepAliveSender(send, lambda: comment)
+    for pause_s in (0.0, 1.0, 16.0, 36.0):
+        await asyncio.sleep(pause_s)
+        await sender({"body": b"data"})
+    sender.close()
+    assert (begun.count(comment), begun.count({"body": b"data"})) == (2, 4)
+
+
+@in_virtual_time
 async def test_none_where_tokens_come() -> None:
     call = _Call(ScriptedSource(pause_s=14.9))
     await call.run()

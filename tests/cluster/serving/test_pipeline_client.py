@@ -122,6 +122,19 @@ async def test_the_activity_of_every_router_is_requested() -> None:
 
 
 @in_event_loop
+async def test_where_no_pipeline_works_the_start_that_is_waited_for_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def read_wait(_application: str) -> str:
+        return "waiting for 1 of 2 stages"
+
+    monkeypatch.setattr(router_questions, "read_wait", read_wait)
+    async with harness([Replica("a")], running="") as routers:
+        health = await routers.health()
+    assert (health.status, health.reason) == ("unavailable", "waiting for 1 of 2 stages")
+
+
+@in_event_loop
 async def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -95,13 +95,14 @@ class Chain:
 
     def __init__(self) -> None:
         self.epoch, self.answers, self.num_requests = 7, asyncio.Event(), 0
+        self.awaited = ""
         self.reported: list[Any] | PipelineError | None = None
 
     async def fingerprint(self) -> str:
         return "fp_a"
 
     async def describe_wait(self) -> str:
-        return ""
+        return self.awaited
 
     async def health(self) -> list[Any]:
         self.num_requests += 1
@@ -429,6 +430,21 @@ def test_a_stage_without_an_epoch_is_found_by_a_health_check(around: Surrounding
         assert (health.status, health.is_serving, name) == ("degraded", True, "replica")
         assert health.reason == "a stage has lost its sequences"
         assert "lost its sequences" in str(around.router.loss)
+
+    _run(around, scenario)
+
+
+def test_what_a_degraded_pipeline_waits_for_is_its_reason(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.router.is_ready = False
+        assert (await replica.health())[0].reason == "a stage died"
+        around.chain.awaited = "waiting for 1 of 2 stages"
+        health = (await replica.health())[0]
+        assert (health.status, health.reason, health.since_s) == (
+            "degraded",
+            "waiting for 1 of 2 stages",
+            3.0,
+        )
 
     _run(around, scenario)
 

@@ -319,6 +319,7 @@ async def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         clock=lambda: now[0],
         step_timeout_s=4.0,
     )
+    assert router.pipeline_health().status == "unavailable"
     assert not router.is_healthy, "nothing has begun"
     async with running(router):
         requested = asyncio.create_task(_tokens(router, (1,) * 200, 2))
