@@ -88,10 +88,10 @@ async def test_before_and_between_tokens(path: str) -> None:
 @in_virtual_time
 async def test_no_two_messages_are_sent_at_once() -> None:
     """The client is slow: a write takes longer than the time after which a comment is due."""
-    begun, ended = list[Message](), list[Message]()
+    begun, ended, overlaps = list[Message](), list[Message](), list[bool]()
 
     async def send(message: Message) -> None:
-        assert len(begun) == len(ended), "one is being sent"
+        overlaps.append(len(begun) > len(ended))  # an assertion here would be suppressed
         begun.append(message)
         await asyncio.sleep(20.0)
         ended.append(message)
@@ -102,6 +102,7 @@ async def test_no_two_messages_are_sent_at_once() -> None:
         await asyncio.sleep(pause_s)
         await sender({"body": b"data"})
     sender.close()
+    assert not any(overlaps)
     assert (begun.count(comment), begun.count({"body": b"data"})) == (2, 4)
 
 
