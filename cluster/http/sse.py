@@ -114,7 +114,8 @@ class KeepAliveSender:
 
     def _wake(self) -> None:
         silent_s = self._loop.time() - self._sent_at
-        if silent_s >= KEEP_ALIVE_S and not self._is_sending:
+        is_busy = self._is_sending or self._commenting is not None
+        if silent_s >= KEEP_ALIVE_S and not is_busy:
             self._commenting = asyncio.create_task(self._send_comment())
             silent_s = 0.0
         left_s = max(KEEP_ALIVE_S - silent_s, MIN_SLEEP_S)
