@@ -29,7 +29,12 @@ from k8s_rules import Document, groups_of, offered_resources, operators_complain
 from ray.serve.schema import ServeDeploySchema
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
+from tramontane.cluster.config.ray_settings import (
+    POD_SETTINGS,
+    RAY_SETTINGS,
+    SERVE_SETTINGS,
+    monitoring_settings,
+)
 from tramontane.cluster.deploy.k8s_overlay import MARK
 from tramontane.cluster.ray_internals.table import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
@@ -156,7 +161,7 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
         "http://grafana.monitoring.svc:3000",
         "http://127.0.0.1:3000",
     )
-    assert settings["data"] == SERVE_SETTINGS | ray_settings | monitoring
+    assert settings["data"] == SERVE_SETTINGS | POD_SETTINGS | ray_settings | monitoring
     assert "OMP_NUM_THREADS" not in str(documents)
 
 

@@ -24,6 +24,8 @@ SERVE_SETTINGS = {
     ),
     "RAY_USAGE_STATS_ENABLED": "0",  # Ray would send figures about the cluster to its makers
 }
+# of a pod: the output of its first process also gets our log; see ``logging.CONTAINER_LOG``
+POD_SETTINGS = MappingProxyType({"TRAMONTANE_CONTAINER_LOG": "/proc/1/fd/1"})
 # results of this size and above are put into the object store
 INLINE_LIMIT = "max_direct_call_object_size"
 RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes
