@@ -271,6 +271,8 @@ class WorkerActor(Generic[W]):
                 self._worker = self._load()
             start_periodic_thread(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # raised to callers that wait for the weights
+            is_ours = isinstance(error, TramontaneError)
+            logger.error("%s cannot load: %s", self.label, error, exc_info=not is_ours)
             # the traceback's frames would keep the loaded weights in memory
             self._load_error = error.with_traceback(None)
 

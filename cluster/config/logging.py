@@ -1,6 +1,7 @@
 """Log settings of every process: format, level, and destination of records."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 ROOT_LOGGER = "tramontane"  # the parent of all our loggers
 TEXT = "%(levelname)s %(asctime)s %(component)s -- %(message)s"
+# A file that also gets each line, as JSON: in a pod the output of its first process, which is all
+# that ``kubectl logs`` shows, while Ray keeps the output of its workers in files.
+CONTAINER_LOG = "TRAMONTANE_CONTAINER_LOG"
 # in addition to Ray's: the logger, and the time in seconds since 1970
 MORE_FIELDS = ("name", "created")
 
@@ -52,11 +56,23 @@ class LogSettings:
         ray_serve.setLevel(logging.WARNING)  # a command reports its own progress
 
     def install(self, handler: logging.Handler) -> None:
-        """Send the records of our loggers to this handler only."""
+        """Send the records of our loggers to this handler, and to ``CONTAINER_LOG``, only."""
         own = logging.getLogger(ROOT_LOGGER)
+        for before in own.handlers:
+            if isinstance(before, logging.FileHandler):
+                before.close()
         own.handlers[:] = [handler]
         own.setLevel(self.level.upper())
         own.propagate = False
+        if path := os.environ.get(CONTAINER_LOG):
+            try:
+                container = logging.FileHandler(path)
+            except OSError as error:
+                own.warning("%s: %s cannot be written to: %s", CONTAINER_LOG, path, error.strerror)
+                return
+            container.setFormatter(json_formatter(MORE_FIELDS))
+            container.filters[:] = handler.filters  # they add the process's fields
+            own.addHandler(container)
 
 
 class ContextFilter(logging.Filter):

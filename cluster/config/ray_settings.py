@@ -23,8 +23,14 @@ SERVE_SETTINGS = {
         "tramontane.cluster.serve_patches.proxy:proxy_middlewares"
     ),
 }
-# Of a pod, in addition: Ray would send figures about the cluster to its makers.
-POD_SETTINGS = MappingProxyType({"RAY_USAGE_STATS_ENABLED": "0"})
+# Of a pod, in addition.
+POD_SETTINGS = MappingProxyType(
+    {
+        "RAY_USAGE_STATS_ENABLED": "0",  # Ray would send figures about the cluster to its makers
+        # the output of the pod's first process also gets our log; see ``logging.CONTAINER_LOG``
+        "TRAMONTANE_CONTAINER_LOG": "/proc/1/fd/1",
+    }
+)
 # results of this size and above are put into the object store
 INLINE_LIMIT = "max_direct_call_object_size"
 RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes

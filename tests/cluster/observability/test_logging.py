@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.actors.worker_actor import log_failures
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.config.logging import CONTAINER_LOG, LogSettings
 from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.serving.token_stream import TokenStreams, model_key
@@ -71,6 +72,37 @@ def test_a_line_of_json_has_all_that_is_known(capsys: pytest.CaptureFixture[str]
     assert said["request_ids"] == ["a", "b"]
     assert said["name"] == logger.name
     assert said["created"] > 1.7e9
+
+
+def test_a_containers_output_gets_every_line_as_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTAINER_LOG, str(tmp_path / "output"))
+    LogSettings().to_stderr("stage", pipeline="app-0", stage=3)
+    try:
+        raise KeyError("layers.7")
+    except KeyError:
+        logger.exception("stage 4/4 cannot load", extra=request_fields("mine"))
+    assert "cannot load" in capsys.readouterr().err
+    monkeypatch.delenv(CONTAINER_LOG)
+    LogSettings().to_stderr("stage")  # closes the file
+    logger.warning("only for standard error")
+    (line,) = (tmp_path / "output").read_text(encoding="utf-8").splitlines()
+    said = json.loads(line)
+    assert (said["component"], said["pipeline"], said["stage"]) == ("stage", "app-0", 3)
+    assert (said["message"], said["request_id"]) == ("stage 4/4 cannot load", "mine")
+    assert "KeyError: 'layers.7'" in said["exc_text"]
+
+
+def test_a_containers_output_that_cannot_be_written_to_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTAINER_LOG, str(tmp_path))
+    LogSettings().to_stderr("stage")
+    logger.warning("and the rest is said")
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"{CONTAINER_LOG}: {tmp_path} cannot be written to: Is a directory" in first
+    assert "and the rest is said" in second
 
 
 def test_a_line_of_text_says_who_and_when(capsys: pytest.CaptureFixture[str]) -> None:
