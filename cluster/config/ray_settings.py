@@ -37,6 +37,9 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
     {
         INLINE_LIMIT: 2**20,  # hidden states below 1 MiB are sent inline
         "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is reported at once
+        # Ray's figures of its own event loops. While a placement group waits for a node, the GCS
+        # counts 100,000 events in a second, and the head's agent would take a core to add them up.
+        "event_stats": False,
         # a dead node is reported within three or four seconds
         "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,

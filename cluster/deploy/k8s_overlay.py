@@ -174,9 +174,14 @@ def _group(
 
 def _ray_start_params(num_cpus: int, sizes: PodSizes) -> dict[str, str]:
     """Return the parameters of ``ray start``. OMP_NUM_THREADS is not set, so Ray derives the
-    actors' threads from num-cpus.
+    actors' threads from num-cpus. A log monitor would send the lines of workers to drivers, of
+    which there are none.
     """
-    return {"num-cpus": str(num_cpus), "object-store-memory": str(sizes.store_bytes)}
+    return {
+        "num-cpus": str(num_cpus),
+        "object-store-memory": str(sizes.store_bytes),
+        "include-log-monitor": "false",
+    }
 
 
 def _labels(role: str) -> dict[str, str]:

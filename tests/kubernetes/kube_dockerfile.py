@@ -1,4 +1,6 @@
-"""What k8s/Dockerfile makes of its base image, read from it: packages, variables, user, program."""
+"""What k8s/Dockerfile makes of its base image, read from it: packages, variables, user, program,
+files that it copies from the checkout.
+"""
 
 import json
 import re
@@ -16,6 +18,7 @@ class ImageSettings:
     packages: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=lambda: {"PATH": BASE_PATH})
     labels: dict[str, str] = field(default_factory=dict)
+    files: list[tuple[str, str]] = field(default_factory=list)  # in the checkout, in the image
     user: str = ""
     folder: str = "/"
     entry_point: list[str] = field(default_factory=list)
@@ -72,6 +75,9 @@ def _apply(settings: ImageSettings, word: str, rest: str) -> None:
             )
     elif word == "LABEL":
         settings.labels |= dict(pair.partition("=")[::2] for pair in shlex.split(rest))
+    elif word == "COPY" and not rest.startswith("--from="):
+        name, target = rest.split()
+        settings.files.append((name, target))
     elif word == "USER":
         settings.user = rest
     elif word == "WORKDIR":
