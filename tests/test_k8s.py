@@ -36,7 +36,7 @@ from tramontane.cluster.config.ray_settings import (
     monitoring_settings,
 )
 from tramontane.cluster.deploy.k8s_overlay import MARK
-from tramontane.cluster.ray_internals.table import RAY_VERSION
+from tramontane.cluster.ray_internals.symbol import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
 REGISTRIES = re.compile(

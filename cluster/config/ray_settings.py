@@ -22,6 +22,11 @@ SERVE_SETTINGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
         "tramontane.cluster.serve_patches.proxy:proxy_middlewares"
     ),
+    # what a router waits for is renewed in the status of its deployment (and of the RayService)
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": (
+        "tramontane.cluster.serve_patches.controller:name_waits"
+    ),
+    "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "10",
 }
 # Of a pod, in addition.
 POD_SETTINGS = MappingProxyType(

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.ray_internals.table import RAY_VERSION
+from tramontane.cluster.ray_internals.symbol import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS, MAX_SURGE_PERCENT
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan

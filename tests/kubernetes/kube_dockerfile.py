@@ -75,17 +75,22 @@ def _apply(settings: ImageSettings, word: str, rest: str) -> None:
             )
     elif word == "LABEL":
         settings.labels |= dict(pair.partition("=")[::2] for pair in shlex.split(rest))
-    elif word == "COPY" and not rest.startswith("--from="):
-        name, target = rest.split()
-        settings.files.append((name, target))
+    elif word == "COPY":
+        name, target = rest.split()[-2:]
+        settings.files += [] if rest.startswith("--from=") else [(name, target)]
     elif word == "USER":
         settings.user = rest
     elif word == "WORKDIR":
         settings.folder = rest
-    elif word == "ENTRYPOINT":
-        settings.entry_point, settings.command = json.loads(rest), []
-    elif word == "CMD":
-        settings.command = json.loads(rest)
     elif word == "RUN":
         for installed in re.findall(r"apt-get install ([^&;|]*)", rest):
             settings.packages += [name for name in installed.split() if not name.startswith("-")]
+    else:
+        _apply_program(settings, word, rest)
+
+
+def _apply_program(settings: ImageSettings, word: str, rest: str) -> None:
+    if word == "ENTRYPOINT":
+        settings.entry_point, settings.command = json.loads(rest), []
+    elif word == "CMD":
+        settings.command = json.loads(rest)
