@@ -12,7 +12,7 @@ import yaml
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.ray_internals.symbol import RAY_VERSION
-from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS, MAX_SURGE_PERCENT
+from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.timing import TERMINATION_GRACE_S
@@ -30,11 +30,11 @@ HTTP_PORT, GRPC_PORT = 8000, 9000
 SERVE_PORTS = MappingProxyType({"serve": HTTP_PORT, "serve-grpc": GRPC_PORT})
 AGENT_PORT = 52365  # of Ray's agent in every pod, which reports the health of the pod's raylet
 USER = 1000  # of the image
-# Ray resources that only an ingress pod offers: for one ingress replica, in an upgrade for one of
-# either version, and for any number of routers. None is placed on the head, whose death would then
-# end their requests, nor on a pod with a GPU.
+# Ray resources that only an ingress pod offers: for one ingress replica and any number of routers.
+# None is placed on the head, whose death would then end their requests, nor on a pod with a GPU.
+# Ray Serve gives a proxy only to a pod with a replica: with room for two, the one pod that is left
+# by the loss of the other would take both, and the successor of the lost pod would never be ready.
 INGRESS_RESOURCE, ROUTER_RESOURCE = "tramontane_ingress", "tramontane_router"
-INGRESSES_PER_POD = 1 + MAX_SURGE_PERCENT // 100
 ROUTERS_PER_INGRESS = 100
 SETTINGS = "tramontane-settings"  # the ConfigMap with SERVE_SETTINGS and RAY_SETTINGS
 KEYS_SECRET, KEYS_FOLDER, KEYS_FILE = "tramontane-api-keys", "/etc/tramontane", "keys"
@@ -120,9 +120,7 @@ def ingress_group(model: str | None, sizes: PodSizes) -> Document:
         ]
     }
     spec["affinity"] = {"podAntiAffinity": preferred}
-    offered = json.dumps(
-        {INGRESS_RESOURCE: INGRESSES_PER_POD, ROUTER_RESOURCE: ROUTERS_PER_INGRESS}
-    )
+    offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
     # in single quotes: the operator puts it into a shell command, and parses what is between them
     start = _ray_start_params(0, sizes) | {"resources": f"'{offered}'"}
     return _group("ingress", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))
@@ -337,6 +335,8 @@ def serve_config(overlay: Overlay) -> Document:
             {
                 "name": "Ingress",
                 "num_replicas": NUM_INGRESSES,
+                # one after the other in an upgrade: a pod has room for one
+                "max_surge_percent": 0,
                 "ray_actor_options": _needs(INGRESS_RESOURCE),
             },
         ],

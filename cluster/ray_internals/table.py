@@ -283,6 +283,13 @@ _add(
     needed_for="the addresses and the tracing that a running Ray Serve was started with",
     breaks="gRPC, tracing and serving on a cluster that has Ray Serve already",
 )
+(GRPC_SERVER_OPTIONS,) = _add(
+    _serve,
+    "ray.serve._private.constants",
+    "DEFAULT_GRPC_SERVER_OPTIONS",
+    needed_for="pings on silent gRPC connections",
+    breaks="gRPC streams that wait behind a balancer that closes silent connections",
+)
 (DEPLOYMENT_STATUS,) = _add(
     _serve,
     "ray.serve._private.common",
