@@ -17,7 +17,7 @@ import pytest
 from k8s_documents import (
     K8S,
     OVERLAYS,
-    PIECES,
+    RENDERED,
     ROOT,
     check_schema,
     overlay,
@@ -36,6 +36,7 @@ from tramontane.cluster.config.ray_settings import (
     monitoring_settings,
 )
 from tramontane.cluster.deploy.k8s_overlay import MARK
+from tramontane.cluster.deploy.k8s_pieces import NAME, PIECES, render_piece
 from tramontane.cluster.ray_internals.table import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
@@ -47,7 +48,7 @@ REGISTRIES = re.compile(
 
 @pytest.mark.parametrize(
     "folder",
-    [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in PIECES)],
+    [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in RENDERED)],
     ids=str,
 )
 def test_everything_renders_and_is_what_kubernetes_accepts(folder: Path) -> None:
@@ -83,6 +84,12 @@ def test_a_shipped_overlay_is_what_the_command_writes(name: str, tmp_path: Path)
     assert command[:2] == ["tramontane", "k8s"]
     app([*command[1:], "--out", str(tmp_path)], standalone_mode=False)
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == shipped
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_shipped_manifests_are_the_templates_with_the_usual_name(piece: str) -> None:
+    shipped = {path.name: path.read_text(encoding="utf-8") for path in (K8S / piece).glob("*.yaml")}
+    assert render_piece(piece, NAME) == shipped
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 CRDS = ROOT.parent / "shared" / "schemas" / "kuberay"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
-PIECES = ("base", "models-volume", "models-bucket", "ingress", "monitoring", "redis")
+# secrets/ needs a file of keys
+RENDERED = ("base", "models-volume", "models-bucket", "ingress", "monitoring", "redis")
 WITHOUT_A_SCHEMA = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operator
 
 
