@@ -13,6 +13,7 @@ from tramontane.cluster.config.engine_keys import BatchingKeys
 from tramontane.cluster.config.key import parse_gpu_memory
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
 from tramontane.cluster.console.terminal import check_replaceable, writing
+from tramontane.cluster.deploy.helm_chart import CHART_FILE, OPTIONAL_TEMPLATES, chart_files
 from tramontane.cluster.deploy.k8s_documents import ServedModel
 from tramontane.cluster.deploy.k8s_overlay import (
     FILES,
@@ -115,6 +116,9 @@ def k8s(
         str | None,
         option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.", panel=OVERLAY),
     ] = None,
+    helm: Annotated[
+        bool, flag("--helm", help="Write a Helm chart in place of an overlay.", panel=OVERLAY)
+    ] = False,
     name: Annotated[
         str,
         option(
@@ -139,6 +143,11 @@ def k8s(
     """
     _check_folder(out)
     check_name(name, "--name")
+    if helm and (base is not None or name != NAME):
+        raise ConfigError(
+            "--helm: a chart has no base, and its objects have the name of the release; leave out"
+            " --name and --base"
+        )
     base = base or (DEFAULT_BASE if name == NAME else OWN_BASE)
     if name != NAME and base != OWN_BASE:
         raise ConfigError(f"--base has manifests of the name {NAME}; leave it out with --name")
@@ -160,13 +169,17 @@ def k8s(
         image=_checked_image(image, cpu),
     )
     with writing(out, "--out"):
-        _write(Overlay(served, command, base), out)
+        if helm:
+            _write_chart(chart_files(served, command), out)
+        else:
+            _write(Overlay(served, command, base), out)
+    apply = f"helm install NAME {out}" if helm else f"kubectl apply -k {out}"
     typer.echo(
         f"wrote {out}: {served.pods_per_pipeline * replicas} pods with {gpu_memory} each, the"
-        f" ingress pods and the head; kubectl apply -k {out}"
+        f" ingress pods and the head; {apply}"
     )
     needed = out / base / BASE
-    if "//" not in base and not needed.is_dir():  # kubectl reads URLs
+    if not helm and "//" not in base and not needed.is_dir():  # kubectl reads URLs
         typer.echo(
             f"the overlay needs {needed}, which does not exist: give --base . to write it there, or"
             f" copy Tramontane's k8s/ to {out / base}"
@@ -204,6 +217,24 @@ def _write(overlay: Overlay, out: Path) -> None:
         if name.startswith(f"{BASE}/") or not path.exists():
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
+
+
+def _write_chart(files: dict[str, str], out: Path) -> None:
+    """Write a chart. Raises ConfigError if one of its files is there, but no chart of ours."""
+    if not (out / CHART_FILE).exists():
+        for name in files:
+            if (out / name).exists():
+                raise ConfigError(
+                    f"{out / name} was not written by this command; choose another --out"
+                )
+    for folder in {(out / name).parent for name in files}:
+        folder.mkdir(parents=True, exist_ok=True)
+    check_replaceable(out / CHART_FILE, OVERLAY_MARK, "--out")
+    for path in (out / "templates").iterdir():
+        if path.name in OPTIONAL_TEMPLATES:
+            path.unlink()
+    for name, text in files.items():
+        (out / name).write_text(text, encoding="utf-8")
 
 
 def _check_folder(out: Path) -> None:

@@ -5,6 +5,7 @@ volumes, Redis, monitoring, gateways. They are templates, whose only variable is
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,7 +17,7 @@ MANIFESTS = Path(__file__).parents[1] / "manifests"
 ALERTS = Path(__file__).parents[1] / "monitoring" / "alerts.yaml"
 BASE, VOLUME, BUCKET, REDIS = "base", "models-volume", "models-bucket", "redis"
 MONITORING, GATEWAY = "monitoring", "gateway"
-APPLIED_APART = ("secrets", "ingress", MONITORING)  # by commands of their own
+APPLIED_APART = ("secrets", GATEWAY, "ingress", MONITORING)  # by commands of their own
 PIECES = (BASE, VOLUME, BUCKET, REDIS, *APPLIED_APART)
 SUFFIX = ".j2"
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # names of Services begin with a letter
@@ -46,26 +47,39 @@ def check_name(name: str, option: str) -> None:
 
 def render_piece(piece: str, name: str) -> dict[str, str]:
     """Return the files of one folder, by their names, for objects of this name."""
-    paths = sorted((MANIFESTS / piece).glob(f"*{SUFFIX}"))
-    assert paths, f"{piece} has no templates"
-    return {
-        path.name.removesuffix(SUFFIX): _environment()
-        .get_template(f"{piece}/{path.name}")
-        .render(name=name, alerts=_indented_alerts())
-        for path in paths
-    }
+    names = [path.name.removesuffix(SUFFIX) for path in sorted((MANIFESTS / piece).iterdir())]
+    alerts = _indented_alerts()
+    return {each: render_template(f"{piece}/{each}", name=name, alerts=alerts) for each in names}
+
+
+def render_template(path: str, **variables: Any) -> str:
+    """Return the text of a template; ``path`` is below ``MANIFESTS``, without its suffix."""
+    return _environment().get_template(f"{path}{SUFFIX}").render(**variables)
 
 
 @cache
 def _environment() -> Environment:
-    # alerts have braces of their own
-    return Environment(
+    # alerts and charts have braces of their own
+    environment = Environment(
         loader=FileSystemLoader(MANIFESTS),
         undefined=StrictUndefined,
         variable_start_string="[[",
         variable_end_string="]]",
+        block_start_string="[%",
+        block_end_string="%]",
+        trim_blocks=True,
+        lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["yaml"] = _to_yaml
+    return environment
+
+
+def _to_yaml(value: Any, indent: int = 0) -> str:
+    """Return a value on one line, or lines with this indent if one is given."""
+    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=None if indent else True)
+    text = text.removesuffix("...\n").strip()
+    return text.replace("\n", "\n" + " " * indent)
 
 
 @cache
