@@ -37,7 +37,7 @@ from tramontane.cluster.config.ray_settings import (
 )
 from tramontane.cluster.deploy.k8s_overlay import MARK
 from tramontane.cluster.deploy.k8s_pieces import NAME, PIECES, render_piece
-from tramontane.cluster.ray_internals.table import RAY_VERSION
+from tramontane.cluster.ray_internals.symbol import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
 REGISTRIES = re.compile(
@@ -134,8 +134,12 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
         for kind, amount in deployment["ray_actor_options"]["resources"].items():
             offered[kind] -= amount * scaling[deployment["name"]]["max_replicas"]
     assert min(offered.values()) >= 0
-    # Ray Serve starts all replicas of a new version before it stops those of the old one
-    assert offered["tramontane_ingress"] == ingresses["replicas"], "two ingress replicas per pod"
+    # a proxy, and so readiness, comes only with a replica: no pod may take the other's
+    assert offered_resources(ingresses)["tramontane_ingress"] == 1
+    (surge,) = (
+        d["max_surge_percent"] for d in application["deployments"] if d["name"] == "Ingress"
+    )
+    assert surge == 0, "there is no room for replicas of two versions"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -230,10 +230,15 @@ async def read_wait(application: str) -> str:
     """
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            value = await asyncio.to_thread(kv_get, _wait_key(application))
+            return await asyncio.to_thread(read_wait_now, application)
     except Exception as error:  # of Ray, whose head node may be unreachable
         logger.debug("it is not known what routers wait for: %s", error)
         return ""
+
+
+def read_wait_now(application: str) -> str:
+    """Return what ``read_wait`` does. It blocks, and raises Ray's errors."""
+    value = kv_get(_wait_key(application))
     if value is None:
         return ""
     text, begun_at, reported_at = json.loads(value)

@@ -22,6 +22,11 @@ SERVE_SETTINGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
         "tramontane.cluster.serve_patches.proxy:proxy_middlewares"
     ),
+    # what a router waits for is renewed in the status of its deployment (and of the RayService)
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": (
+        "tramontane.cluster.serve_patches.controller:name_waits"
+    ),
+    "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "10",
 }
 # Of a pod, in addition.
 POD_SETTINGS = MappingProxyType(
@@ -37,6 +42,9 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
     {
         INLINE_LIMIT: 2**20,  # hidden states below 1 MiB are sent inline
         "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is reported at once
+        # Ray's figures of its own event loops. While a placement group waits for a node, the GCS
+        # counts 100,000 events in a second, and the head's agent would take a core to add them up.
+        "event_stats": False,
         # a dead node is reported within three or four seconds
         "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,

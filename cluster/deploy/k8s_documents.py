@@ -31,7 +31,7 @@ from tramontane.cluster.deploy.k8s_pods import (
     ingress_group,
     worker_group,
 )
-from tramontane.cluster.ray_internals.table import RAY_VERSION
+from tramontane.cluster.ray_internals.symbol import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
@@ -100,6 +100,8 @@ def serve_config(served: ServedModel) -> Document:
             {
                 "name": "Ingress",
                 "num_replicas": NUM_INGRESSES,
+                # one after the other in an upgrade: a pod has room for one
+                "max_surge_percent": 0,
                 "ray_actor_options": _needs(INGRESS_RESOURCE),
             },
         ],

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tramontane.cluster.serving.app import MAX_SURGE_PERCENT
 from tramontane.proto.timing import TERMINATION_GRACE_S
 from tramontane.proto.units import GIB
 
@@ -22,11 +21,11 @@ HTTP_PORT, GRPC_PORT = 8000, 9000
 SERVE_PORTS = MappingProxyType({"serve": HTTP_PORT, "serve-grpc": GRPC_PORT})
 AGENT_PORT = 52365  # of Ray's agent in every pod, which reports the health of the pod's raylet
 USER = 1000  # of the image
-# Ray resources that only an ingress pod offers: for one ingress replica, in an upgrade for one of
-# either version, and for any number of routers. None is placed on the head, whose death would then
-# end their requests, nor on a pod with a GPU.
+# Ray resources that only an ingress pod offers: for one ingress replica and any number of routers.
+# None is placed on the head, whose death would then end their requests, nor on a pod with a GPU.
+# Ray Serve gives a proxy only to a pod with a replica: with room for two, the one pod that is left
+# by the loss of the other would take both, and the successor of the lost pod would never be ready.
 INGRESS_RESOURCE, ROUTER_RESOURCE = "tramontane_ingress", "tramontane_router"
-INGRESSES_PER_POD = 1 + MAX_SURGE_PERCENT // 100
 ROUTERS_PER_INGRESS = 100
 KEYS_FOLDER, KEYS_FILE = "/etc/tramontane", "keys"
 MODELS_FOLDER = "/models"
@@ -141,9 +140,7 @@ def ingress_group(pods: PodSettings) -> Document:
         ]
     }
     spec["affinity"] = {"podAntiAffinity": preferred}
-    offered = json.dumps(
-        {INGRESS_RESOURCE: INGRESSES_PER_POD, ROUTER_RESOURCE: ROUTERS_PER_INGRESS}
-    )
+    offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
     # in single quotes: the operator puts it into a shell command, and parses what is between them
     start = _ray_start_params(0, pods.sizes) | {"resources": f"'{offered}'"}
     template = _template(pods.labels(INGRESS), spec)
@@ -191,9 +188,14 @@ def _group(
 
 def _ray_start_params(num_cpus: int, sizes: PodSizes) -> dict[str, str]:
     """Return the parameters of ``ray start``. OMP_NUM_THREADS is not set, so Ray derives the
-    actors' threads from num-cpus.
+    actors' threads from num-cpus. A log monitor would send the lines of workers to drivers, of
+    which there are none.
     """
-    return {"num-cpus": str(num_cpus), "object-store-memory": str(sizes.store_bytes)}
+    return {
+        "num-cpus": str(num_cpus),
+        "object-store-memory": str(sizes.store_bytes),
+        "include-log-monitor": "false",
+    }
 
 
 def _template(labels: dict[str, str], spec: Document) -> Document:

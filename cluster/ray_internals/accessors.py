@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tramontane.cluster.ray_internals import table
-from tramontane.cluster.ray_internals.table import is_installed
+from tramontane.cluster.ray_internals.symbol import is_installed
 
 if TYPE_CHECKING:
     import grpc

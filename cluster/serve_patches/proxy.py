@@ -19,6 +19,7 @@ from tramontane.cluster.common.ray_api import list_dead_nodes
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.slow_clients import ProxySlowClientMiddleware, buffered_messages
+from tramontane.cluster.http.sse import KEEP_ALIVE_S
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
 from tramontane.cluster.ray_internals.accessors import (
@@ -32,6 +33,7 @@ from tramontane.cluster.ray_internals.accessors import (
 from tramontane.cluster.ray_internals.table import (
     ADD_GRPC_ADDRESS,
     ADD_PORT,
+    GRPC_SERVER_OPTIONS,
     SERVE_SYMBOLS,
     assert_supported,
 )
@@ -120,6 +122,21 @@ def bind_grpc_to_http_host() -> None:
         )
 
     ADD_GRPC_ADDRESS.replace(add_port_at_start)
+
+
+def grpc_keep_alive_options(interval_s: float = KEEP_ALIVE_S) -> list[tuple[str, int]]:
+    """Return the options of a gRPC server that sends an HTTP/2 PING after each ``interval_s``
+    without anything from the client, and permits pings of clients, one in 10 s.
+
+    See https://github.com/grpc/grpc/blob/master/doc/keepalive.md. A client that does not answer
+    one in 20 s is disconnected.
+    """
+    return [
+        ("grpc.keepalive_time_ms", round(interval_s * 1000)),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),  # as many as the silence lasts
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
 
 
 def wrap_handler_factory(
@@ -233,6 +250,7 @@ def proxy_middlewares() -> list[Middleware]:
     """
     assert_supported(SERVE_SYMBOLS)
     bind_grpc_to_http_host()
+    GRPC_SERVER_OPTIONS.value.extend(grpc_keep_alive_options())
     replace_response_generators()
     use_serve_log(LogSettings(), "proxy")
     enable_proxy_tracing()

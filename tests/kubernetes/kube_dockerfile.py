@@ -1,4 +1,6 @@
-"""What k8s/Dockerfile makes of its base image, read from it: packages, variables, user, program."""
+"""What k8s/Dockerfile makes of its base image, read from it: packages, variables, user, program,
+files that it copies from the checkout.
+"""
 
 import json
 import re
@@ -16,6 +18,7 @@ class ImageSettings:
     packages: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=lambda: {"PATH": BASE_PATH})
     labels: dict[str, str] = field(default_factory=dict)
+    files: list[tuple[str, str]] = field(default_factory=list)  # in the checkout, in the image
     user: str = ""
     folder: str = "/"
     entry_point: list[str] = field(default_factory=list)
@@ -72,14 +75,22 @@ def _apply(settings: ImageSettings, word: str, rest: str) -> None:
             )
     elif word == "LABEL":
         settings.labels |= dict(pair.partition("=")[::2] for pair in shlex.split(rest))
+    elif word == "COPY":
+        name, target = rest.split()[-2:]
+        settings.files += [] if rest.startswith("--from=") else [(name, target)]
     elif word == "USER":
         settings.user = rest
     elif word == "WORKDIR":
         settings.folder = rest
-    elif word == "ENTRYPOINT":
-        settings.entry_point, settings.command = json.loads(rest), []
-    elif word == "CMD":
-        settings.command = json.loads(rest)
     elif word == "RUN":
         for installed in re.findall(r"apt-get install ([^&;|]*)", rest):
             settings.packages += [name for name in installed.split() if not name.startswith("-")]
+    else:
+        _apply_program(settings, word, rest)
+
+
+def _apply_program(settings: ImageSettings, word: str, rest: str) -> None:
+    if word == "ENTRYPOINT":
+        settings.entry_point, settings.command = json.loads(rest), []
+    elif word == "CMD":
+        settings.command = json.loads(rest)

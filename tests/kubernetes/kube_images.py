@@ -50,11 +50,12 @@ def create_program_images() -> None:
 
 ROOMS = ("proto", "workers", "router", "cluster")
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
+IMAGE_FILES = ("k8s/Dockerfile", "k8s/ray", ".venv/.installed")
 
 
 def source_key(checkout: Path) -> str:
     """A digest of the times and sizes of what a checkout's stand-in is made from."""
-    files = [checkout / name for name in (*PROJECT_FILES, "k8s/Dockerfile", ".venv/.installed")]
+    files = [checkout / name for name in (*PROJECT_FILES, *IMAGE_FILES)]
     for room in ROOMS:
         found = sorted((checkout / room).rglob("*"))
         files += [path for path in found if path.is_file() and path.suffix != ".pyc"]
@@ -82,6 +83,10 @@ def create_stand_in(checkout: Path, report: Callable[[str], None]) -> str:
     _link(root, tree)
     _add_user(tree, settings)
     _add_environment(checkout, tree)
+    for name, target in settings.files:
+        file = tree / target.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, file)
     for old in IMAGES.glob(f"{STAND_IN}-*"):
         if old.name < number:
             shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -1,4 +1,6 @@
-"""The head's pod is lost while streams run: without Redis everything starts again, with it not."""
+"""The head's pod, or its Redis, is lost while streams run: without Redis everything starts again,
+with it not.
+"""
 
 import time
 from collections.abc import Iterator
@@ -10,11 +12,12 @@ from conftest import ServedDemo
 from kube_application import DEMO, Application, compare
 from kube_control_plane import OF_THE_CLUSTER, apply
 from kube_paths import CLUSTER
+from kube_processes import kubectl
 from kube_report import Report
 from test_kubernetes_pods import NOW, wait_for_pods
 
 Documents = list[dict[str, Any]]
-VOLUME = "redis-of-the-tests"
+VOLUME, REDIS_POD = "redis-of-the-tests", "tramontane-redis-0"
 
 
 def test_without_redis_the_server_starts_again(demo: Application, report: Report) -> None:
@@ -77,3 +80,52 @@ def test_with_redis_the_streams_survive_the_head(with_redis: Application, report
     )
     assert outcome.held, outcome.errors
     assert with_redis.pod("head") != head
+
+
+def test_the_streams_survive_redis_on_another_node(with_redis: Application, report: Report) -> None:
+    """Redis' pod is evicted from its node; the head, which cannot work without it, comes back."""
+    undisturbed = with_redis.streams("--tokens", "900")
+    redis = with_redis.get("pod", REDIS_POD)
+    node = redis["spec"]["nodeName"]
+
+    def move() -> None:
+        kubectl("cordon", node)
+        with_redis.kubectl("delete", "pod", REDIS_POD, *NOW)
+
+    try:
+        outcome = compare(with_redis.streams("--tokens", "900", fault=move), undisturbed)
+        back_s = wait_for_pods(with_redis)
+    finally:
+        kubectl("uncordon", node)
+    moved = with_redis.get("pod", REDIS_POD)["spec"]["nodeName"]
+    report.add(
+        "Redis' pod moved to another node",
+        f"{outcome}; all pods ready {back_s:.0f} s after the streams",
+    )
+    assert outcome.held, outcome.errors
+    assert moved != node
+
+
+def test_the_streams_survive_head_and_redis_at_once(
+    with_redis: Application, report: Report
+) -> None:
+    undisturbed = with_redis.streams("--tokens", "900")
+    stages = loads_of_stages(with_redis)
+    head = with_redis.pod("head")
+    fault = lambda: with_redis.kubectl("delete", "pod", head, REDIS_POD, *NOW)  # noqa: E731
+    outcome = compare(with_redis.streams("--tokens", "900", fault=fault), undisturbed)
+    back_s = wait_for_pods(with_redis)
+    report.add(
+        "head's pod and Redis' pod deleted at once",
+        f"{outcome}; all pods ready {back_s:.0f} s after the streams",
+    )
+    assert outcome.held, outcome.errors
+    assert with_redis.pod("head") != head
+    assert loads_of_stages(with_redis) == stages, "a stage has loaded its weights again"
+
+
+def loads_of_stages(application: Application) -> list[str]:
+    """The processes of the stages' actors, by their pods: others would have loaded again."""
+    script = "for f in /proc/[0-9]*/comm; do grep -lE '^ray::Stage' $f; done; true"
+    pods = [pod["metadata"]["name"] for pod in application.pods("stage")]
+    return [f"{pod}{application.execute(pod, script, 'ray-worker')}" for pod in pods]

@@ -127,6 +127,8 @@ def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(
     policy = router.autoscaling_config.policy
     assert isinstance(policy.get_policy()(**policy.policy_kwargs), PipelineAutoscalingPolicy)
     assert merged["Ingress"].deployment_config.num_replicas == 2
+    assert merged["Ingress"].deployment_config.max_surge_percent == 0
+    assert router.max_surge_percent == 100
     wanted = {
         name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()
     }

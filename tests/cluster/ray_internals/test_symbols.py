@@ -18,13 +18,12 @@ from ray._private import services
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.ray_internals import accessors, table
+from tramontane.cluster.ray_internals.symbol import RAY_VERSION, PrivateSymbol
 from tramontane.cluster.ray_internals.table import (
     JOIN_SYMBOLS,
     MONITORING_SYMBOLS,
     RAY_SYMBOLS,
-    RAY_VERSION,
     SERVE_SYMBOLS,
-    PrivateSymbol,
     assert_supported,
 )
 from tramontane.cluster.serve_patches.proxy import proxy_middlewares

@@ -1,0 +1,130 @@
+"""Nodes that arrive late, and more and fewer pipelines by the lines of k8s/README.md."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kube_application import DEMO, Application, compare
+from kube_nodes import nodes_with_folders
+from kube_paths import CHECKOUT, node_name
+from kube_processes import kubectl
+from kube_report import Report
+from test_kubernetes_deployments import messages_of, wait_until_running
+from test_kubernetes_problems import wait_for
+
+PROGRAM = Path(__file__).with_name("kube_cluster.py")
+LATE = {"tramontane-tests/late": "true"}
+AWAITED = "waiting for 2 of 2 stages: "
+Documents = list[dict[str, Any]]
+
+
+def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
+    empty: Application, report: Report
+) -> None:
+    """Both stages' pods find no node until one is added: /health and the RayService name it."""
+    documents = copy.deepcopy(empty.render(*DEMO))
+    service = next(each for each in documents if each["kind"] == "RayService")
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    next(each for each in groups if each["groupName"] == "stages")["template"]["spec"][
+        "nodeSelector"
+    ] = LATE
+    late = max(nodes_with_folders()) + 1
+    empty.create_key()
+    empty.apply(documents)
+    try:
+        began = time.monotonic()
+        health = wait_for(lambda: said_by_health(empty), 180)
+        named_s = time.monotonic() - began
+        status = wait_for(lambda: said_by_status(empty), 90)
+        subprocess.run([sys.executable, PROGRAM, "add-node", str(late)], check=True)
+        kubectl("label", "node", node_name(late), *(f"{k}={v}" for k, v in LATE.items()))
+        joined = time.monotonic()
+        empty.wait_until_ready()
+        empty.wait_for_answer()
+        ready_s = time.monotonic() - joined
+    finally:
+        empty.delete(documents)
+        subprocess.run([sys.executable, PROGRAM, "remove-node", str(late)], check=True)
+    report.add(
+        "stages whose node arrives late",
+        f"named by /health {named_s:.0f} s after apply, then by the RayService; ready {ready_s:.0f}"
+        " s after the node",
+        health=health,
+        status=status,
+    )
+    assert "offered by no node" in health
+    assert "offered by no node" in status
+
+
+def said_by_health(application: Application) -> str:
+    """What /health says of the wait, "" if it does not."""
+    status, content = application.ask("/health", key=None)
+    return content if status == 503 and AWAITED in content else ""
+
+
+def said_by_status(application: Application) -> str:
+    """What the status of the RayService says of the wait, "" if it does not."""
+    path = "{.status.pendingServiceStatus.applicationStatuses.tramontane}"
+    active = path.replace("pending", "active")
+    options = [f"-o=jsonpath={path}{active}"]
+    text = application.kubectl("get", "rayservice", application.name, *options)
+    message = messages_of(json.loads(text)) if text else ""
+    return message if AWAITED in message else ""
+
+
+def test_a_pipeline_more_and_less_by_the_lines_of_the_readme(
+    demo: Application, undisturbed: Documents, report: Report
+) -> None:
+    def scale(replicas: int) -> None:
+        demo.apply(demo.render(*DEMO, "--replicas", str(replicas)))
+
+    def up() -> None:
+        scale(2)
+        demo.kubectl(*scaling_patch(demo, 4))
+
+    outcome = compare(demo.streams("--tokens", "900", fault=up), undisturbed)
+    began = time.monotonic()
+    wait_for(lambda: num_routers(demo) == 2, 180)
+    grown_s = time.monotonic() - began
+    report.add("a second pipeline", f"{outcome}; there {grown_s:.0f} s after the streams")
+    fewer = compare(demo.streams("--tokens", "900", fault=lambda: scale(1)), undisturbed)
+    wait_for(lambda: num_routers(demo) == 1, 180)
+    problem = wait_until_running(demo)
+    demo.kubectl(*scaling_patch(demo, 2))
+    wait_for(lambda: len(demo.pods("stage")) == 2, 60)
+    demo.wait_for_answer()
+    report.add("the second pipeline removed", f"{fewer}; {problem or 'then RUNNING'}")
+    assert outcome.held, outcome.errors
+    assert fewer.held, fewer.errors
+    assert problem is None, problem
+
+
+def scaling_patch(demo: Application, num_pods: int) -> list[str]:
+    """The patch of k8s/README.md, with another number of pods."""
+    text = (CHECKOUT / "k8s" / "README.md").read_text()
+    found = re.search(
+        r"kubectl (patch raycluster) \$CLUSTER --type json -p '(\[.*?\])'", text, re.S
+    )
+    assert found is not None, "k8s/README.md has no patch of the number of pods"
+    patch = json.loads(found[2])
+    assert [each["value"] for each in patch] == [8, 8, 8]
+    changed = json.dumps([each | {"value": num_pods} for each in patch])
+    status = "{.status.activeServiceStatus.rayClusterName}"
+    cluster = demo.kubectl("get", "rayservice", demo.name, f"-o=jsonpath={status}")
+    return [*found[1].split(), cluster, "--type=json", "--patch", changed]
+
+
+def num_routers(demo: Application) -> int:
+    """The number of routers that Ray Serve runs."""
+    path = "{.status.activeServiceStatus.applicationStatuses.tramontane}"
+    demo.kubectl("get", "rayservice", demo.name, f"-o=jsonpath={path}")
+    pod = demo.pod("head")
+    script = "serve status 2> /dev/null"
+    text = demo.execute(pod, script, "ray-head")
+    found = re.search(r"Router:\s+status: (\w+).*?replica_states:\s+RUNNING: (\d+)", text, re.S)
+    return int(found[2]) if found and found[1] == "HEALTHY" else 0
