@@ -181,7 +181,8 @@ def test_what_is_named_is_there(name: str) -> None:
     """Selectors find pods, ports have their names, claims are claimed; keys and passwords are made
     by those who install it.
     """
-    documents = (*overlay(name), *rendered(K8S / "monitoring"), *rendered(K8S / "ingress"))
+    others = ("monitoring", "ingress", "gateway")
+    documents = (*overlay(name), *(d for each in others for d in rendered(K8S / each)))
     pods = [
         (g["template"]["metadata"]["labels"], _ports(g)) for g in groups_of(ray_service(documents))
     ]
@@ -195,6 +196,16 @@ def test_what_is_named_is_there(name: str) -> None:
         for d in documents
         if d["kind"] == "Service"
     }
+    numbers = {
+        d["metadata"]["name"]: {p["port"] for p in d["spec"]["ports"]}
+        for d in documents
+        if d["kind"] == "Service"
+    }
+    listeners = {
+        d["metadata"]["name"]: {each["name"] for each in d["spec"]["listeners"]}
+        for d in documents
+        if d["kind"] == "Gateway"
+    }
     for document in documents:
         for selector, ports in _selectors(document):
             found = [has for labels, has in pods if selector.items() <= labels.items()]
@@ -205,6 +216,10 @@ def test_what_is_named_is_there(name: str) -> None:
             )
         for backend in _found(document, "backend"):
             assert backend["service"]["port"]["name"] in services[backend["service"]["name"]]
+        for backends in _found(document, "backendRefs"):
+            assert {each["port"] for each in backends} <= numbers[backends[0]["name"]]
+        for parents in _found(document, "parentRefs"):
+            assert {each["sectionName"] for each in parents} <= listeners[parents[0]["name"]]
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
     assert {claim for d in documents for claim in _found(d, "claimName")} == claims
     assert {secret for d in documents for secret in _found(d, "secretName")} <= {

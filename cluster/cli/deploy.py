@@ -138,8 +138,8 @@ def k8s(
         ),
     ] = None,
 ) -> None:
-    """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each
-    stage.
+    """Write a kustomize overlay or a Helm chart that serves a model by the KubeRay operator, one
+    pod for each stage.
     """
     _check_folder(out)
     check_name(name, "--name")
