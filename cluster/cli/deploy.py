@@ -142,15 +142,7 @@ def k8s(
     pod for each stage.
     """
     _check_folder(out)
-    check_name(name, "--name")
-    if helm and (base is not None or name != NAME):
-        raise ConfigError(
-            "--helm: a chart has no base, and its objects have the name of the release; leave out"
-            " --name and --base"
-        )
-    base = base or (DEFAULT_BASE if name == NAME else OWN_BASE)
-    if name != NAME and base != OWN_BASE:
-        raise ConfigError(f"--base has manifests of the name {NAME}; leave it out with --name")
+    base = _checked_base(name, base, helm)
     command = command_line(context, "k8s", {"replicas": 1, "name": NAME, "base": DEFAULT_BASE})
     args = application_args(context, K8S_FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
@@ -178,11 +170,32 @@ def k8s(
         f"wrote {out}: {served.pods_per_pipeline * replicas} pods with {gpu_memory} each, the"
         f" ingress pods and the head; {apply}"
     )
+    if not helm:
+        _warn_without_base(out, base)
+
+
+def _checked_base(name: str, base: str | None, helm: bool) -> str:
+    """Return the folder of other manifests. Raises ConfigError if the name is none, or the options
+    do not go together.
+    """
+    check_name(name, "--name")
+    if helm and (base is not None or name != NAME):
+        raise ConfigError(
+            "--helm: a chart has no base, and its objects have the name of the release; leave out"
+            " --name and --base"
+        )
+    base = base or (DEFAULT_BASE if name == NAME else OWN_BASE)
+    if name != NAME and base != OWN_BASE:
+        raise ConfigError(f"--base has manifests of the name {NAME}; leave it out with --name")
+    return base
+
+
+def _warn_without_base(out: Path, base: str) -> None:
     needed = out / base / BASE
-    if not helm and "//" not in base and not needed.is_dir():  # kubectl reads URLs
+    if "//" not in base and not needed.is_dir():  # kubectl reads URLs
         typer.echo(
-            f"the overlay needs {needed}, which does not exist: give --base . to write it there, or"
-            f" copy Tramontane's k8s/ to {out / base}"
+            f"the overlay needs {needed}, which does not exist: give --base . to write it into the"
+            f" overlay, or copy Tramontane's k8s/ to {out / base}"
         )
 
 

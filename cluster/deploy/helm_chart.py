@@ -86,6 +86,20 @@ def _templates(
     """Yield the chart's templates; ``values`` gets what they have taken out of the documents."""
     service = _configured_service(served, expressions, values)
     yield _Template("rayservice", (("", service),))
+    yield from _base(served, expressions, values)
+    yield _Template("api-keys", (_keys_secret(served, expressions),))
+    if served.model is not None:
+        yield _Template("models", tuple(_models(served, expressions, values)))
+    if served.redis:
+        yield _Template("redis", tuple(_redis(served, expressions, values)))
+    yield _Template("gateway", tuple(_routes(served, expressions)))
+    yield _Template("monitoring", tuple(_monitoring(served, expressions)))
+
+
+def _base(
+    served: ServedModel, expressions: Expressions, values: dict[str, Any]
+) -> Iterator[_Template]:
+    """Yield what every model has next to its pods."""
     budget = disruption_budget(served)
     pods = f"mul {served.pods_per_pipeline} ({REPLICAS})"
     budget["spec"]["minAvailable"] = expressions.inline(f"sub ({pods}) 1")
@@ -103,13 +117,6 @@ def _templates(
     yield _Template("settings", (("", settings),))
     policies = base["network-policies.yaml"]
     yield _Template("network-policies", _if(".Values.networkPolicies.enabled", policies))
-    yield _Template("api-keys", (_keys_secret(served, expressions),))
-    if served.model is not None:
-        yield _Template("models", tuple(_models(served, expressions, values)))
-    if served.redis:
-        yield _Template("redis", tuple(_redis(served, expressions, values)))
-    yield _Template("gateway", tuple(_routes(served, expressions)))
-    yield _Template("monitoring", tuple(_monitoring(served, expressions)))
 
 
 def _documents(text: str) -> list[Document]:
@@ -138,24 +145,21 @@ def _configured_service(
     groups = {"head": cluster["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     for name, group in groups.items():
+        _name_volumes(group["template"]["spec"]["volumes"], expressions)
         values[name] = configure_pod(expressions, group["template"], name)
         if name != "head":
             _configure_counts(group, served, expressions)
     values["ingress"] = {"replicas": NUM_INGRESSES} | values["ingress"]
-    keys = groups["ingress"]["template"]["spec"]["volumes"]
-    (volume,) = (each for each in keys if isinstance(each, dict) and each["name"] == "api-keys")
-    volume["secret"]["secretName"] = _named(
-        expressions, ".Values.apiKeys.existingSecret", "api-keys"
-    )
-    for name in groups:
-        _use_claim(groups[name]["template"]["spec"]["volumes"], expressions)
     if served.redis:
-        options = cluster["gcsFaultToleranceOptions"]
-        address = f'default (printf "%s-redis:6379" ({FULL_NAME})) .Values.redis.address'
-        options["redisAddress"] = expressions.inline(f"{address} | quote")
-        password = options["redisPassword"]["valueFrom"]["secretKeyRef"]
-        password["name"] = _named(expressions, ".Values.redis.existingSecret", "redis")
+        _configure_redis(cluster["gcsFaultToleranceOptions"], expressions)
     return service
+
+
+def _configure_redis(options: Document, expressions: Expressions) -> None:
+    address = f'default (printf "%s-redis:6379" ({FULL_NAME})) .Values.redis.address'
+    options["redisAddress"] = expressions.inline(f"{address} | quote")
+    password = options["redisPassword"]["valueFrom"]["secretKeyRef"]
+    password["name"] = _named(expressions, ".Values.redis.existingSecret", "redis")
 
 
 def _named(expressions: Expressions, value: str, suffix: str) -> str:
@@ -163,11 +167,15 @@ def _named(expressions: Expressions, value: str, suffix: str) -> str:
     return expressions.inline(f'default (printf "%s-{suffix}" ({FULL_NAME})) {value}')
 
 
-def _use_claim(volumes: list[Any], expressions: Expressions) -> None:
+def _name_volumes(volumes: list[Any], expressions: Expressions) -> None:
+    """Take the names of the claim of checkpoints and of the Secret of API keys from values."""
     for volume in volumes:
-        if isinstance(volume, dict) and "persistentVolumeClaim" in volume:
+        if "persistentVolumeClaim" in volume:
             claim = _named(expressions, ".Values.models.existingClaim", "models")
             volume["persistentVolumeClaim"]["claimName"] = claim
+        if "secret" in volume:
+            keys = _named(expressions, ".Values.apiKeys.existingSecret", "api-keys")
+            volume["secret"]["secretName"] = keys
 
 
 def _configure_application(
@@ -242,7 +250,7 @@ def _models(
     )
     pod = job["spec"]["template"]["spec"]
     expressions.optional(pod, "imagePullSecrets", ".Values.image.pullSecrets")
-    _use_claim(pod["volumes"], expressions)
+    _name_volumes(pod["volumes"], expressions)
     yield ".Values.models.download", job
 
 

@@ -41,7 +41,7 @@ def check_name(name: str, option: str) -> None:
             f"{option} is {name}, which is the label of another model's Redis; choose one that does"
             f" not end in -{REDIS}"
         )
-    if not isinstance(yaml.safe_load(name), str) or len(name) == 1:
+    if not isinstance(yaml.safe_load(name), str) or name in ("y", "n"):
         raise ConfigError(f"{option} is {name}, which YAML does not read as text; choose another")
 
 
