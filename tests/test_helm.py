@@ -276,6 +276,11 @@ CASES: dict[str, Case] = {
         _numbers,
         ({"ingress": (2, 2, 2), "stages": (2, 2, 10), "experts": (4, 4, 20)}, 1, 5, 5),
     ),
+    "spareStages": (
+        3,
+        _numbers,
+        ({"ingress": (2, 2, 2), "stages": (5, 5, 7), "experts": (4, 4, 8)}, 1, 2, 8),
+    ),
     "upgradeStrategy": (
         "NewCluster",
         lambda d: ray_service(d)["spec"]["upgradeStrategy"],

@@ -104,6 +104,15 @@ def k8s(
     max_replicas: Annotated[
         int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")
     ] = None,
+    spare_stages: Annotated[
+        int,
+        option(
+            "--spare-stages",
+            min=0,
+            help="More pods for stages than there are stages: one takes over at once.",
+            panel=OVERLAY,
+        ),
+    ] = 0,
     redis: Annotated[
         bool,
         flag(
@@ -143,7 +152,9 @@ def k8s(
     """
     _check_folder(out)
     base = _checked_base(name, base, helm)
-    command = command_line(context, "k8s", {"replicas": 1, "name": NAME, "base": DEFAULT_BASE})
+    command = command_line(
+        context, "k8s", {"replicas": 1, "spare_stages": 0, "name": NAME, "base": DEFAULT_BASE}
+    )
     args = application_args(context, K8S_FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     config = planned_config(args, model, replicas, max_replicas)
@@ -157,6 +168,7 @@ def k8s(
         plan=plan_on(config, workers),
         model=None if model is None else model_folder_name(model),
         workers=workers,
+        spare_stages=spare_stages,
         redis=redis,
         image=_checked_image(image, cpu),
     )
@@ -166,8 +178,9 @@ def k8s(
         else:
             _write(Overlay(served, command, base), out)
     apply = f"helm install NAME {out}" if helm else f"kubectl apply -k {out}"
+    num_pods = served.pods_per_pipeline * replicas + spare_stages
     typer.echo(
-        f"wrote {out}: {served.pods_per_pipeline * replicas} pods with {gpu_memory} each, the"
+        f"wrote {out}: {num_pods} pods with {gpu_memory} each, the"
         f" ingress pods and the head; {apply}"
     )
     if not helm:

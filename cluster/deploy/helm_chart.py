@@ -38,6 +38,7 @@ from tramontane.cluster.deploy.k8s_pods import NUM_INGRESSES, Document
 CHART_FILE = "Chart.yaml"
 OPTIONAL_TEMPLATES = ("models.yaml", "redis.yaml")  # which a chart of another model may not have
 REPLICAS, MAX_REPLICAS = "int .Values.replicas", "int .Values.maxReplicas"
+SPARES = "int .Values.spareStages"
 NUM_INGRESS_PODS = "int .Values.ingress.replicas"
 HOSTS = {  # values of the settings' addresses
     "RAY_PROMETHEUS_HOST": "prometheusHost",
@@ -102,7 +103,7 @@ def _base(
     """Yield what every model has next to its pods."""
     budget = disruption_budget(served)
     pods = f"mul {served.pods_per_pipeline} ({REPLICAS})"
-    budget["spec"]["minAvailable"] = expressions.inline(f"sub ({pods}) 1")
+    budget["spec"]["minAvailable"] = expressions.inline(f"sub (add ({pods}) ({SPARES})) 1")
     base = {name: _documents(text) for name, text in render_piece(BASE, served.name).items()}
     budgets = [*base["disruption-budgets.yaml"], budget]
     yield _Template("disruption-budgets", _always(budgets))
@@ -197,9 +198,13 @@ def _configure_counts(group: Document, served: ServedModel, expressions: Express
     if group["groupName"] == "ingress":
         least = most = NUM_INGRESS_PODS
     else:
-        per_pipeline = group["replicas"] // served.config.replicas
+        has_spares = group["groupName"] == "stages"
+        num_pods = group["replicas"] - (served.spare_stages if has_spares else 0)
+        per_pipeline = num_pods // served.config.replicas
         least = f"mul {per_pipeline} ({REPLICAS})"
         most = f"mul {per_pipeline} ({MAX_REPLICAS})" if served.is_autoscaled else least
+        if has_spares:
+            least, most = (f"add ({count}) ({SPARES})" for count in (least, most))
     group["replicas"] = group["minReplicas"] = expressions.inline(least)
     group["maxReplicas"] = expressions.inline(most)
 

@@ -47,6 +47,7 @@ class ServedModel:
     ``config`` is built from them and the number of pipelines.
 
     ``model`` is the name of the model's folder; None for the demo model. ``image`` is NAME:TAG.
+    ``spare_stages``: pods that wait for a stage to lose its own, for all pipelines together.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ServedModel:
     plan: PipelinePlan
     model: str | None
     workers: WorkerPodSpec
+    spare_stages: int
     redis: bool
     image: str
 
@@ -176,25 +178,27 @@ def _serve_service() -> Document:
 def _actors(served: ServedModel) -> list[Document]:
     config = served.config
     groups = [
-        (STAGE, "stages", len(served.plan.stages)),
-        (EXPERT, "experts", config.expert_actors),
+        (STAGE, "stages", len(served.plan.stages), served.spare_stages),
+        (EXPERT, "experts", config.expert_actors, 0),
     ]
     return [
         worker_group(
             role,
             name,
-            (count * config.replicas, count * config.max_pipelines),
+            (count * config.replicas + spares, count * config.max_pipelines + spares),
             served.workers,
             served.pods,
         )
-        for role, name, count in groups
+        for role, name, count, spares in groups
         if count
     ]
 
 
 def disruption_budget(served: ServedModel) -> Document:
-    """Let nodes be drained one at a time, so that a pipeline waits for one stage only."""
-    num_pods = served.pods_per_pipeline * served.config.replicas
+    """Let nodes be drained one at a time, so that a pipeline waits for one stage only, spare pods
+    or not.
+    """
+    num_pods = served.pods_per_pipeline * served.config.replicas + served.spare_stages
     roles = [{"key": ROLE_LABEL, "operator": "In", "values": [STAGE, EXPERT]}]
     selector = {"matchLabels": {APP_LABEL: served.name}, "matchExpressions": roles}
     spec = {"minAvailable": num_pods - 1, "selector": selector}
