@@ -62,6 +62,7 @@ RAY_UP_FIXED_KEYS = {
 OVERLAY, MACHINES_THERE = "Overlay", "Machines"  # titles of groups of options
 MODELS_FOLDER = "/models"
 DEFAULT_BASE = "../.."
+K8S_DEFAULTS = {"replicas": 1, "spare_stages": 0, "name": NAME, "base": DEFAULT_BASE}
 RAY_UP_DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
 ModelHere = Annotated[
@@ -152,9 +153,7 @@ def k8s(
     """
     _check_folder(out)
     base = _checked_base(name, base, helm)
-    command = command_line(
-        context, "k8s", {"replicas": 1, "spare_stages": 0, "name": NAME, "base": DEFAULT_BASE}
-    )
+    command = command_line(context, "k8s", K8S_DEFAULTS)
     args = application_args(context, K8S_FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     config = planned_config(args, model, replicas, max_replicas)

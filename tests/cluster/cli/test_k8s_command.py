@@ -77,18 +77,13 @@ def test_spare_pods_of_stages_are_more_pods_and_no_other_plan(tmp_path: Path) ->
     spared = _written(tmp_path / "spared", *words, "--spare-stages", "2")
     counts = [
         [group["replicas"], group["minReplicas"], group["maxReplicas"]]
-        for group in (_stages(without), _stages(spared))
+        for group in (_groups(without)["stages"], _groups(spared)["stages"])
     ]
     assert counts == [[8, 8, 12], [10, 10, 14]]
     budgets = [each["disruption-budget"]["spec"]["minAvailable"] for each in (without, spared)]
     assert budgets == [7, 9]
     assert _application(without) == _application(spared)
-    assert _stages(without)["template"] == _stages(spared)["template"]
-
-
-def _stages(documents: dict[str, Any]) -> Any:
-    groups = documents["rayservice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    return next(group for group in groups if group["groupName"] == "stages")
+    assert _groups(without)["stages"]["template"] == _groups(spared)["stages"]["template"]
 
 
 def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
