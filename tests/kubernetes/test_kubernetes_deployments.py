@@ -13,7 +13,7 @@ from kube_report import Report
 from test_kubernetes_pods import wait_for_pods
 from test_kubernetes_problems import wait_for
 
-OPERATOR = ("--namespace=default", "--selector=app.kubernetes.io/name=kuberay-operator")
+OPERATOR = ("--namespace=default", "--selector=app.kubernetes.io/component=kuberay-operator")
 Documents = list[dict[str, Any]]
 
 
