@@ -544,6 +544,12 @@ def _notes(chart: Path, copy: Path) -> str:
     return notes
 
 
+def test_fewer_pipelines_at_most_than_at_least_are_refused(charts: Callable[[str], Path]) -> None:
+    message = "maxReplicas is 2; it must be at least replicas, which is 3"
+    with pytest.raises(HelmError, match=message):
+        template(charts("all"), values={"replicas": 3})
+
+
 def test_no_key_is_made_up(charts: Callable[[str], Path], tmp_path: Path) -> None:
     """Without values the Secret is the user's, and the notes say how to create it."""
     assert "Secret" not in _kinds(template(charts("all")))

@@ -37,8 +37,8 @@ from tramontane.cluster.deploy.k8s_pods import NUM_INGRESSES, Document
 
 CHART_FILE = "Chart.yaml"
 OPTIONAL_TEMPLATES = ("models.yaml", "redis.yaml")  # which a chart of another model may not have
-REPLICAS, MAX_REPLICAS = "int .Values.replicas", "int .Values.maxReplicas"
-SPARES = "int .Values.spareStages"
+REPLICAS, SPARES = "int .Values.replicas", "int .Values.spareStages"
+MAX_REPLICAS = 'include "tramontane.maxReplicas" . | int'
 NUM_INGRESS_PODS = "int .Values.ingress.replicas"
 HOSTS = {  # values of the settings' addresses
     "RAY_PROMETHEUS_HOST": "prometheusHost",
