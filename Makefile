@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up test-image kubernetes kubernetes-image kubernetes-down test-kubernetes soak bench-peers bench-agreement agents mutants clean
+.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up test-image helm kubernetes kubernetes-image kubernetes-down test-kubernetes soak bench-peers bench-agreement agents mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -193,6 +193,12 @@ ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while
 
 test-image: $(STAMP)  ## the image of k8s/Dockerfile, built and run (needs docker; IMAGE_OPTIONS are options of docker build)
 	$(BIN)/python -m pytest -q -s tests/image.py
+
+HELM_CACHE ?= $(HOME)/.cache/tramontane-helm
+HELM_VERSION ?= v3.22.0
+helm:  ## the program Helm, which the tests of the chart use, into ~/.cache/tramontane-helm (needs Go and its module proxy)
+	test -x $(HELM_CACHE)/helm || GOBIN=$(abspath $(HELM_CACHE)) GOFLAGS=-p=1 nice -n 15 go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
+	@$(HELM_CACHE)/helm version --short
 
 KUBERNETES = $(BIN)/python tests/kubernetes/kube_cluster.py
 NODES ?= 6

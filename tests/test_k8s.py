@@ -17,7 +17,7 @@ import pytest
 from k8s_documents import (
     K8S,
     OVERLAYS,
-    PIECES,
+    RENDERED,
     ROOT,
     check_schema,
     overlay,
@@ -36,6 +36,7 @@ from tramontane.cluster.config.ray_settings import (
     monitoring_settings,
 )
 from tramontane.cluster.deploy.k8s_overlay import MARK
+from tramontane.cluster.deploy.k8s_pieces import NAME, PIECES, render_piece
 from tramontane.cluster.ray_internals.symbol import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
 
@@ -47,7 +48,7 @@ REGISTRIES = re.compile(
 
 @pytest.mark.parametrize(
     "folder",
-    [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in PIECES)],
+    [*(K8S / "overlays" / name for name in OVERLAYS), *(K8S / name for name in RENDERED)],
     ids=str,
 )
 def test_everything_renders_and_is_what_kubernetes_accepts(folder: Path) -> None:
@@ -83,6 +84,12 @@ def test_a_shipped_overlay_is_what_the_command_writes(name: str, tmp_path: Path)
     assert command[:2] == ["tramontane", "k8s"]
     app([*command[1:], "--out", str(tmp_path)], standalone_mode=False)
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == shipped
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_shipped_manifests_are_the_templates_with_the_usual_name(piece: str) -> None:
+    shipped = {path.name: path.read_text(encoding="utf-8") for path in (K8S / piece).glob("*.yaml")}
+    assert render_piece(piece, NAME) == shipped
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -174,7 +181,8 @@ def test_what_is_named_is_there(name: str) -> None:
     """Selectors find pods, ports have their names, claims are claimed; keys and passwords are made
     by those who install it.
     """
-    documents = (*overlay(name), *rendered(K8S / "monitoring"), *rendered(K8S / "ingress"))
+    others = ("monitoring", "ingress", "gateway")
+    documents = (*overlay(name), *(d for each in others for d in rendered(K8S / each)))
     pods = [
         (g["template"]["metadata"]["labels"], _ports(g)) for g in groups_of(ray_service(documents))
     ]
@@ -188,6 +196,16 @@ def test_what_is_named_is_there(name: str) -> None:
         for d in documents
         if d["kind"] == "Service"
     }
+    numbers = {
+        d["metadata"]["name"]: {p["port"] for p in d["spec"]["ports"]}
+        for d in documents
+        if d["kind"] == "Service"
+    }
+    listeners = {
+        d["metadata"]["name"]: {each["name"] for each in d["spec"]["listeners"]}
+        for d in documents
+        if d["kind"] == "Gateway"
+    }
     for document in documents:
         for selector, ports in _selectors(document):
             found = [has for labels, has in pods if selector.items() <= labels.items()]
@@ -198,6 +216,10 @@ def test_what_is_named_is_there(name: str) -> None:
             )
         for backend in _found(document, "backend"):
             assert backend["service"]["port"]["name"] in services[backend["service"]["name"]]
+        for backends in _found(document, "backendRefs"):
+            assert {each["port"] for each in backends} <= numbers[backends[0]["name"]]
+        for parents in _found(document, "parentRefs"):
+            assert {each["sectionName"] for each in parents} <= listeners[parents[0]["name"]]
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
     assert {claim for d in documents for claim in _found(d, "claimName")} == claims
     assert {secret for d in documents for secret in _found(d, "secretName")} <= {

@@ -13,8 +13,18 @@ from tramontane.cluster.config.engine_keys import BatchingKeys
 from tramontane.cluster.config.key import parse_gpu_memory
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
 from tramontane.cluster.console.terminal import check_replaceable, writing
-from tramontane.cluster.deploy.k8s_overlay import FILES, Overlay, WorkerPodSpec, overlay_files
+from tramontane.cluster.deploy.helm_chart import CHART_FILE, OPTIONAL_TEMPLATES, chart_files
+from tramontane.cluster.deploy.k8s_documents import ServedModel
+from tramontane.cluster.deploy.k8s_overlay import (
+    FILES,
+    OWN_BASE,
+    Overlay,
+    overlay_files,
+    own_files,
+)
 from tramontane.cluster.deploy.k8s_overlay import MARK as OVERLAY_MARK
+from tramontane.cluster.deploy.k8s_pieces import BASE, NAME, check_name
+from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
     THREADS,
     application_args,
@@ -51,6 +61,8 @@ RAY_UP_FIXED_KEYS = {
 }
 OVERLAY, MACHINES_THERE = "Overlay", "Machines"  # titles of groups of options
 MODELS_FOLDER = "/models"
+DEFAULT_BASE = "../.."
+K8S_DEFAULTS = {"replicas": 1, "spare_stages": 0, "name": NAME, "base": DEFAULT_BASE}
 RAY_UP_DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
 ModelHere = Annotated[
@@ -93,6 +105,15 @@ def k8s(
     max_replicas: Annotated[
         int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")
     ] = None,
+    spare_stages: Annotated[
+        int,
+        option(
+            "--spare-stages",
+            min=0,
+            help="More pods for stages than there are stages: one takes over at once.",
+            panel=OVERLAY,
+        ),
+    ] = 0,
     redis: Annotated[
         bool,
         flag(
@@ -105,63 +126,140 @@ def k8s(
         str | None,
         option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.", panel=OVERLAY),
     ] = None,
-    base: Annotated[
+    helm: Annotated[
+        bool, flag("--helm", help="Write a Helm chart in place of an overlay.", panel=OVERLAY)
+    ] = False,
+    name: Annotated[
         str,
-        option("--base", help="The folder k8s/ of Tramontane, relative to --out.", panel=OVERLAY),
-    ] = "../..",
+        option(
+            "--name",
+            help="Of all objects: each model of a namespace needs another. The overlay of another"
+            " name has all its manifests itself.",
+            panel=OVERLAY,
+        ),
+    ] = NAME,
+    base: Annotated[
+        str | None,
+        option(
+            "--base",
+            help="The folder k8s/ of Tramontane, relative to --out, or . to write its files too."
+            " Default: ../.., or . with --name.",
+            panel=OVERLAY,
+        ),
+    ] = None,
 ) -> None:
-    """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each
-    stage.
+    """Write a kustomize overlay or a Helm chart that serves a model by the KubeRay operator, one
+    pod for each stage.
     """
     _check_folder(out)
-    image = (
-        image
-        or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
-    )
-    if not IMAGE_NAME.fullmatch(image):
-        raise ConfigError(
-            f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1"
-        )
+    base = _checked_base(name, base, helm)
+    command = command_line(context, "k8s", K8S_DEFAULTS)
     args = application_args(context, K8S_FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     config = planned_config(args, model, replicas, max_replicas)
     workers = WorkerPodSpec(
         config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu
     )
-    plan = plan_on(config, workers)
-    overlay = Overlay(
-        command=command_line(context, "k8s", {"replicas": 1, "base": "../.."}),
+    served = ServedModel(
+        name=name,
         args=args,
         config=config,
-        plan=plan,
+        plan=plan_on(config, workers),
         model=None if model is None else model_folder_name(model),
         workers=workers,
+        spare_stages=spare_stages,
         redis=redis,
-        image=image,
-        base=base,
+        image=_checked_image(image, cpu),
     )
     with writing(out, "--out"):
-        _write(overlay_files(overlay), out)
-    pods = (len(plan.stages) + config.expert_actors) * replicas
+        if helm:
+            _write_chart(chart_files(served, command), out)
+        else:
+            _write(Overlay(served, command, base), out)
+    apply = f"helm install NAME {out}" if helm else f"kubectl apply -k {out}"
+    num_pods = served.pods_per_pipeline * replicas + spare_stages
     typer.echo(
-        f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl"
-        f" apply -k {out}"
+        f"wrote {out}: {num_pods} pods with {gpu_memory} each, the"
+        f" ingress pods and the head; {apply}"
     )
-    needed = out / base / "base"
+    if not helm:
+        _warn_without_base(out, base)
+
+
+def _checked_base(name: str, base: str | None, helm: bool) -> str:
+    """Return the folder of other manifests. Raises ConfigError if the name is none, or the options
+    do not go together.
+    """
+    check_name(name, "--name")
+    if helm and (base is not None or name != NAME):
+        raise ConfigError(
+            "--helm: a chart has no base, and its objects have the name of the release; leave out"
+            " --name and --base"
+        )
+    base = base or (DEFAULT_BASE if name == NAME else OWN_BASE)
+    if name != NAME and base != OWN_BASE:
+        raise ConfigError(f"--base has manifests of the name {NAME}; leave it out with --name")
+    return base
+
+
+def _warn_without_base(out: Path, base: str) -> None:
+    needed = out / base / BASE
     if "//" not in base and not needed.is_dir():  # kubectl reads URLs
         typer.echo(
-            f"the overlay needs {needed}, which does not exist: copy Tramontane's k8s/ to"
-            f" {out / base}, or give --base"
+            f"the overlay needs {needed}, which does not exist: give --base . to write it into the"
+            f" overlay, or copy Tramontane's k8s/ to {out / base}"
         )
 
 
-def _write(files: dict[str, str], out: Path) -> None:
+def _checked_image(image: str | None, cpu: bool) -> str:
+    """Return the image, or a placeholder for it. Raises ConfigError if it has no tag."""
+    if image is None:
+        return f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
+    if not IMAGE_NAME.fullmatch(image):
+        raise ConfigError(
+            f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1"
+        )
+    return image
+
+
+def _write(overlay: Overlay, out: Path) -> None:
+    """Write an overlay. Other manifests that are there stay, since they have settings of the user,
+    but for those of the base.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    own = own_files(overlay)
+    for path in (out / name for name in own if name.startswith(f"{BASE}/")):
+        path.parent.mkdir(exist_ok=True)
+        check_replaceable(path, OVERLAY_MARK, "--out")
+    files = overlay_files(overlay)
     for name in FILES:
         if name in files:
             (out / name).write_text(files[name], encoding="utf-8")
         else:
             (out / name).unlink(missing_ok=True)
+    for name, text in own.items():
+        path = out / name
+        if name.startswith(f"{BASE}/") or not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+
+def _write_chart(files: dict[str, str], out: Path) -> None:
+    """Write a chart. Raises ConfigError if one of its files is there, but no chart of ours."""
+    if not (out / CHART_FILE).exists():
+        for name in files:
+            if (out / name).exists():
+                raise ConfigError(
+                    f"{out / name} was not written by this command; choose another --out"
+                )
+    for folder in {(out / name).parent for name in files}:
+        folder.mkdir(parents=True, exist_ok=True)
+    check_replaceable(out / CHART_FILE, OVERLAY_MARK, "--out")
+    for path in (out / "templates").iterdir():
+        if path.name in OPTIONAL_TEMPLATES:
+            path.unlink()
+    for name, text in files.items():
+        (out / name).write_text(text, encoding="utf-8")
 
 
 def _check_folder(out: Path) -> None:

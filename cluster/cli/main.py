@@ -90,6 +90,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "drain": ("tramontane drain --address auto", "tramontane drain --address auto --undo"),
         "k8s": (
             "tramontane k8s --model mixtral-8x7b --stages 4 --gpu-memory 48GiB -o mixtral",
+            "tramontane k8s --stages 2 --cpu --gpu-memory 4GiB --helm -o chart",
             "tramontane k8s --stages 2 --cpu --gpu-memory 4GiB -o demo",
         ),
         "cluster-yaml": (
@@ -136,8 +137,8 @@ COMMANDS = MappingProxyType(
             "Let the application on a running cluster finish its requests and refuse new ones."
         ),
         "k8s": (
-            "Write a kustomize overlay that serves a model by the KubeRay operator, one pod for"
-            " each stage."
+            "Write a kustomize overlay or a Helm chart that serves a model by the KubeRay operator,"
+            " one pod for each stage."
         ),
         "cluster-yaml": (
             "Write a file for ray up: a cluster that serves a model, one machine for each stage."

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
-from tramontane.cluster.deploy.k8s_overlay import WorkerPodSpec
+from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.serving.app import validate_config

@@ -19,21 +19,23 @@ from test_kubernetes_problems import wait_for
 
 PROGRAM = Path(__file__).with_name("kube_cluster.py")
 LATE = {"tramontane-tests/late": "true"}
-AWAITED = "waiting for 2 of 2 stages: "
+AWAITED = "waiting for 1 of 2 stages: "
 Documents = list[dict[str, Any]]
 
 
 def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
     empty: Application, report: Report
 ) -> None:
-    """Both stages' pods find no node until one is added: /health and the RayService name it."""
+    """One stage's pod finds no node until one is added: /health and the RayService name it."""
     documents = copy.deepcopy(empty.render(*DEMO))
     service = next(each for each in documents if each["kind"] == "RayService")
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    next(each for each in groups if each["groupName"] == "stages")["template"]["spec"][
-        "nodeSelector"
-    ] = LATE
-    late = max(nodes_with_folders()) + 1
+    (stages,) = (each for each in groups if each["groupName"] == "stages")
+    pod = stages["template"]["spec"]
+    pod["nodeSelector"] = LATE
+    pod["containers"][0]["resources"]["requests"]["cpu"] = "1200m"  # a node has two cores
+    first, late = max(nodes_with_folders()), max(nodes_with_folders()) + 1
+    mark(first)
     empty.create_key()
     empty.apply(documents)
     try:
@@ -42,13 +44,14 @@ def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
         named_s = time.monotonic() - began
         status = wait_for(lambda: said_by_status(empty), 90)
         subprocess.run([sys.executable, PROGRAM, "add-node", str(late)], check=True)
-        kubectl("label", "node", node_name(late), *(f"{k}={v}" for k, v in LATE.items()))
+        mark(late)
         joined = time.monotonic()
         empty.wait_until_ready()
         empty.wait_for_answer()
         ready_s = time.monotonic() - joined
     finally:
         empty.delete(documents)
+        mark(first, "-")
         subprocess.run([sys.executable, PROGRAM, "remove-node", str(late)], check=True)
     report.add(
         "stages whose node arrives late",
@@ -59,6 +62,11 @@ def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
     )
     assert "offered by no node" in health
     assert "offered by no node" in status
+
+
+def mark(number: int, end: str = "=true") -> None:
+    """Give a node the label that stages ask for; with the end "-", take it away."""
+    kubectl("label", "node", node_name(number), *(f"{name}{end}" for name in LATE))
 
 
 def said_by_health(application: Application) -> str:

@@ -1,5 +1,7 @@
 """Documents of k8s/ as kubectl renders them, and their validation against schemas."""
 
+import json
+import shlex
 import shutil
 import subprocess
 from functools import cache
@@ -17,7 +19,11 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 CRDS = ROOT.parent / "shared" / "schemas" / "kuberay"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
-PIECES = ("base", "models-volume", "models-bucket", "ingress", "monitoring", "redis")
+# secrets/ needs a file of keys
+RENDERED = (
+    *("base", "models-volume", "models-bucket", "redis"),
+    *("gateway", "ingress", "monitoring"),
+)
 WITHOUT_A_SCHEMA = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operator
 
 
@@ -42,6 +48,12 @@ def overlay(name: str) -> tuple[Document, ...]:
     return rendered(K8S / "overlays" / name)
 
 
+def overlay_flags(name: str) -> tuple[str, ...]:
+    """The flags with which a shipped overlay was written."""
+    first = (K8S / "overlays" / name / "kustomization.yaml").read_text().splitlines()[0]
+    return tuple(shlex.split(first.removeprefix("# Written by: tramontane k8s")))
+
+
 def ray_service(documents: tuple[Document, ...]) -> Document:
     (service,) = (document for document in documents if document["kind"] == "RayService")
     return service
@@ -59,8 +71,19 @@ def check_schema(document: Document) -> None:
     if document["apiVersion"] == "ray.io/v1":
         if error := best_match(_crd(document["kind"]).iter_errors(document)):
             raise error
+    elif document["apiVersion"] == "gateway.networking.k8s.io/v1":
+        if error := best_match(_gateway_api(document["kind"]).iter_errors(document)):
+            raise error
     elif document["kind"] not in WITHOUT_A_SCHEMA:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@cache
+def _gateway_api(kind: str) -> Draft202012Validator:
+    file = Path(__file__).with_name("gateway_api.json")
+    schema: Document = json.loads(file.read_text(encoding="utf-8"))["schemas"][kind]
+    schema["properties"]["metadata"]["additionalProperties"] = True
+    return Draft202012Validator(_closed(schema))
 
 
 @cache

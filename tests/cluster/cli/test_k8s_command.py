@@ -70,6 +70,22 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
 
 
+def test_spare_pods_of_stages_are_more_pods_and_no_other_plan(tmp_path: Path) -> None:
+    """A drained node takes one pod at a time, with spare ones too."""
+    words = (*MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
+    without = _written(tmp_path / "without", *words)
+    spared = _written(tmp_path / "spared", *words, "--spare-stages", "2")
+    counts = [
+        [group["replicas"], group["minReplicas"], group["maxReplicas"]]
+        for group in (_groups(without)["stages"], _groups(spared)["stages"])
+    ]
+    assert counts == [[8, 8, 12], [10, 10, 14]]
+    budgets = [each["disruption-budget"]["spec"]["minAvailable"] for each in (without, spared)]
+    assert budgets == [7, 9]
+    assert _application(without) == _application(spared)
+    assert _groups(without)["stages"]["template"] == _groups(spared)["stages"]["template"]
+
+
 def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
     """The options of a deployment override the application's, so they have to be the ones that the
     application would have.
