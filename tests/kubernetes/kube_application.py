@@ -63,9 +63,9 @@ def compare(streams: list[Document], undisturbed: list[Document]) -> Outcome:
 class Application:
     """A RayService of a namespace."""
 
-    def __init__(self, namespace: str = DEMO_NAMESPACE, name: str = "tramontane") -> None:
-        self.namespace, self.name = namespace, name
-        self.key = KEY
+    def __init__(self, name: str = "tramontane", key: str = KEY) -> None:
+        self.namespace, self.name = DEMO_NAMESPACE, name
+        self.key = key
 
     def kubectl(self, *arguments: str, text: str | None = None, timeout_s: float = 120.0) -> str:
         """The output of kubectl in the namespace."""
@@ -82,9 +82,12 @@ class Application:
         folder.mkdir(parents=True, exist_ok=True)
         image = yaml.safe_load((CHECKOUT / "k8s/overlays/demo/kustomization.yaml").read_text())
         named = f"{image['images'][0]['newName']}:{image['images'][0]['newTag']}"
-        base = os.path.relpath(CHECKOUT / "k8s", folder)
+        if self.name == "tramontane":
+            named_by = ["--base", os.path.relpath(CHECKOUT / "k8s", folder)]
+        else:
+            named_by = ["--name", self.name]
         subprocess.run(
-            [PROGRAM, "k8s", *flags, "--image", named, "--base", base, "--out", folder],
+            [PROGRAM, "k8s", *flags, "--image", named, *named_by, "--out", folder],
             check=True,
             capture_output=True,
             cwd=folder,
@@ -98,7 +101,7 @@ class Application:
 
     def create_key(self) -> None:
         """Create the Secret of the API keys."""
-        self.create_secret("tramontane-api-keys", keys=self.key)
+        self.create_secret(f"{self.name}-api-keys", keys=self.key)
 
     def create_secret(self, name: str, **values: str) -> None:
         """Create a Secret, or change it."""
@@ -132,15 +135,16 @@ class Application:
         options = [f"--container={container}"] if container else []
         return self.kubectl("exec", pod, *options, "--", "bash", "-c", script)
 
-    def address(self, service: str = "tramontane-http") -> str:
+    def address(self, kind: str = "http") -> str:
         """The address of a Service, as the cluster's nodes reach it."""
-        spec = self.get("service", service)["spec"]
+        spec = self.get("service", f"{self.name}-{kind}")["spec"]
         return f"{spec['clusterIP']}:{spec['ports'][0]['port']}"
 
-    def ask(
-        self, path: str, body: Document | None = None, key: str | None = KEY
-    ) -> tuple[int, str]:
-        """The status and the body of an answer; status 0 if there was none."""
+    def ask(self, path: str, body: Document | None = None, key: str | None = "") -> tuple[int, str]:
+        """The status and the body of an answer; status 0 if there was none. ``key``: "" for the
+        application's own, None for none.
+        """
+        key = self.key if key == "" else key
         command = ["curl", "-sS", "--max-time", "60", "--write-out", "\n%{http_code}"]
         if key is not None:
             command += ["--header", f"Authorization: Bearer {key}"]
@@ -150,7 +154,7 @@ class Application:
         content, _, status = done.stdout.rpartition("\n")
         return int(status or 0), content or done.stderr
 
-    def complete(self, text: str = "The wind", key: str | None = KEY) -> tuple[int, str]:
+    def complete(self, text: str = "The wind", key: str | None = "") -> tuple[int, str]:
         """Ask for some tokens."""
         body = {"model": "demo", "prompt": text, "max_tokens": 8}
         return self.ask("/v1/completions", body, key)
@@ -171,14 +175,14 @@ class Application:
         limit_s: float = 900.0,
     ) -> list[Document]:
         """Run the seeded streams, with a fault some seconds after all have their first token."""
-        service = "tramontane-grpc" if "--grpc" in options else "tramontane-http"
+        kind = "grpc" if "--grpc" in options else "http"
         program = Path(__file__).with_name("kube_streams.py")
         process = subprocess.Popen(
             [
                 *in_node_network(),
                 sys.executable,
                 program,
-                self.address(service),
+                self.address(kind),
                 self.key,
                 *options,
             ],
@@ -203,12 +207,13 @@ class Application:
         return streams
 
     def delete(self, documents: Sequence[Document], limit_s: float = 300.0) -> float:
-        """Delete documents and wait until no pod is left; the seconds that it took."""
+        """Delete documents and wait until no pod of theirs is left; the seconds that it took."""
         began = time.monotonic()
         text = yaml.safe_dump_all(documents)
         arguments = ("delete", "--filename=-", "--ignore-not-found", f"--timeout={limit_s:.0f}s")
         self.kubectl(*arguments, text=text, timeout_s=limit_s + 30)
-        while self.get("pods")["items"]:
+        selector = f"--selector=app in ({self.name}, {self.name}-redis)"
+        while self.get("pods", selector)["items"]:
             assert time.monotonic() < began + limit_s, "pods are left"
             time.sleep(0.5)
         return time.monotonic() - began

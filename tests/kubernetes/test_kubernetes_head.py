@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ServedDemo
 from kube_application import DEMO, Application, compare
-from kube_control_plane import OF_THE_CLUSTER, apply
+from kube_control_plane import apply
 from kube_paths import CLUSTER
 from kube_processes import kubectl
 from kube_report import Report
@@ -37,9 +37,6 @@ def with_redis(served_demo: ServedDemo, report: Report) -> Iterator[Application]
     """The demo with Redis, whose volume is a folder of this machine."""
     application = served_demo.remove()
     documents = application.render(*DEMO, "--redis")
-    for document in documents:
-        if document["kind"] == "StatefulSet":  # where it leaves the other pods' nodes whole CPUs
-            document["spec"]["template"]["spec"]["nodeSelector"] = OF_THE_CLUSTER
     folder = CLUSTER / "redis"
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
