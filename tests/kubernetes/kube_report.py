@@ -54,7 +54,7 @@ Written by `make test-kubernetes`: a cluster that `make kubernetes` made on one 
 * {versions}, {size}
 {textwrap.fill("* " + machine["processor"], width=110, subsequent_indent="  ")}
 * Pods have the security level "restricted". Their network enforces no NetworkPolicies.
-* The figures are in the [JSON](kubernetes-{self._date}.json).
+* A row is as old as its commit; the figures are in the [JSON](kubernetes-{self._date}.json).
 
 | tried | result | commit | load of the machine |
 |---|---|---|---|
