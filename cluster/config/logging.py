@@ -71,7 +71,8 @@ class LogSettings:
                 own.warning("%s: %s cannot be written to: %s", CONTAINER_LOG, path, error.strerror)
                 return
             container.setFormatter(json_formatter(MORE_FIELDS))
-            container.filters[:] = handler.filters  # they add the process's fields
+            # they add the process's fields, and leave lines out
+            container.filters[:] = handler.filters
             own.addHandler(container)
 
 

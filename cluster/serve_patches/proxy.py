@@ -134,7 +134,6 @@ def grpc_keep_alive_options(interval_s: float = KEEP_ALIVE_S) -> list[tuple[str,
     return [
         ("grpc.keepalive_time_ms", round(interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),  # as many as the silence lasts
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
 

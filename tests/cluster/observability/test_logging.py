@@ -94,6 +94,21 @@ def test_a_containers_output_gets_every_line_as_json_too(
     assert "KeyError: 'layers.7'" in said["exc_text"]
 
 
+def test_a_containers_output_leaves_out_what_the_log_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTAINER_LOG, str(tmp_path / "output"))
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: "noise" not in record.getMessage())
+    LogSettings().install(handler)
+    logger.warning("noise")
+    logger.warning("a word")
+    monkeypatch.delenv(CONTAINER_LOG)
+    LogSettings().to_stderr("stage")  # closes the file
+    (line,) = (tmp_path / "output").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["message"] == "a word"
+
+
 def test_a_containers_output_that_cannot_be_written_to_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
